@@ -192,6 +192,7 @@ class Observation:
     lines: tuple[LogLine, ...] = ()
     more: bool = False  # the observation was cut short: more lines can be read at once
     problem: str = ""
+    not_taken: bool = False  # by the cluster's API server: the problem says nothing about the host
     since: str | None = None  # the first time whose lines were requested; None: from the beginning
     open: Mapping[str, int] = field(default_factory=dict)  # bytes so far of lines that have not ended, by their times
     progress: tuple[ProgressLine, ...] = ()  # newest of each process that tells it, if it was asked for

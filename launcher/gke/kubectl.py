@@ -59,6 +59,12 @@ class Kubectl:
             raise explain(result.stdout[-2000:], argv)
 
 
+class NotTaken(LaunchError):
+    """The cluster's API server did not take the request: the error says nothing about a host."""
+
+
+# Lacks kubectl's own time-outs: a request that the server has taken may wait for a host.
+_NOT_TAKEN = r"\(TooManyRequests\)|The connection to the server|Unable to connect to the server:.* (dial|EOF|TLS|reset)"
 # (pattern of kubectl's error output, exit code, message; {0}, {1} ... are the pattern's groups)
 _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
     (
@@ -66,8 +72,7 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
         r"context was not found for specified context: (\S+)",
         Exit.BAD_INPUT,
         "kubectl has no context {0}: `kubectl config get-contexts` lists its contexts, `gcloud container clusters "
-        "get-credentials CLUSTER "
-        "--location LOCATION --project PROJECT` adds one; then correct gke.context",
+        "get-credentials CLUSTER --location LOCATION --project PROJECT` adds one; then correct gke.context",
     ),
     (
         r"current-context is not set|server localhost:8080 was refused|\[::1\]:8080|127\.0\.0\.1:8080",
@@ -145,6 +150,7 @@ def explain(stderr: str, argv: list[str]) -> LaunchError:
     for pattern, code, meaning in _MEANINGS:
         if match := re.search(pattern, stderr):
             groups = [group.strip() for group in match.groups() if group is not None] or [match.group(0)]
-            return LaunchError(meaning.format(*groups, "?", "?", "?"), exit_code=code)
+            kind = NotTaken if re.search(_NOT_TAKEN, stderr) else LaunchError
+            return kind(meaning.format(*groups, "?", "?", "?"), exit_code=code)
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
     return LaunchError(f"{shell.quote(argv)} failed: {' '.join(lines[-3:]) if lines else 'it gave no reason'}")

@@ -11,6 +11,7 @@ from launcher.log_lines import LogWindow, kubelet_records, read_log
 from launcher.provider import ContainerState, LogLine
 
 INDEX = "batch.kubernetes.io/job-completion-index"
+_DISRUPTIONS = ("Evicted", "Preempting", "NodeShutdown", "Terminated", "NodeLost")  # reasons of a failed pod
 _OWN_END = (0, 2, 75)  # exit codes that say more than that the pod was disrupted
 
 
@@ -73,13 +74,7 @@ def parse(document: Mapping[str, Any]) -> Pod:
     disruption = ""
     if disrupted.get("status") == "True":
         disruption = _describe(disrupted)
-    elif status.get("phase") == "Failed" and status.get("reason") in (
-        "Evicted",
-        "Preempting",
-        "NodeShutdown",
-        "Terminated",
-        "NodeLost",
-    ):
+    elif status.get("phase") == "Failed" and status.get("reason") in _DISRUPTIONS:
         disruption = _describe(status)
     return Pod(
         name=metadata["name"],

@@ -15,7 +15,7 @@ from launcher.container_scripts import DUMP_STACKS, READ_PROGRESS, split_progres
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.gke import CAPABILITIES, checks, pod_status
 from launcher.gke.commented_yaml import dump_documents
-from launcher.gke.kubectl import Kubectl
+from launcher.gke.kubectl import Kubectl, NotTaken
 from launcher.gke.manifest import make_objects
 from launcher.gke.pod_status import Pod
 from launcher.gke.watch import PodWatch
@@ -196,12 +196,13 @@ class Gke:
             if lines is not None:
                 return Observation(worker, state, tuple(lines), problem=problem)
         except LaunchError as error:
-            return Observation(worker, None, problem=str(error).splitlines()[0])
+            return Observation(worker, None, problem=str(error).splitlines()[0], not_taken=isinstance(error, NotTaken))
         options = [f"--since-time={since}"] if since else []
         try:
             window, more = self._read_log(pod, *options)  # after the state, so that an ended pod's log is complete
         except LaunchError as error:  # the log of an ended pod may be gone with its node: its end still counts
-            return Observation(worker, state if pod.ended else None, problem=str(error).splitlines()[0])
+            problem, not_taken = str(error).splitlines()[0], isinstance(error, NotTaken)
+            return Observation(worker, state if pod.ended else None, problem=problem, not_taken=not_taken)
         told = self._read_progress(pod) if progress and not pod.ended else ()
         return Observation(worker, state, window.lines, more=more, problem=problem, open=window.open, progress=told)
 
@@ -376,10 +377,8 @@ class Gke:
             else:
                 placed = placed or now()
                 if now() > placed + run.start_minutes * 60:
-                    raise LaunchError(
-                        f"not all hosts started within run.start_minutes ({run.start_minutes:g}) after they had nodes: "
-                        f"{reasons}"
-                    )
+                    limit = f"run.start_minutes ({run.start_minutes:g})"
+                    raise LaunchError(f"not all hosts started within {limit} after they had nodes: {reasons}")
             if reasons != reported:
                 self.say(f"waiting for {len(waiting)} of {len(self._workers)} hosts: {reasons}")
                 reported = reasons
@@ -465,9 +464,7 @@ class Gke:
             if not left:
                 return
             if self._clock.monotonic() > deadline:
-                raise LaunchError(
-                    f"{len(left)} pods are still there {seconds:.0f} s after they were deleted: {', '.join(left)}"
-                )
+                raise LaunchError(f"{len(left)} pods are still there {seconds:.0f} s after deletion: {', '.join(left)}")
             self._clock.sleep(1.0)
 
 

@@ -312,8 +312,8 @@ class _Supervision:
         self.last_line = min(now, self.last_line + still)
         self.progress.forgive(still)
         for worker, view in self.views.items():
-            seen, failing_since = min(now, view.seen + still), min(now, view.failing_since + still)
-            self.views[worker] = replace(view, seen=seen, failing_since=failing_since)
+            seen = min(now, view.seen + still)
+            self.views[worker] = replace(view, seen=seen, failing_since=view.failing_since + still)
 
     def _receive(self) -> None:
         """Handles one observation or state of the slice, if one arrives within 0.25 s. New lines, lines that grow, new
@@ -368,8 +368,9 @@ class _Supervision:
             if view.reachable:
                 self.ledger.note(events.HostOutOfReach(number, worker, answer.problem), self.say)
                 self.say(f"host {worker} does not answer: {answer.problem}")
-                view = replace(view, failing_since=now)
-            self.views[worker] = replace(view, problem=answer.problem or "no answer")
+                view = replace(view, failing_since=float("inf"))
+            failing_since = view.failing_since if answer.not_taken else min(view.failing_since, now)
+            self.views[worker] = replace(view, problem=answer.problem or "no answer", failing_since=failing_since)
             return
         if not view.reachable:
             self.ledger.note(events.HostBack(number, worker), self.say)

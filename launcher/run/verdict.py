@@ -74,7 +74,7 @@ class HostView:
     container: ContainerState | None  # as last seen
     seen: float  # when the host last answered
     problem: str = ""  # why it does not answer now; empty if it does
-    failing_since: float = float("-inf")  # when the first look failed after it last answered
+    failing_since: float = float("-inf")  # when the first look that asked it failed since it answered; inf: none has
     ended_seen: float | None = None  # when its container was first seen to have ended
     ended_away: bool = False  # its container ended while the host was out of reach
     answering_since: float = float("-inf")  # when it last began to answer without a gap

@@ -193,9 +193,7 @@ def test_a_cluster_that_does_not_answer_fails_no_ended_run(kubectl: Path) -> Non
     assert gke.stacks(ATTEMPT.container) == {}
 
 
-def test_a_missing_pod_is_no_removed_container_and_hosts_do_not_each_list_pods_in_vain(
-    kubectl: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_pod_is_not_absent_and_hosts_share_a_list(kubectl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     show(kubectl, "a")
     gke = provider(kubectl, 1, 1)
     assert gke.observe(1, ATTEMPT.container, None) == Observation(1, None, problem="its pod is gone")
@@ -264,7 +262,9 @@ def test_how_a_pod_ended_is_known_without_its_log_which_may_be_gone_with_its_nod
     ended, runs = (gke.observe(worker, ATTEMPT.container, None) for worker in range(2))
     assert ended.container.exit_code == 3
     assert runs.container is None
-    assert "no route to host" in ended.problem
+    assert ("no route to host" in ended.problem, runs.not_taken) == (True, False)
+    (kubectl / "refused-logs").write_text(NO_ANSWER)
+    assert gke.observe(1, ATTEMPT.container, None).not_taken, "it says nothing about the host"
 
 
 def test_only_pods_that_run_are_stopped_and_asked_for_stacks_and_each_host_is_reported(kubectl: Path) -> None:

@@ -793,6 +793,17 @@ def test_only_answers_of_the_api_count_while_no_host_answers_and_no_hours_withou
     assert supervision.api_only_seconds == 0.0
 
 
+def test_looks_that_the_api_server_does_not_take_lose_no_host(work: Workstation) -> None:
+    work.run(work.config())
+    supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
+    supervision.views = {worker: HostView(worker, None, work.clock.monotonic()) for worker in range(2)}
+    for not_taken, kind in ((True, Kind.RUNNING), (False, Kind.HOST_LOST), (True, Kind.HOST_LOST)):
+        supervision._update_view(Observation(1, None, problem="throttled, or no route to host", not_taken=not_taken))
+        work.clock.skipped += 200
+        supervision._update_view(Observation(0, ContainerState("running")))
+        assert judge([*supervision.views.values()], work.clock.monotonic(), supervision.limits).kind is kind
+
+
 def test_hosts_are_not_silent_while_a_poll_of_one_is_open(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     """Supervises two hosts of which one answers late: what it writes meanwhile is not known."""
     work.hosts.exits[0] = None
