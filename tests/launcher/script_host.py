@@ -1,5 +1,4 @@
-"""A host for the scripts of tpu-launch: real shells, and in place of docker, curl and sudo programs that write down how
-they were called and answer as the test says."""
+"""A host for tpu-launch's scripts: real shells; docker, curl and sudo note their calls and answer as a test says."""
 
 import json
 import os
