@@ -137,15 +137,17 @@ def test_a_request_that_another_command_deletes_is_not_made_again_and_not_billed
     assert requests(cloud) == 1
 
 
-@pytest.mark.parametrize(("looks", "words"), [(0, "may be in the queue"), (2, "stays in the queue")])
+@pytest.mark.parametrize("looks", [0, 2, -2])  # at the request, before one is refused; -2: at one made before
 def test_an_error_after_a_request_says_that_it_may_be_granted_and_billed(
-    config: Config, cloud: Cloud, looks: int, words: str
+    config: Config, cloud: Cloud, looks: int
 ) -> None:
-    seen = itertools.count()
+    seen, words, look = itertools.count(), "stays" if looks else "may be", "queued-resources describe"
+    if looks < 0:
+        make_request(config, cloud)
     cloud.trouble = lambda zone, command, now: (
-        DENIED if command == "queued-resources describe" and requests(cloud) and next(seen) >= looks else None
+        DENIED if command == look and (looks < 0 or requests(cloud)) and next(seen) >= abs(looks) else None
     )
-    with pytest.raises(PermissionDenied, match=f"the request {words} and is billed when it is granted"):
+    with pytest.raises(PermissionDenied, match=f"the request {words} in the queue and is billed when it is granted"):
         create(config, cloud)
     assert request_state(cloud) != ""
 

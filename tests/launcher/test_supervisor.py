@@ -25,7 +25,7 @@ from launcher.run.bucket import RunBucket
 from launcher.run.events import AttemptBegan, Ended, RunEvent, Started
 from launcher.run.lease import supervising
 from launcher.run.ledger import Ledger, RunRecord
-from launcher.run.runs import _folder_in_bucket, begin_run, import_run
+from launcher.run.runs import _folder_in_bucket, begin_run, import_run, resolve_run
 from launcher.run.session import Context, Output
 from launcher.run.specification import Specification
 from launcher.run.supervisor import Supervisor, is_unfinished
@@ -358,6 +358,14 @@ def test_commands_take_a_run_of_a_bucket_on_a_machine_that_has_nothing_of_it(
         call("events", "-f", f"{RUNS}/r", "--set", "train.steps=3")
     lease = RunBucket(f"{RUNS}/r/launcher").read_lease()
     assert not lease.holder, "looking takes no lease"
+
+
+@pytest.mark.parametrize("output", [RUNS, "/data/runs"])
+def test_a_run_that_another_machine_may_supervise_names_its_user(tmp_path: Path, output: str) -> None:
+    spec = specification.read(begin(tmp_path, "other").folder)
+    config: Any = replace(spec.config(), trainer=SimpleNamespace(output=output))
+    record = resolve_run(config, tmp_path, this_machine(), spec, None, run_id=None, new=True, say=print).record
+    assert bool(record.bucket) == bool(record.user) == (output == RUNS)
 
 
 def test_the_ledger_is_in_the_bucket_if_the_output_is_and_this_account_may_write_there(server: BucketServer) -> None:
