@@ -1,5 +1,4 @@
-"""Tasks whose labels are lists: a label for each word, and any number of labels for each text. From the files that
-users have to a model that transformers' pipelines load."""
+"""Tasks with a label for each word, or any number for each text: from users' files to a model for pipelines."""
 
 import json
 import random

@@ -1,5 +1,4 @@
-"""The image of the launcher, in a container as a cluster would start it, reaches an emulated slice with its own gcloud
-and ssh. Builds the image, and starts a v4-16."""
+"""The launcher's image, as a cluster would start it, reaches an emulated v4-16 with its own gcloud and ssh."""
 
 import subprocess
 from pathlib import Path

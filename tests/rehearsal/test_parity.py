@@ -1,5 +1,4 @@
-"""Both backends do the same training: benchmarks/parity.py, as `make benchmark NAME=parity` runs it. Starts each
-backend's image twice; 16 small runs, about 90 s."""
+"""Both backends do the same training (`make benchmark NAME=parity`): 16 small runs in each one's image, 90 s."""
 
 from pathlib import Path
 

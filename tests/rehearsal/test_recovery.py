@@ -86,8 +86,7 @@ def step_after(running: Running, pattern: str, seconds: float = 240) -> None:
 def test_a_run_survives_a_lost_host_a_stop_a_cut_network_and_a_bucket_that_refuses_and_ends_with_the_same_bits(
     trainable: Workstation, undisturbed: dict[str, Any]
 ) -> None:
-    """One run, five attempts: a host dies and comes back within a minute; `stop` saves and `run` resumes; a profile is
-    taken; a host is cut off; the bucket refuses."""
+    """One run, five attempts: a host dies, `stop` saves, a profile is taken, a host is cut off, the bucket refuses."""
     work = trainable
     retries = ["--set", "run.preemption_retries=2", "--set", "run.failure_retries=1"]
     running = work.begin("--emulated", "run", "--new", "-f", FILE, "--json", *small(), *retries)

@@ -1,5 +1,4 @@
-"""Cloud Storage as the launcher's processes use it: whole objects with generations. A request may be slow, fail before
-its effect or after it, and fails while the workstation is offline."""
+"""Cloud Storage as the launcher uses it: whole objects with generations. Requests may be slow, or fail either way."""
 
 from __future__ import annotations
 

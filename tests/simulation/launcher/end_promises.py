@@ -107,8 +107,7 @@ def explain_tells_where_hosts_are(simulation: SimulatedRun, command: Command) ->
 
 
 def exec_runs_once(simulation: SimulatedRun, command: Command) -> None:
-    """`exec` runs its command at most once on each host, shows its lines, masked, and tells how it ended there; on
-    hosts that go on without a fault, it does run."""
+    """`exec` runs at most once a host, masks its lines, and tells how each ended; it does run on undisturbed hosts."""
     ran, going_on = Counter[int](), set[int]()
     begun = [item for job in simulation.world.record.jobs.values() for item in job.containers.values()]
     for container in {*begun, *(item for host in simulation.world.hosts for item in host.containers.values())}:

@@ -143,8 +143,7 @@ class Google:
         return self.slices.get(f"{command.parent}/nodes/{command.name}")
 
     def _draw(self, *, creates: bool, zone: str = "") -> None:
-        """Draws how long the next operations take, and whether the next creation, in this zone, finds no capacity: of a
-        file's zones, a stock-out is in one or in all."""
+        """Draws how long operations take, and whether a creation finds no capacity: in one zone of a file or in all."""
         self.state.update_seconds = self.rng.uniform(1.0, 20.0)
         seconds = self.rng.choice((self.rng.uniform(2.0, 12.0), self.rng.uniform(5.0, 60.0)))
         if self.rng.random() < 0.01:

@@ -1,5 +1,4 @@
-"""The launcher's promises, which hold in every simulated run: one function each. `claims`, `slice_promises` and
-`end_promises` have others; `world` checks those of one moment."""
+"""The launcher's promises, a function each. `claims`, `slice_promises`, `end_promises` and `world` have others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Promises about each event that a ledger records, checked just before it is written: its writer may be killed right
-after, so what it says must be true already."""
+"""Promises about each event of a ledger, checked before it is written: its writer may be killed right after."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ _ID = "the-id-of-the-run"
 
 
 def observe_every(seconds: float) -> None:
-    """Sets the time between two observations of a host: 1 s on slices of up to 16 hosts, 4 s on one of 64, and no more
-    hosts are simulated than show what there is to see."""
+    """Sets the time between observations (1 to 4 s, as of 16 to 64 hosts): no more hosts are simulated than needed."""
     supervise.OBSERVE_EVERY = seconds
     supervise._INBOX_SECONDS, supervise._LONG_TURN_SECONDS = seconds / 2, 1.0 + seconds / 2
 
