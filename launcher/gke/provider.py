@@ -137,7 +137,6 @@ class Gke:
         """Ends the watches of pods. Pods go on."""
         for watch in self._open_watches().values():
             watch.close()
-        self._watches.clear()
 
     # -- containers ---------------------------------------------------------------------------------------------------
 
