@@ -188,7 +188,7 @@ class HostLog:
     def _repair(self) -> None:
         """Cuts off a last line that a crash left without its end, so that it is delivered again."""
         with open(self.path, "r+b") as file:
-            size = end = file.seek(0, os.SEEK_END)
+            end = file.seek(0, os.SEEK_END)
             while end:
                 start = max(0, end - _BLOCK_BYTES)
                 file.seek(start)
@@ -197,8 +197,7 @@ class HostLog:
                     end = start + newline + 1
                     break
                 end = start
-            if end < size:
-                file.truncate(end)
+            file.truncate(end)
 
 
 def next_page(observation: Observation) -> str:
