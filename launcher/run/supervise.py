@@ -248,7 +248,7 @@ class _Supervision:
         """Returns the verdict by which an earlier supervisor has begun to end the attempt, once all hosts were asked;
         None without one. Drops it if no container has ended by then: that supervisor was killed before it ended any."""
         views = self.views.values()
-        if self.judged is None or not all(view.problem or view.asked < math.inf for view in views):
+        if not all(view.problem or view.asked < math.inf for view in views):
             return None
         if not any(view.ended or view.removed for view in views):
             self.judged = None

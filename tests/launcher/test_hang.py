@@ -209,6 +209,7 @@ def test_a_host_that_reads_the_same_pages_again_and_again_has_too_little_memory(
     hang = explain(late, dump(COLLECTIVE), before=early)
     assert (hang.kind, hang.worker) == ("memory", 0)
     assert "host 0 read 391 MiB again between two samples, for which it has no memory, and is in augment" in hang.what
+    assert explain(late, dump(COLLECTIVE), before=early.replace("50100", "0")).kind == "memory", "none was read yet"
     calm = late.replace("150200", "60200")
     assert explain(calm, dump(COLLECTIVE), before=early).kind == "code", "py-spy's own reading does not count"
     assert explain(late, dump(COLLECTIVE), before="").kind == "code", "without a first sample nothing has grown"

@@ -24,6 +24,7 @@ from launcher.run.events import AttemptBegan, HostBack, Supervised
 from launcher.run.lease import Lease, supervising
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.runs import begin_run, import_run
+from launcher.run.session import Session
 from launcher.run.specification import Specification
 from launcher.tpu_vm.requests import RequestRecord
 from launcher.workstation import Workstation
@@ -299,9 +300,11 @@ def test_a_lease_is_taken_at_once_when_it_was_released_or_its_holder_in_the_same
     assert [event["event"] for event in recorded(prompt)] == [Supervised.kind] * 3
 
 
-@pytest.mark.parametrize("act", [lambda ledger: ledger.append(AttemptBegan(0)), Ledger.pull, Ledger.confirm])
+@pytest.mark.parametrize(
+    "act", [lambda s: s.ledger.append(AttemptBegan(0)), lambda s: s.ledger.pull(), Session.check_stop]
+)
 def test_a_supervisor_ends_although_another_command_of_its_machine_has_pulled_who_follows_it(
-    prompt: Machines, act: Callable[[Ledger], None]
+    prompt: Machines, act: Callable[[Any], None]
 ) -> None:
     scheduler = prompt.scheduler
     a, of_a = prompt.make("a")
@@ -319,7 +322,7 @@ def test_a_supervisor_ends_although_another_command_of_its_machine_has_pulled_wh
 
     play(prompt, (of_a, lambda: take("a", a)), (of_b, lambda: take("b", b)))
     play(prompt, (of_status, lambda: prompt.ledger("a", status).pull()))
-    play(prompt, (of_a, lambda: act(ledgers[0])))
+    play(prompt, (of_a, lambda: act(SimpleNamespace(ledger=ledgers[0]))))
     assert prompt.exits == ["a"]
     assert "run r is supervised by " in prompt.said[-1]
     assert [event["event"] for event in recorded(prompt)] == [Supervised.kind] * 2

@@ -1,5 +1,4 @@
-"""Claims about creating and deleting slices in a cloud where others act too and answers get lost. gcloud is replaced by
-the emulator's API in this process; the clock passes only by waiting."""
+"""Claims about making and deleting slices where others act and answers get lost. gcloud is the emulator's API."""
 
 import contextlib
 from dataclasses import replace
