@@ -403,8 +403,7 @@ def ledgers_are_in_order(simulation: SimulatedRun) -> None:
 
 
 def one_supervisor_decides(simulation: SimulatedRun) -> None:
-    """Checks that what begins or follows an attempt is recorded in the bucket by the process that holds its lease, and
-    that each folder of the run has the bucket's first events."""
+    """Checks that the lease's holder records what begins or follows an attempt; folders have the first events."""
     written = {url: data for url, (data, _, _) in simulation.world.storage.objects.items() if "/events/" in url}
     for ledger in [item for home in simulation.homes for item in list_runs(home, simulation.commands[0].machine)]:
         if ledger.bucket is None:

@@ -469,8 +469,7 @@ class World:
                     self.break_promise("what a user deleted stays deleted", f"{by.command} of {by.user} makes it again")
 
     def watch_two(self, second: Slice) -> None:
-        """Checks that a user never keeps two slices for longer than _TWO_SECONDS in which a command of that user works
-        and Google answers it. Called when the second one is READY."""
+        """Checks that a user keeps two slices for _TWO_SECONDS at most, in which a command works and Google answers."""
         attended = 0.0
         while attended < _TWO_SECONDS:
             kept = [node for node in self.google.slices.values() if node.creator == second.creator]
