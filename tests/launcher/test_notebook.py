@@ -57,6 +57,12 @@ def test_a_server_that_ends_at_once_shows_its_last_lines(tmp_path: Path) -> None
         start(tmp_path, "echo no place; exit 3")
 
 
+def test_an_address_is_waited_for_in_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "_JUPYTER_START_SECONDS", 1.0)
+    with pytest.raises(LaunchError, match="host 1 has not said its address within 1 s"):
+        start(tmp_path, "sleep 3")
+
+
 def test_where_lines_come_only_at_the_end_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="tpu-launch tunnel --port 8888"):
         start(tmp_path, JUPYTER, "run.transport=gcloud")
