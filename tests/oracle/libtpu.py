@@ -104,8 +104,7 @@ def _create_client(environment: Mapping[str, str], answer: int) -> None:
 
 
 def hosts_to_ask(accelerator: Accelerator) -> list[int]:
-    """Worker indices: all of a slice of up to 8 hosts; of a larger one the first, the second, one in the middle and the
-    last. Nothing but TPU_WORKER_ID is different between the hosts of a slice."""
+    """Worker indices: all of up to 8 hosts, else some; only TPU_WORKER_ID is different between the hosts of a slice."""
     if accelerator.hosts <= 8:
         return list(range(accelerator.hosts))
     return [0, 1, accelerator.hosts // 2, accelerator.hosts - 1]

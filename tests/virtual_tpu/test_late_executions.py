@@ -1,5 +1,4 @@
-"""A run on a virtual TPU whose executions end late, as on chips: the host stays ahead of the device, and results, saves
-and stops are those of a device that is not late."""
+"""Executions on a virtual TPU end late, as on chips: the host stays ahead, and results, saves and stops are equal."""
 
 import signal
 from itertools import pairwise

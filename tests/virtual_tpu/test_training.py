@@ -162,8 +162,7 @@ def test_every_slice_of_one_host_shows_its_own_devices(name: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("network", ["encoder", "decoder whose layers are a scan"])
 def test_a_run_knows_the_programs_that_preflight_compiled(folder: Path, tmp_path: Path, network: str) -> None:
-    """Preflight traces on a CPU and compiles with the real libtpu; the run traces on the (virtual) TPU. They must be
-    the same programs, and one that is kept back is told."""
+    """Preflight on a CPU and the run on a (virtual) TPU have the same programs, and one that is kept back is told."""
     make = small_runs.document
     if network != "encoder":
         make, folder = causal_data.document, causal_data.prepare(tmp_path)

@@ -173,8 +173,7 @@ def status_shows_what_is(simulation: SimulatedRun, status: Status) -> None:
 
 
 def frames_show_the_run(simulation: SimulatedRun, command: Command) -> None:
-    """`top` draws frames as large as the terminal, with a bar of the steps, the whole curve of a falling loss, and as
-    many hosts as there is room for, at least one: those that are behind."""
+    """`top` fills the terminal: a bar of the steps, the curve of a falling loss, and the hosts that are behind."""
     for view, columns, rows, lines in command.frames:
         frame, progress = "\n".join(lines), view.progress
         wrong = [line for line in lines if len(line) > columns]

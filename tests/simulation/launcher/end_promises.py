@@ -248,8 +248,7 @@ def told_removal_is_true(simulation: SimulatedRun, job: Job, event: Ended) -> No
 
 
 def lost_host_is_told_in_time(simulation: SimulatedRun) -> None:
-    """A host that dies under a program ends the attempt within run.host_lost_seconds and a minute, while a command
-    supervises it, other hosts answer and nothing else is out of order."""
+    """A host that dies ends the attempt within run.host_lost_seconds and a minute, while all else is in order."""
     if {fault.kind for fault in simulation.faults} & {*API_FAULTS, "cut", "hang", "filter", "engine"}:
         return
     if simulation.full_disk is not None or any(action.kind == "asleep" for action in simulation.actions):

@@ -407,8 +407,7 @@ class Promises:
             self.broken("two SIGTERMs are one request", f"{host.name} left at once, {taken:.0f} s after the first")
 
     def a_stop_is_agreed_in_the_next_step(self, host: Host, steps: int) -> None:
-        """A host that was asked to stop says so in its next step, and starts no step after it has that step's result.
-        `steps`: the number started since the request, without those in flight."""
+        """A host asked to stop says so in its next step, the last. `steps`: started since then, not in flight."""
         if steps == 3:
             self.broken("a stop is agreed in the next step", f"{host.name} was asked at {host.stops} and trains on")
 
