@@ -47,8 +47,7 @@ def add_features(plan: Plan) -> Plan:
 
 
 def _skip(rng: random.Random, plan: Plan) -> Plan:
-    """Skips steps that are not finite. Then only a save can notice a state that is not finite, and no checkpoint is
-    unusable because the step after it is not finite: that step is skipped."""
+    """Skips steps that are not finite: only a save notices such a state, and each checkpoint stays usable."""
     faults = tuple(replace(fault, kind="nan") if fault.kind == "poison" else fault for fault in plan.faults)
     if rng.random() < 0.5:
         nan = Fault("nan", rng.uniform(0.5, 4.0), None, "before", 0, 0.0, 1.0)
