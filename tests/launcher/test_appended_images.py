@@ -1,5 +1,4 @@
-"""Images that are put together in a registry without a container engine: what travels, what the image holds, and what
-a user reads when it can't be. The real engine runs them in tests/rehearsal/test_image_without_engine.py."""
+"""Images put together in a registry, without an engine: what travels, what they hold, what a user reads if it fails."""
 
 import gzip
 import io

@@ -43,6 +43,7 @@ VIEW = View(
 @pytest.mark.parametrize("columns", [80, 160])
 def test_a_frame_shows_the_run_its_curve_its_hosts_and_its_cost(columns: int) -> None:
     text = "\n".join(render(VIEW, columns))
+    assert text.index("10:45:00Z\n") == columns - 9
     for words in ("attempt 1, running", "READY", "$6.44", "step 1,200/5,000   24%", "loss 5.04762", "812.3 examples/s"):
         assert words in text
     for words in ("data wait 7%", "1:17:52 left", "12.3/188 GiB", "result 42 s", "?", "not reachable"):
