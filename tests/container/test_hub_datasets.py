@@ -1,5 +1,4 @@
-"""Datasets on the Hub are streamed: nothing of them is kept on the disk, one revision is read, and a lost connection
-costs nothing that was written. A local server answers as the Hub does."""
+"""Datasets on the Hub are streamed: none is kept on the disk, one revision is read, a lost connection costs nothing."""
 
 import contextlib
 import io

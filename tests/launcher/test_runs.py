@@ -61,6 +61,7 @@ class Hosts:
     attempts: list[Attempt] = field(default_factory=list)
     state: dict[str, ContainerState] = field(default_factory=dict)
     busy: str = ""  # another run that is on the hosts
+    withdrawals: int = 0  # of requests that are not used
     hooks: dict[str, list[Callable[[], None]]] = field(default_factory=dict)  # run by a method's next calls; may raise
     calls: list[str] = field(default_factory=list)  # the provider's methods that were called, but observe and describe
     slice_state: str | None = "READY"
@@ -127,7 +128,7 @@ class FakeProvider:
         return self.config.accelerator.hosts
 
     def withdraw_unused(self) -> None:
-        pass
+        self.hosts.withdrawals += 1
 
     def known_ready(self) -> bool:
         return False

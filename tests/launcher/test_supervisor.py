@@ -145,7 +145,7 @@ def test_a_supervisor_deletes_the_slice_of_a_run_whose_launcher_died_after_its_b
     assert supervisor.take_over(ledger, pod) is None
     assert hosts.slice_state is None, said
     assert supervisor.take_over(ledger, pod) is None
-    assert hosts.calls == ["delete"]
+    assert (hosts.calls, hosts.withdrawals) == (["delete"], 1)
     begin(tmp_path / "laptop", "open", BEGAN, RUNS_NOW, SPENT, url=f"{RUNS}/open/launcher")
     hosts = Hosts([], state={container_name("open", 0): ContainerState("exited", 75)})
     ledger, pod = import_run(tmp_path / "pod", this_machine(), f"{RUNS}/open"), context(tmp_path / "pod", hosts, said)
