@@ -64,14 +64,14 @@ def check_owner(config: Config, describe: Callable[[], SliceState | None], owner
 
 
 def withdraw_unused(config: Config, say: Say, machine: Workstation) -> None:
-    """Withdraws the requests that a killed command left open, and keeps the one whose slice is used. Leaves them to
-    another process that asks for candidates now."""
+    """Withdraws the requests that a killed command left open, and keeps the one whose slice is used. Raises Conflict
+    while another process asks for candidates: it may withdraw the one that is READY."""
     record = RequestRecord(config)
     if not record.open():
         return
     with record.try_lock() as held:
         if not held:
-            return
+            raise Conflict(f"another tpu-launch asks for candidates of slice {config.slice.name}: wait for its end")
         _follow(config, record)
         used = next((request for request in record.open() if request.granted is not None), None)
         if used is None:

@@ -269,6 +269,8 @@ def test_requests_that_a_killed_command_left_are_withdrawn_but_not_the_one_whose
     create(cloud, config)
     record = RequestRecord(config)
     record.ask(V3, "demo-3", cloud.clock.time())
+    with record.try_lock(), pytest.raises(Conflict, match="another tpu-launch asks for candidates of slice demo"):
+        candidates.withdraw_unused(config, lambda text: None, cloud.machine())
     candidates.withdraw_unused(config, lambda text: None, cloud.machine())
     assert [outcome for _, outcome in history(config)] == ["", *[requests.WITHDRAWN] * 3]
     assert nodes(cloud) == ["us-central2-b/demo"]
