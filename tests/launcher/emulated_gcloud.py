@@ -1,5 +1,4 @@
-"""gcloud over the emulator's API, in this process: commands change a state in memory, on a clock that passes only by
-waiting. A test injects errors with `trouble`, and acts of other users with `at`."""
+"""gcloud over the emulator's API, in this process: time passes by waiting; `trouble` are errors, `at` others' acts."""
 
 import random
 from collections.abc import Callable, Sequence

@@ -1,5 +1,4 @@
-"""Claims about `training.storage`: on gs://, with the real client library and a server that also misbehaves, and on
-local files where both do the same. tests/training/test_storage.py has what only files do."""
+"""Claims about `training.storage` on gs://, with the real client and a server that misbehaves, and on local files."""
 
 import contextlib
 import random

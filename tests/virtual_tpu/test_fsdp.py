@@ -1,5 +1,4 @@
-"""Runs with a state that is split over the devices of a virtual TPU (`train.mesh.fsdp`): the losses of a replicated
-one, checkpoints of slices that any mesh restores, and a stop and its resumption."""
+"""Runs with `train.mesh.fsdp` on a virtual TPU: a replicated run's losses, checkpoints for any mesh, a resumption."""
 
 from pathlib import Path
 

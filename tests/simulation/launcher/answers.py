@@ -161,14 +161,15 @@ def _stop(
     call: _Call, reports: Sequence[HostReport], container: str, *,
     remove: bool, workers: Sequence[int] | None = None, **_options: Any,
 ) -> str:  # fmt: skip
-    """A host that is reported as stopped runs the container no more. The pods of a JobSet that has begun are kept until
-    they are removed, and their logs with them, unless another command has deleted the pods already."""
+    """A host that is reported as stopped runs the container no more. Pods of a JobSet that had begun before are kept
+    until they are removed, and their logs with them, unless another command has deleted the pods already."""
     job, cluster, name = _job_of(call, container), call.command.world.cluster, container.removeprefix("tpu-launch-")
     keeps = cluster is not None and name in call.there and not (remove or call.command.world.faults)
     keeps = keeps and all(
         by is call.command.actor for pod, by in cluster.deleters.items() if pod.startswith(f"{name}-")
     )
-    if keeps and job is not None and job.began is not None and cluster.deleted.get(name) is call.command.actor:
+    begun = job is not None and (job.began or math.inf) < call.began
+    if keeps and begun and cluster.deleted.get(name) is call.command.actor:
         return f"{name} is deleted, and {job} has begun"
     if wrong := _check_reports(reports, range(call.hosts) if workers is None else workers):
         return wrong
