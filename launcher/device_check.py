@@ -163,7 +163,7 @@ def judge_hosts(observations: Sequence[Observation], accelerator_type: str, seco
 
 
 def _judge_end(observation: Observation, facts: Mapping[str, Any], seconds: float) -> Finding | None:
-    """Returns the finding if a host does not answer, runs after `seconds`, or failed before phase "done"; else None."""
+    """Returns the finding if a host is silent, still runs after `seconds`, or failed before phase "done"; else None."""
     state, phase, where = observation.container, facts.get("phase", "beginning"), f"host {observation.worker}"
     if state is None:
         return failure(where, f"does not answer: {observation.problem}", RECREATE)

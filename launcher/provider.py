@@ -239,7 +239,7 @@ class Provider(Protocol):
         """The number of hosts of the slice, as it was last seen; as configured before it exists."""
 
     def withdraw_unused(self) -> None:
-        """Withdraws requests for slices that an earlier command of this machine left open and the run does not use."""
+        """Withdraws unused requests of earlier commands of this machine. Raises LaunchError while another one asks."""
 
     def connect(self) -> None:
         """Starts to open connections to the hosts in the background. Does not wait, and reports no failure."""

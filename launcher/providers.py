@@ -1,4 +1,4 @@
-"""The table of providers, by their `--provider` names, and the Workstation of each. One is imported when used."""
+"""The table of providers, by `--provider` name, and the Workstation given to them. One is imported at first use."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def locks_as_on_nfs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuses, as NFS does, an exclusive flock on a file not open for writing, a shared one on one not for reading."""
+    """Refuses, as NFS does, an exclusive flock of a file not open for writing, a shared one of one not for reading."""
     flock = fcntl.flock
 
     def refuse_or_lock(file: IO[Any] | int, operation: int) -> None:

@@ -111,7 +111,7 @@ class RunBucket:
         return None
 
     def write_lease(self, holder: str, replaces: int) -> int:
-        """Writes the lease; returns its generation. Raises AlreadyExists unless it was `replaces` before (0: none)."""
+        """Writes the lease, returns its generation. Raises AlreadyExists unless the last was `replaces` (0: none)."""
         content = json.dumps({"holder": holder}).encode()
         return storage.write(storage.join(self.url, "lease.json"), content, replaces=replaces).generation
 

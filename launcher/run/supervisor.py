@@ -143,7 +143,7 @@ class Supervisor:
     _children: dict[str, _Child] = field(default_factory=dict)
 
     def watch(self) -> None:
-        """Looks for unsupervised runs every 15 s. On KeyboardInterrupt ends its processes and their leases."""
+        """Looks for unsupervised runs every 15 s. On KeyboardInterrupt ends its processes, which leave their leases."""
         say, clock = self.context.output.say, self.context.machine.clock
         say(f"supervising the runs of {self.folder}")
         try:

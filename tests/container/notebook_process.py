@@ -100,7 +100,7 @@ def use(folder: Path, imported: bool) -> dict[str, Any]:
 
 
 def interrupt(folder: Path) -> dict[str, str]:
-    """Interrupts a cell at each place, reruns it. Returns weights' checksums ("": uninterrupted), and threads left."""
+    """Interrupts and reruns a cell at each place. Returns checksums of weights ("": uninterrupted) and threads left."""
     config, threads = one_host.configuration(folder / "run.yaml"), thread_names()
     checksums: dict[str, str] = {"": one_host.train(config, "uninterrupted")["final_weights_crc32c"]}
     for owner, name, call in PLACES:

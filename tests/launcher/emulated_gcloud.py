@@ -1,4 +1,4 @@
-"""gcloud over the emulator's API, in this process: time passes by waiting; `trouble` are errors, `at` others' acts."""
+"""gcloud over the emulator's API, in this process; waiting moves its clock. `trouble` injects errors, `at` acts."""
 
 import random
 from collections.abc import Callable, Sequence

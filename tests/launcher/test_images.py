@@ -1,4 +1,4 @@
-"""What decides an image's tag, and what a user reads when none can be made. Real builds: tests/rehearsal."""
+"""Checks what decides an image's tag, and what a user reads if none can be made. Real builds: tests/rehearsal."""
 
 import dataclasses
 import os

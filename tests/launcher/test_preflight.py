@@ -1,4 +1,4 @@
-"""What `up` and `run` make of an answer that preflight gave before; no TPU compiler or engine is needed."""
+"""Checks what `up` and `run` make of an earlier answer of preflight, without a TPU compiler or an engine."""
 
 import json
 from pathlib import Path

@@ -104,7 +104,7 @@ def _create_client(environment: Mapping[str, str], answer: int) -> None:
 
 
 def hosts_to_ask(accelerator: Accelerator) -> list[int]:
-    """Worker indices: all of up to 8 hosts, else some; only TPU_WORKER_ID is different between the hosts of a slice."""
+    """Returns worker indices: all of up to 8 hosts, else the first two, the middle and the last; only these differ."""
     if accelerator.hosts <= 8:
         return list(range(accelerator.hosts))
     return [0, 1, accelerator.hosts // 2, accelerator.hosts - 1]
@@ -119,7 +119,7 @@ def questions() -> Iterator[tuple[Accelerator, int, dict[str, str]]]:
 
 
 def expected_flags(accelerator: Accelerator, environment: Mapping[str, str]) -> dict[str, str]:
-    """What libtpu must have understood: what Google's GKE device plugin gives (`addPodsliceOrSliceEnvs`)."""
+    """Returns what libtpu must have understood: what GKE's device plugin gives (`addPodsliceOrSliceEnvs`)."""
     addresses = ",".join(f"{name}:8471" for name in environment["TPU_WORKER_HOSTNAMES"].split(","))
     dimensions = (*accelerator.topology, 1)[:3]
     chips = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}[accelerator.chips_per_host]

@@ -1,4 +1,4 @@
-"""Emulated slices: each module has its own workstation, tests of a process share two hosts. All are stopped after."""
+"""Emulated slices: each module has its own workstation; tests of a process that need two hosts share theirs."""
 
 import contextlib
 import shutil

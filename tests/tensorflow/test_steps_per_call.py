@@ -45,7 +45,7 @@ def figures(folder: Path, run_id: str) -> tuple[list[float], dict[int, float]]:
 
 @pytest.mark.nightly
 def test_losses_do_not_depend_on_steps_per_call(tmp_path: Path) -> None:
-    """Saves, an evaluation and the end each cut a call. Losses are compared to all but the last bits, as golden are."""
+    """Saves, an evaluation and the end each cut a call. Losses agree but for their last bits, like golden ones."""
     small_runs.prepare(tmp_path)
     assert train(tmp_path, "one", 1) == []
     assert train(tmp_path, "several", 4) == [1, 4, 1, 4, 1]

@@ -159,7 +159,7 @@ def test_the_search_is_short_if_the_estimate_is_good(edge: int, start: int, erro
 @given(st.integers(1, 5000), st.floats(1.0, 3.0))
 @example(11, 2.375)
 def test_the_search_is_short_if_the_compiler_rematerializes_at_the_edge(full: int, further: float) -> None:
-    """From `full` rows on, up to three times `full`, an edge that fits by chance is found in at most 10 tries."""
+    """Even where memory is full and yet more rows fit, an edge up to three times `full` takes at most 10 tries."""
     edge = int(full * further)
     assert tries(edge, full, lambda tried: max(rows for rows in tried if rows <= edge) * 1.001) <= 10
 

@@ -1,4 +1,4 @@
-"""Claims about trackers that are services: what fails is a warning. tests/container has the real packages."""
+"""Claims about trackers that are services: what fails is a warning, other numbers are written. No real packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs with `train.mesh.fsdp` on a virtual TPU: a replicated run's losses, checkpoints for any mesh, a resumption."""
+"""Runs with `train.mesh.fsdp` on a virtual TPU: losses equal a replicated run's, any mesh restores, a stop resumes."""
 
 from pathlib import Path
 

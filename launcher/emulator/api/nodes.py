@@ -220,7 +220,7 @@ def _update(state: EmulatorState, node: Node, call: Call, now: float) -> Operati
 
 
 def _stop_or_start(state: EmulatorState, node: Node, verb: str, now: float) -> Operation:
-    """Enters a stop of a READY node, or a start of a STOPPED one. Raises ApiError for others, many hosts, a fault."""
+    """Enters a stop of a READY node, or a start of a STOPPED one. Raises ApiError otherwise, as for several hosts."""
     before, during = ("READY", "STOPPING") if verb == "stop" else ("STOPPED", "STARTING")
     if len(node.hosts) > 1:
         raise bad_request(

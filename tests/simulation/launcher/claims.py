@@ -346,7 +346,7 @@ def failure_has_a_post_mortem(simulation: SimulatedRun, job: Job, event: events.
 
 
 def stragglers_are_told(simulation: SimulatedRun) -> None:
-    """Checks that a host is called slower only while it is, by its factor, and as fast again only after that."""
+    """Checks that a host is called slower only after minutes, by its factor, and as fast again only after that."""
     for ledger in simulation.ledgers():
         for job in [each for each in simulation.world.record.jobs.values() if each.run == ledger.run_id]:
             slow, is_told, since = job.plan.slow, False, (job.began or 0.0) + EPOCH

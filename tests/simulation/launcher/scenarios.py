@@ -267,7 +267,7 @@ def draw(seed: int) -> tuple[Scenario, list[Fault]]:
 
 
 def _draw_rival(scenario: Scenario, rng: random.Random) -> Scenario:
-    """Puts the ledger into a bucket. Another workstation takes a run over, as of a dead one, or stops or shows it."""
+    """Puts the ledger into a bucket. Another workstation takes over the run of a dead one, or stops or shows it."""
     moment, at = rng.choice(_RIVAL_TIMES), rng.uniform(0.0, 30.0)
     actions = [Action(rng.choice(("kill", "kill", "asleep", "status")), at, moment)]
     for _ in range(rng.choice((0, 1, 1, 2))):

@@ -37,7 +37,7 @@ _QUEUE_SECONDS = 7200.0  # slice.queued.valid_until_hours of all files
 
 
 def deletion_follows_a_stop(simulation: SimulatedRun, node: Slice, by: Actor) -> None:
-    """A `down` deletes a slice after its runs, or says which may not have saved; `run` none with a finished program."""
+    """A `down` deletes a slice after its runs, or says which may not have saved; a `run` deletes no finished one's."""
     command = next((each for each in simulation.commands if each.actor is by), None)
     if command is None:
         return
@@ -300,7 +300,7 @@ def gc_leaves_no_request(simulation: SimulatedRun, command: Command) -> None:
 
 
 def list_shows_what_is(world: World, listing: Listing, began: float, date: float) -> None:
-    """Checks each slice that `list` and `gc` show, and that none is missing. `date`: of the workstation (Unix)."""
+    """Checks what `list` and `gc` show, and that no slice that stayed is missing. `date`: the workstation's, Unix s."""
     if {fault.kind for fault in world.faults} & {"stale", "old describe", *MEDDLING}:
         return
     _list_shows_requests(world, listing, began, date)

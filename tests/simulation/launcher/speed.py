@@ -19,7 +19,7 @@ _ID = "the-id-of-the-run"
 
 
 def observe_every(seconds: float) -> None:
-    """Sets the time between observations (1 to 4 s, as of 16 to 64 hosts): no more hosts are simulated than needed."""
+    """Sets the time between observations, 1 s for up to 16 hosts and 4 s for 64, without simulating so many hosts."""
     supervise.OBSERVE_EVERY = seconds
     supervise._INBOX_SECONDS, supervise._LONG_TURN_SECONDS = seconds / 2, 1.0 + seconds / 2
 

@@ -385,7 +385,7 @@ class World:
         self.promises.newest_whole = self.promises.find_whole()[0]
 
     def refuses(self, group: Group) -> bool:
-        """Returns whether a group may exit for good: two groups had a step that was not finite, or one after poison."""
+        """Returns whether a group may exit for good: two, or one after the poisoned checkpoint, were not finite."""
         glitches = [each.glitch[0] for each in self.groups if each.glitch is not None]
         poisoned = self.poisoned if self.poisoned_generation > 0 else None
         return len(glitches) > 1 or (poisoned is not None and not {poisoned - 1, poisoned}.isdisjoint(glitches))
