@@ -366,12 +366,14 @@ def one_event_costs_one_attempt(simulation: SimulatedRun) -> None:
     if simulation.loses_by_its_disk or any(fault.kind not in _TAKES_HOSTS for fault in simulation.faults):
         return
     record = simulation.world.record
+    replaced = [item.run_id for item in simulation.ledgers() for e in item.events() if isinstance(e, events.SliceReplaced)]
     for ledger in simulation.ledgers():
         spent = spent_so_far(ledger.events()).preemptions
         saves = sum(job.plan.kind == "save" for job in record.jobs.values() if job.run == ledger.run_id)
         stops = sum(stop.run == ledger.run_id and stop.by is not None for stop in record.stops)
         left = sum(command.killed or command.interrupted for command in simulation.commands)
         left += sum(command.name == "down" and command.laptop is not simulation.ann for command in simulation.commands)
+        left += len(replaced) - replaced.count(ledger.run_id)  # another machine's run may end this one's slice
         if spent > len(simulation.faults) + saves + stops + left:
             simulation.break_promise("budgets are spent on what they are for", f"{ledger.run_id}: {spent} attempts")
 

@@ -91,7 +91,8 @@ def _verdict_is_whole(simulation: SimulatedRun, ledger: Ledger, event: events.Ju
     due -= {text for text in due if text.endswith(": exit code 0")} - {*event.symptoms}  # of a later reboot
     # A stall tells of hosts that hang; one that refused its input after a stop, of itself alone.
     tells = event.outcome != "stalled" and (event.outcome != "bad input" or not ledger.state.stop_requested)
-    wrong = tells and Counter(event.symptoms) != Counter(due)
+    late = tuple(f"host {host}:" for host in gone)  # a pod's exit code may come after it was seen to be gone
+    wrong = tells and Counter(each for each in event.symptoms if not each.startswith(late)) != Counter(due)
     wrong |= first in failed and failed[first].exit_code not in (None, code)
     wrong |= event.outcome == "connection lost" and any(each.exit_code != 76 for each in failed.values())
     again = len(judged) + isinstance(event, events.Judged) > 1  # after a supervisor that was killed
