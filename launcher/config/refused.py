@@ -89,7 +89,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def _variables(document: Document, place: tuple[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields names and values, as texts, of the map at a place such as run.environment; nothing if it is missing."""
+    """Yields the names and values of the map at a place of the file, such as run.environment; nothing without one."""
     section = document.value.get(place[0])
     variables = section.get(place[1]) if isinstance(section, Mapping) else None
     for name, value in (variables or {}).items():

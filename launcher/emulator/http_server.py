@@ -72,7 +72,7 @@ class Body:
                 pass
 
     def read_all(self, limit: int = _LARGEST_BODY) -> bytes:
-        """Returns the whole body. Raises Disconnected when it is longer than `limit` bytes."""
+        """Returns the whole body. Raises Disconnected if it ends early or is longer than `limit` bytes."""
         parts = []
         while data := self.read():
             parts.append(data)
@@ -82,13 +82,13 @@ class Body:
         return b"".join(parts)
 
     def blocks(self) -> Iterator[bytes]:
-        """Yields the body in blocks of at most `BLOCK` bytes."""
+        """Yields the body in blocks of at most `BLOCK` bytes. Raises Disconnected if it ends early."""
         while data := self.read():
             yield data
 
     def drain(self) -> None:
-        """Reads the bytes that the handler left: closing a connection with unread bytes resets it, and the client would
-        not see its response."""
+        """Discards what the handler left unread: closing such a connection resets it, and the client would not see its
+        response. Raises Disconnected if the body ends early."""
         for _ in self.blocks():
             pass
 

@@ -202,7 +202,7 @@ def _compile_ignore(lines: Sequence[str]) -> Callable[..., bool]:
 
 @functools.cache
 def _compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Returns the expression of one .dockerignore pattern, which matches everything below a match too."""
+    """Returns the regular expression of a .dockerignore pattern (without ! and outer /): matches, and all below."""
 
     def translate(token: re.Match[str]) -> str:
         text = token[0]

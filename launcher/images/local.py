@@ -21,7 +21,7 @@ _DAYS = 7 * 24 * 3600.0  # preparing a large corpus takes as long as it takes; C
 
 
 def image_spec(config: Config) -> ImageSpec:
-    """Returns the image of the `image` section. Raises BadInput when its Dockerfile or CA bundle does not exist."""
+    """Returns what the image is made from (`image` section). Raises BadInput without its Dockerfile or CA bundle."""
     section = config.image
     bundle = (config.folder / section.ca_bundle) if section.ca_bundle else None
     has_trackers = config.trainer is not None and config.trainer.telemetry.trackers
@@ -57,7 +57,7 @@ def needs_engine(config: Config) -> bool:
 
 
 def append_spec(config: Config) -> appended.AppendSpec:
-    """Returns the image as it is made without an engine. Raises BadInput for a missing key or file."""
+    """Returns what the image is made from without an engine. Raises BadInput for a missing key or file."""
     section = config.image
     if section.repository is None:
         raise BadInput(
@@ -93,8 +93,8 @@ def build_commands(config: Config) -> list[list[str]]:
 
 
 def check(config: Config) -> None:
-    """Raises BadInput when the image can't be made here: it needs an engine and none answers, or its files are missing.
-    Does not check an image that the file only names."""
+    """Raises BadInput when the image can't be made: no engine answers, or image.repository or a file is missing. Does
+    not check an image that the file only names."""
     if config.image.reference:
         return
     if not needs_engine(config):
@@ -120,7 +120,8 @@ def image(config: Config, say: Callable[[str], None]) -> Image:
 
 
 def published(config: Config) -> str | None:
-    """Returns the image's name by digest if a registry has it, else None. Builds and sends nothing."""
+    """Returns the image's name by digest: image.reference, or that of the file's image if it was pushed, else None.
+    Asks the registry only for an image that is made without an engine. Builds and sends nothing."""
     if config.image.reference or config.image.repository is None:
         return config.image.reference
     return make_plan(image_spec(config)).pushed if needs_engine(config) else appended.find(append_spec(config))

@@ -62,7 +62,7 @@ class RunBucket:
 
     @property
     def requests(self) -> str:
-        """URL of the record of the requests for the run's slice."""
+        """Returns the URL of the folder that records the requests for the run's slice."""
         return storage.join(self.url, "requests")
 
     def has_run(self) -> bool:

@@ -315,7 +315,7 @@ class Entry:
 
 
 def from_document(document: Mapping[str, Any]) -> Entry:
-    """Returns the entry of a JSON object that `Entry.document` made. Raises KeyError or TypeError for any other."""
+    """Returns the event of a ledger's line, with its time. Raises KeyError or TypeError for another JSON object."""
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in document.items()
     }

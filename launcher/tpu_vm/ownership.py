@@ -24,8 +24,8 @@ class NotOurs(Conflict):
 
 
 def make_labels(config: Config, owner: Owner, now: float) -> dict[str, str]:
-    """Returns the labels of a slice created at `now` (Unix seconds): user, run, the Google account if it is known, and
-    with slice.expires_hours the time at which the slice expires."""
+    """Returns the labels of a slice created at `now` (Unix seconds): tpu-launch's own, user, run, a hash of the Google
+    account if it is known, and with slice.expires_hours the time at which the slice expires."""
     labels = {LABEL: "1", OWNER: owner.user, RUN: config.run_name}
     if owner.account:
         labels[ACCOUNT] = owner.account

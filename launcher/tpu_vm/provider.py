@@ -181,7 +181,8 @@ class TpuVm:
         return self._observe(worker, host_scripts.observe_script(container, None, tail=lines))[0]
 
     def _observe(self, worker: int, script: str, patience: float = 0.0) -> tuple[Observation, LogWindow]:
-        """Runs a script of `observe_script`, which waits up to `patience` s, on a host, by gcloud if ssh is refused."""
+        """Runs a script that shows a container's state and log, and waits for news for `patience` seconds, on a host,
+        by gcloud if ssh is refused. Returns the observation."""
         result = None
         if not self._connections.gcloud_only:
             result = self._connections.run(worker, script, timeout=_COMMAND_SECONDS + patience)
@@ -339,5 +340,6 @@ def _to_report(result: HostResult, word: str) -> HostReport:
 
 
 def _all_output(result: HostResult) -> str:
+    """Returns a host's output, its error output, and why it was not reached, as one text."""
     output = result.stdout + result.stderr + result.problem
     return output.encode(errors="surrogateescape").decode(errors="replace")

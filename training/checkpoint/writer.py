@@ -59,7 +59,7 @@ class _PartBuffer:
         self.data, self.views = encode(list(self._specs.items()), allocate=allocate)
 
     def checksums(self) -> list[int]:
-        """Returns the CRC-32C of each slice of this host's part, as `format.add_checksums` takes them."""
+        """Returns the CRC-32C of each slice of this host's part, in the order of the part's file."""
         return [crc32c(view) for view in self.views.values()]
 
     def find_nonfinite(self) -> str | None:
@@ -246,8 +246,8 @@ class CheckpointWriter:
             self._delete_old(committed)
 
     def _write_manifest(self, folder: str, manifest: Manifest) -> None:
-        """Commits: checks the fence, and writes the manifest create-only. Replaces one that did not verify, and treats
-        one that came meanwhile as `_keep_or_replace` says."""
+        """Commits a checkpoint: checks the fence, and creates its manifest. Deletes a damaged one first. Keeps one that
+        came meanwhile if it is this run's and whole, else replaces it."""
         self._fence()
         url = join(folder, form.MANIFEST)
         if manifest.step in self._damaged:

@@ -163,8 +163,8 @@ def add_remat_advice(graph: GraphResult, with_remat: GraphResult) -> GraphResult
 
 
 def add_mesh_advice(graph: GraphResult, fsdp: int, with_mesh: GraphResult | None) -> GraphResult:
-    """Returns `graph`, which does not fit; its reason also says that `fsdp` is the smallest mesh that fits, or that
-    none of up to so many devices does (`with_mesh`: None)."""
+    """Returns `graph`, which does not fit, with advice in its reason: the mesh `fsdp` with which it fits and what it
+    needs then (`with_mesh`); if that is None, that no mesh of up to `fsdp` devices helps."""
     advice = f"no train.mesh.fsdp up to {fsdp} makes it fit"
     if with_mesh is not None and with_mesh.needed:
         advice = f"with train.mesh.fsdp: {fsdp} it would need {format_gib(with_mesh.needed)} and fit"

@@ -36,7 +36,7 @@ class FixedLengthRows(Task):
 
     @abstractmethod
     def evaluation_of(self, dataset: Dataset, host_slice: HostSlice) -> Iterator[Any]:
-        """Yields the batches of an evaluation in record order, the same each time."""
+        """Yields this host's rows of each batch of an evaluation, in record order, the same each time."""
 
     def batches(self, start: int) -> Generator[HostBatch, None, None]:
         return read_ahead(self.source, host_batch, start, self._config.train.prefetch)

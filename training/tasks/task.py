@@ -71,7 +71,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def evaluation_batch_count(self) -> int:
-        """Returns the number of `evaluation_batches`."""
+        """Returns the number of batches of one evaluation, the same on every host; a partly filled one counts."""
 
     @abstractmethod
     def figures(self, total: StepResult) -> dict[str, float]:

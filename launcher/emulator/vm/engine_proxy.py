@@ -1,7 +1,7 @@
 """Answers Docker Engine API requests on the sockets of the hosts and of the workstation.
 
 Each request is rewritten (engine_view.py), checked against the emulated registry and against injected faults, and sent
-to the workstation's engine. A host sees its own containers, images that it pulled, and nothing else.
+to the workstation's engine. A host sees the workstation's images, and of all containers only its own.
 """
 
 import json
@@ -47,7 +47,7 @@ class EngineProxy:
     # -- the workstation
 
     def serve_workstation(self, connection: socket.socket) -> None:
-        """Answers the one request of a connection to the workstation's socket."""
+        """Answers a request of the workstation's docker client, with an error if it is refused or no engine answers."""
         _serve(connection, self._answer_workstation)
 
     def _answer_workstation(self, request: EngineRequest) -> None:
@@ -90,12 +90,12 @@ class EngineProxy:
     # -- a host
 
     def serve_host(self, hostname: str, connection: socket.socket) -> None:
-        """Answers the one request of a connection to a host's engine socket."""
+        """Answers a request of a host's docker client, with an error if it is refused or no engine answers."""
         view = EngineView(self._emulator, hostname)
         _serve(connection, lambda request: self._answer_host(request, view))
 
     def _answer_host(self, request: EngineRequest, view: EngineView) -> None:
-        """Answers a host's request from its own containers and pulled images. Raises EngineRefusal otherwise."""
+        """Answers a request about the engine, images, or the host's own containers; else raises EngineRefusal."""
         parts = [unquote(part) for part in request.path.strip("/").split("/")]
         match (request.method, parts):
             case ("GET" | "HEAD", ["_ping" | "version"]) | ("GET", ["images", "json"]):
@@ -260,7 +260,8 @@ class EngineProxy:
         return image if image is not None and (only_pushed or "@" in name) else name
 
     def _inspect_image(self, request: EngineRequest, name: str, *, only_pushed: bool) -> None:
-        """Replies with an image's inspection and its pushes' digests. Resolves and refuses `name` as `_image_id`."""
+        """Replies with an image's inspection, and the digests under which it was pushed. Raises EngineRefusal for a
+        name in a registry that must have been pushed (`only_pushed`) and was not."""
         image = self._image_id(name, only_pushed=only_pushed)
         with self.store.read() as state:
             pushed = {repository: dict(versions) for repository, versions in state.pushed.items()}
@@ -283,7 +284,8 @@ class EngineProxy:
         present: Callable[[Any], Any] = lambda value: value,
         view: EngineView | None = None,
     ) -> None:
-        """Calls the engine and replies with its JSON, changed by `present`; errors lose the prefix of `view`."""
+        """Calls the engine and replies with its JSON, changed by `present`. In errors, names lose the prefix of
+        `view`."""
         method, query = request.method, request.query
         status, data = self.engine.raw(method, request.version + path, query, body, timeout=_CALL_SECONDS)
         if status < 300 and data.strip():

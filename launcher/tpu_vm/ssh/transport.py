@@ -192,7 +192,7 @@ class SshConnection:
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """Raises ConnectionFailed for errors of paramiko and sockets; lets TimeoutError pass."""
+    """Turns errors of paramiko and sockets in its block into ConnectionFailed; lets TimeoutError pass."""
     try:
         yield
     except TimeoutError:
@@ -204,8 +204,8 @@ def _failures() -> Iterator[None]:
 
 
 def _execute(connection: FabricConnection, command: str, timeout: float, stdin: str | None) -> tuple[int, str, str]:
-    """Runs a command on a channel of its own. Returns its exit code, output and error output. Raises TimeoutError, and
-    paramiko's errors when the connection breaks."""
+    """Runs a command on a channel of its own. Returns its exit code (-1 if the channel closed without one), output and
+    error output. Raises TimeoutError after `timeout` seconds, and paramiko's errors for a broken connection."""
     deadline = time.monotonic() + timeout
     with connection.client.get_transport().open_session(timeout=min(timeout, _CHANNEL_SECONDS)) as channel:
         channel.settimeout(timeout)
@@ -227,7 +227,8 @@ def _execute(connection: FabricConnection, command: str, timeout: float, stdin: 
 
 
 def _follow(connection: FabricConnection, command: str, timeout: float, on_line: Callable[[str], None]) -> int:
-    """Runs a command on its own channel, passing lines on as they come. Returns its exit code; raises as `_execute`."""
+    """Runs a command on a channel of its own, and passes each line of its output and error output to `on_line` as it
+    comes. Returns its exit code, -1 if the channel closed without one. Raises like `_execute`."""
     deadline = time.monotonic() + timeout
     with connection.client.get_transport().open_session(timeout=min(timeout, _CHANNEL_SECONDS)) as channel:
         channel.set_combine_stderr(True)

@@ -33,7 +33,7 @@ class TensorFlowState:
         }
 
     def snapshot(self, buffers: Mapping[str, memoryview]) -> Snapshot:
-        """Copies the named variables to host memory. The returned snapshot is complete."""
+        """Copies variables, given by their names, to host memory. The returned copy is complete."""
         variables = self.variables()
         for name, buffer in buffers.items():
             parameter, variable = variables[name]

@@ -132,7 +132,8 @@ def _recompute_layers(network: Any, barrier: Barrier) -> bool:
 
 
 def _recompute_layer(layer: Any, barrier: Barrier) -> Callable[..., Any]:
-    """Returns the hook of a layer whose first argument is its input, and whose result is a tensor or a tuple."""
+    """Returns a replacement for a layer's call that keeps only its first argument, the input, and computes the rest
+    again in the backward pass, behind `barrier`. Of a tuple it returns the first element."""
 
     def call(function: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
         is_tuple: list[bool] = []
