@@ -93,9 +93,10 @@ def explain_hang(
     """
     hosts: dict[int, _HostLook] = {}
     for worker, stacks in sorted(second.items()):
-        before = first.get(worker, HostStacks())
-        # A host that ends meanwhile, because another one is silent, was alive before.
-        hosts[worker] = _look(before, stacks if stacks.processes else before, lines.get(worker))
+        samples = [sample for sample in (first.get(worker), stacks) if sample is not None and sample.processes]
+        # Without a second sample, as of a host that ended meanwhile because another one is silent, the first one counts.
+        before = samples[0] if len(samples) > 1 else HostStacks()
+        hosts[worker] = _look(before, samples[-1] if samples else stacks, lines.get(worker))
     if not hosts:
         return None
     lasting = f" for {seconds:.0f} s" if seconds else ""
