@@ -109,10 +109,10 @@ def explain_tells_where_hosts_are(simulation: SimulatedRun, command: Command) ->
 def exec_runs_once(simulation: SimulatedRun, command: Command) -> None:
     """`exec` runs at most once a host, masks its lines, and tells how each ended; it does run on undisturbed hosts."""
     ran, going_on = Counter[int](), set[int]()
-    begun = [item for job in simulation.world.record.jobs.values() for item in job.containers.values()]
-    for container in {*begun, *(item for host in simulation.world.hosts for item in host.containers.values())}:
-        ran[container.host.worker] += container.executed.count(command.actor)
-        going_on |= {container.host.worker} if container.running and not simulation.world.struck else set()
+    for host in simulation.world.hosts:
+        ran[host.worker] += host.executed.count(command.actor)
+        runs = any(container.running for container in host.containers.values())
+        going_on |= {host.worker} if runs and not simulation.world.struck else set()
     wrong = {worker for worker, times in ran.items() if times > 1}
     for report in command.reports:
         worker, told = report.worker, report.exit_code is not None

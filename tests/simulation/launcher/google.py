@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _SLOW_CREATION = 2400.0  # seconds: longer than gcloud waits
 _OLDEST_DESCRIPTION = 4.0  # seconds
-_BETWEEN_HIDDEN = 20.0  # seconds between two descriptions that do not show what is there
+_BETWEEN_HIDDEN = 120.0  # seconds between two descriptions that do not show what is there; a retry takes up to 90
 _WORDINGS = tuple(faults.STOCKOUTS)
 
 

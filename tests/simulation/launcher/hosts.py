@@ -62,7 +62,6 @@ class Container:
     stacks: dict[object, list[tuple[str, str]]] = field(default_factory=dict)
     """The stacks that each command has got: the kind of place, and the text."""
     wrote: float | None = None  # virtual time of its newest line
-    executed: list[object] = field(default_factory=list)  # the users' commands that ran in it, by who asked for them
 
     @property
     def running(self) -> bool:
@@ -135,6 +134,7 @@ class Host:
         self.process = Process(f"{slice_name}-w{worker}")
         self.containers: dict[str, Container] = {}
         self.marks: set[str] = set()  # files below /tmp and /var/tmp
+        self.executed: list[object] = []  # who asked for each command of a user that ran on it
         self.images: set[str] = set()  # that its engine has
         self.starting = False  # start.sh's lock
         self.boots = 1

@@ -273,7 +273,7 @@ class Shell:
         container = self._get(parameters)
         if container is None or not container.running:
             return 0, f"{mark} failed its container is not running\n"
-        container.executed.append(self.actor)
+        host.executed.append(self.actor)
         self.pause(0.1, 6.0)
         end = "\n" if host.worker % 2 else ""
         return 0, f"works on {host.worker} with {SECRET}{end}{mark} exit {host.worker}\n"
