@@ -102,7 +102,6 @@ class Cluster:
                     self._delete_pod(pod, 30)
             case "delete":
                 for jobset in self.store.all("jobsets"):
-                    self.world.record.deletions.append(self.scheduler.now)
                     self.delete("jobsets", jobset["metadata"]["name"], None)
 
     def _take(self, host: Host, fault: Fault) -> None:
@@ -263,6 +262,8 @@ class Cluster:
             self.store.remove(kind, name)
             return
         self.deleted.setdefault(name, actor)
+        if actor is None or actor.command == "down":
+            self.world.record.deletions.append(self.scheduler.now)
         for pod in self.store.all("pods", {controllers.JOBSET: name}):
             if actor is not None:
                 self.deleters[pod["metadata"]["name"]] = actor
