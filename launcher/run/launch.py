@@ -106,7 +106,6 @@ def run(request: RunRequest, context: Context) -> Outcome:
             known = known_stops.get(ledger.run_id, 0)
             _require_startable(request, ledger, known)
             provider.withdraw_unused()  # now: another machine's supervisor may have requests that are not known here
-            provider.connect()
             slice_is_known = provider.known_ready()
             if ledger.state.phase.is_open:
                 if not slice_is_known and provider.describe() is None:
@@ -114,6 +113,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
                 outcome = resume_open_attempt(open_session(context, ledger, secrets))
                 if outcome is not None:
                     return outcome
+            provider.connect()
             ledger.append(events.Requested(ledger.state.attempt + 1, known))
             if ledger.state.stop_requested:  # meanwhile
                 raise RunStopped.of(ledger.run_id)

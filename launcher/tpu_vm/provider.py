@@ -318,18 +318,19 @@ class TpuVm:
         self, script: str, workers: Sequence[int], stdin: str | None = None, *, timeout: float, again: bool = True
     ) -> list[HostResult]:
         """Runs a script on hosts, `again` on those that were not reached: a container must not go on because a
-        connection failed once. Runs it through gcloud if that is set, or if every host refuses ssh."""
-        results: list[HostResult] = []
+        connection failed once. Runs it through gcloud if that is set, and on hosts that refuse ssh."""
+        results: dict[int, HostResult] = {}
+        left = workers
         if not self._connections.gcloud_only:
-            results = self._connections.run_all(script, timeout=timeout, workers=workers, stdin=stdin)
-        missed = [result.worker for result in results if not result.reached and not result.refused]
-        if again and missed:
-            answers = self._connections.pool().run_all(script, timeout=timeout, workers=missed, stdin=stdin)
-            second = {result.worker: result for result in answers}
-            results = [second.get(result.worker, result) for result in results]
-        if all(result.refused for result in results):
-            results = self._connections.run_all_through_gcloud(script, workers, stdin, timeout=timeout)
-        return results
+            answers = self._connections.run_all(script, timeout=timeout, workers=workers, stdin=stdin)
+            missed = [result.worker for result in answers if not result.reached and not result.refused]
+            if again and missed:
+                answers += self._connections.pool().run_all(script, timeout=timeout, workers=missed, stdin=stdin)
+            results = {result.worker: result for result in answers}
+            left = [worker for worker, result in results.items() if result.refused]
+        for result in self._connections.run_all_through_gcloud(script, left, stdin, timeout=timeout):
+            results[result.worker] = result
+        return [results[worker] for worker in sorted(results)]
 
 
 def _to_report(result: HostResult, word: str) -> HostReport:

@@ -102,8 +102,6 @@ class ConnectionPool:
     ) -> list[HostResult]:
         """Runs a script on all hosts, or on `workers`, at once. Returns the results in worker order."""
         chosen = self.workers if workers is None else sorted(workers)
-        if not chosen:
-            return []
         return self._machine.threads.map(
             lambda worker: self.run(worker, script, timeout=timeout, stdin=stdin), chosen, at_once=_AT_ONCE
         )

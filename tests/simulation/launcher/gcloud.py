@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from launcher.emulator.api.catalogue import NOT_FOUND, ApiError
 from tests import gcloud_commands
 from tests.gcloud_commands import Command
+from tests.simulation.launcher import scripts
 
 if TYPE_CHECKING:
     from tests.simulation.launcher.google import Slice
@@ -42,7 +43,8 @@ _ERRORS = {  # errors of a call that the API refuses for a time
 
 
 class Gcloud:
-    def __init__(self, world: World, actor: Actor, argv: Sequence[str]) -> None:
+    def __init__(self, world: World, actor: Actor, argv: Sequence[str], stdin: str | bytes | None) -> None:
+        self.stdin = None if stdin is None else str(stdin)
         self.world, self.google, self.scheduler, self.actor = world, world.google, world.scheduler, actor
         self.command, self._shown, self._begun = gcloud_commands.parse(argv), "", world.scheduler.now
         given = {word[2:].partition("=")[0] for word in argv if word.startswith("--")} - {"dry-run"}
@@ -157,13 +159,17 @@ class Gcloud:
     def _on_hosts(self, hosts: Sequence[Host]) -> Output:
         """Runs the command on all hosts at once. gcloud repeats the whole command when ssh ends with 255."""
         script, outputs, errors = self.command.flags["command"], [], []
-        waiting = {host: self.world.execute(host, script, None, self.actor, tries=3) for host in hosts}
+        waiting = {host: self.world.execute(host, script, self.stdin, self.actor, tries=3) for host in hosts}
         for host, execution in waiting.items():
             while execution.result is None:
                 self.scheduler.wait(execution.waiters, None, f"gcloud ssh to {host}")
             code, output = execution.result
             outputs.append(output)
-            if code == 255:
+            if code != 255:
+                self.world.answered(self.actor, host)
+                if scripts.parse(script)[0] == "observe" and not output.startswith("no engine"):
+                    self.actor.heard[host] = self.scheduler.now
+            else:
                 errors.append(f"ssh: connect to host {host.address} port 22: Connection timed out")
         if errors:
             return 255, "".join(outputs), "\n".join([*errors, self.command.error("[255]")])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.simulation.launcher.simulated_run import SimulatedRun
 
 _BEGUN_SECONDS, _CALM_SECONDS = 10.0, 60.0  # since a program's begin, and since the last fault
-_SEEN_SECONDS, _END_SECONDS, _POD_SECONDS = 1.0, 3.0, 8.0  # from an end, and the last one, to its record; more for pods
+_SEEN_SECONDS, _END_SECONDS, _SLOW_SECONDS = 1.0, 3.0, 8.0  # from an end, and the last one, to its record; more if slow
 _TOLD_AT_ONCE = ("finished", "saved", "failed", "bad input")  # with a lost connection, an earlier cause is waited for
 
 
@@ -156,7 +156,8 @@ def _end_is_seen_in_time(simulation: SimulatedRun, ledger: Ledger, event: events
     calm = max([world.calm_from, *(at for item in items for at in item.host.troubled)]) + _CALM_SECONDS
     job.watched = not of_host and calm < job.began
     ends = [item.ended for item in items if not of_host or item.host.worker == event.host]
-    late = world.scheduler.now - max(ends) - (0.0 if world.cluster is None else _POD_SECONDS)
+    slow = world.cluster is not None or command.actor.refused_from < math.inf
+    late = world.scheduler.now - max(ends) - _SLOW_SECONDS * slow
     most = _SEEN_SECONDS if of_host else _END_SECONDS if event.outcome in _TOLD_AT_ONCE else math.inf
     if min(ends) > max(calm, job.began + _BEGUN_SECONDS) and late > most:
         _break(simulation, event, f"{job} has ended for {late:.1f} s")

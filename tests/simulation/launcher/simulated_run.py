@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 import os
 import random
 import shutil
@@ -43,6 +44,7 @@ from tests.simulation.scheduler import Scheduler, Stuck
 LONGEST_RUN = 20 * 3600.0  # virtual seconds: every wait ends long before
 LONGEST_LOOK = 900.0  # seconds for which a user watches logs: longer than any program runs
 _STEPS = 80_000
+_REFUSED = 0.08  # of all runs: hosts refuse the ssh connections of ann's workstation, but those of gcloud
 _KILLED_AT_WRITE = 0.1  # of all runs
 _WITH_ENV_FILE = 0.3  # of all runs
 _WITH_OVERLAY = 0.15
@@ -117,6 +119,8 @@ class SimulatedRun:
         self.world.host_lost_seconds = self.scenario.setting.host_lost_seconds
         self.world.unreachable_seconds = self.scenario.setting.unreachable_minutes * 60.0
         self.world.zones = [*self.scenario.setting.zones]
+        ssh = random.Random(f"ssh {seed}")
+        self.world.refused_from = ssh.choice((0, 1)) if ssh.random() < _REFUSED else math.inf
         if not self.scenario.setting.gke and random.Random(f"env file {seed}").random() < _WITH_ENV_FILE:
             self.world.env_file = _folder() / "secrets.env"
             self.world.env_file.write_text(f"HF_TOKEN={SECRET}\nexport OF_FILE='a b'\n")
@@ -220,7 +224,7 @@ class SimulatedRun:
 
     def do(self, name: str, laptop: Laptop | None = None, *, new: bool = False, refused: bool = False) -> Command:
         command = self.command(name, laptop, new=new)
-        command.actor.is_refused = refused
+        command.actor.refused_from = 0 if refused else command.actor.refused_from
         return self.finish(command)
 
     def finish(self, command: Command) -> Command:
