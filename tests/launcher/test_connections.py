@@ -463,6 +463,16 @@ def test_a_host_that_was_missed_when_secrets_were_delivered_gets_the_same_again(
     assert [workers for workers, _ in sent[2:]] == [[0, 1]], "stacks may be of another moment"
 
 
+def test_a_host_that_refuses_ssh_is_stopped_through_gcloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gcloud = _Gcloud()
+    slice_ = TpuVm(config(tmp_path), print, replace(this_machine(), run=gcloud.run))
+    refused = HostResult(0, None, problem="Authentication failed.", refused=True)
+    answers = [refused, HostResult(1, 0, "tpu-launch 1 stopped\n")]
+    monkeypatch.setattr(slice_._connections, "run_all", lambda *_, **__: answers)
+    assert [report.ok for report in slice_.stop("container", grace=5, remove=False)] == [True, True]
+    assert len(gcloud.calls) == 1, "host 0 is not tried again over ssh, and host 1 not stopped again"
+
+
 def test_commands_to_all_hosts_at_once_share_one_client_which_reads_its_key_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -505,6 +515,9 @@ def test_every_kind_of_key_that_gcloud_uses_is_read(tmp_path: Path, options: tup
     public = key.with_suffix(".pub").read_text().split()
     read = transport.SshClient().key(str(key))
     assert [read.get_name(), read.get_base64()] == public[:2]
+    key.with_name("key-cert.pub").touch()
+    with pytest.raises(paramiko.AuthenticationException):  # its certificate counts too
+        transport.SshClient().key(str(key))
 
 
 class Channel:
@@ -513,13 +526,12 @@ class Channel:
     exit_status = 0
 
     def __init__(self, *pieces: tuple[float, bytes]) -> None:
-        self.pieces, self.now, self.timeout, self.commands = [*pieces], 1000.0, 0.0, list[str]()
+        self.pieces, self.now, self.timeout, self.calls = [*pieces], 1000.0, 0.0, list[tuple[object, ...]]()
         self.status_event = threading.Event()
         self.status_event.set()
-        self.exec_command = self.commands.append
 
     def __getattr__(self, name: str) -> Callable[..., bytes]:
-        return lambda *_: b""
+        return lambda *given: self.calls.append((name, *given)) or b""
 
     def settimeout(self, seconds: float) -> None:
         self.timeout = seconds
@@ -545,8 +557,10 @@ def test_a_command_may_be_silent_until_its_deadline(
         if follows:
             assert connection.follow("train", timeout=timeout, on_line=lines.append) == 0
         else:
-            assert connection.run("train", timeout=timeout, stdin=None) == (0, "a\nbc\r\nd", "")
-    assert channel.commands == ["train"]
+            assert connection.run("train", timeout=timeout, stdin="in") == (0, "a\nbc\r\nd", "")
+    begun = ("exec_command", "train")
+    sent = [("set_combine_stderr", True), begun] if follows else [begun, ("sendall", b"in"), ("shutdown_write",)]
+    assert channel.calls[:3] == sent
     assert lines == (["a", "bc", "d"] if ends else ["a"]) * follows
 
 
@@ -596,17 +610,29 @@ def test_a_connection_checks_host_keys_and_notices_a_host_that_is_gone(
 
 
 def test_a_connection_is_shut_down_before_it_is_closed() -> None:
-    made = Mock()
-    transport.SshConnection(made).close()
+    made = Mock(is_connected=True)
+    connection = transport.SshConnection(made)
+    assert connection.is_open
+    connection.close()
     assert [call[0] for call in made.mock_calls] == [
         "client.get_transport", "client.get_transport().sock.shutdown", "close",
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("error", [EOFError(), paramiko.SSHException("no banner")])
-def test_an_error_is_told_by_its_words_or_else_by_its_name(error: Exception) -> None:
-    with pytest.raises(ConnectionFailed, match=r"^(EOFError|no banner)$"), transport._failures():
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (EOFError(), False),
+        (paramiko.SSHException("no banner"), False),
+        (transport.HostKeyChanged("no banner"), False),
+        (transport.HostKeyUnknown("no banner"), True),
+        (paramiko.AuthenticationException("no banner"), True),
+    ],
+)
+def test_an_error_is_told_by_its_words_or_else_by_its_name(error: Exception, refused: bool) -> None:
+    with pytest.raises(ConnectionFailed, match=r"^(EOFError|no banner)$") as failed, transport._failures():
         raise error
+    assert failed.value.refused is refused
 
 
 def refuse(listener: socket.socket, connections: int) -> None:

@@ -122,10 +122,12 @@ def test_a_permission_is_doubted_anew_after_another_answer(other: LaunchError | 
             raise PermissionDenied("denied")
         return "late"
 
-    retry = Retry(machine, lambda text: None, "slice demo")
+    said = list[str]()
+    retry = Retry(machine, said.append, "slice demo")
     if retry.call(ask, math.inf) == "early":
         machine.clock.sleep(120)
         assert retry.call(ask, math.inf) == "late"
+    assert [line.rpartition(" ")[2] for line in said] == ["denied", *(["503"] if other else []), "denied"]
 
 
 def test_no_try_begins_after_the_deadline() -> None:
