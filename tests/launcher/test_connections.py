@@ -33,7 +33,7 @@ from launcher.tpu_vm.ssh.addresses import Address, KnownSlice
 from launcher.tpu_vm.ssh.connections import SliceConnections
 from launcher.tpu_vm.ssh.pool import ConnectionPool, HostResult
 from launcher.workstation import ConnectionFailed
-from tests.launcher.emulated_gcloud import UNAVAILABLE, Clock, Cloud
+from tests.launcher.emulated_gcloud import DENIED, UNAVAILABLE, Clock, Cloud
 from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.script_host import write_program
 from tests.processes import ROOT
@@ -125,11 +125,12 @@ def test_only_a_connection_that_was_idle_is_tried_again_when_it_breaks(
     ("state", "error"), [("DELETING", Conflict), ("PREEMPTED", Preempted), ("READY", HostsUnreachable)]
 )
 def test_hosts_are_waited_for_while_their_slice_is_there(tmp_path: Path, state: str, error: type[LaunchError]) -> None:
-    cloud, begun = Cloud(), Clock().now
+    cloud, begun, said = Cloud(), Clock().now, list[str]()
     cloud.trouble = lambda zone, command, now: UNAVAILABLE if command == "tpu-vm ssh" else None
     cloud.at(150.0, lambda: cloud.node().resource.update(state=state))
     with pytest.raises(error):
-        TpuVm(config(tmp_path), print, cloud.machine()).create()
+        TpuVm(config(tmp_path), said.append, cloud.machine()).create()
+    assert len([line for line in said if line.startswith("waiting for the hosts")]) == 1
     assert 150 <= cloud.clock.now - begun < (600 if state == "READY" else 250)
     assert cloud.calls.count("us-central2-b tpu-vm ssh") < 90, "not without a pause"
 
@@ -343,6 +344,7 @@ def test_what_goes_through_gcloud_has_the_time_that_it_needs(tmp_path: Path) -> 
     copies = [seconds for script, seconds in gcloud.calls if "report copied" in script]
     assert len(copies) == 2
     assert min(copies) >= through_iap.run.start_minutes * 60
+    assert [*provider.evidence("container", [0, 1])] == ["slice.json"]
 
 
 @pytest.mark.parametrize(
@@ -376,6 +378,7 @@ def test_hosts_that_have_other_addresses_than_were_kept_are_started_with_their_o
     assert "0=10.1.0.0 1=10.1.0.1" in before
     assert "0=10.0.1.0 1=10.0.1.1" in after
     assert "TPU_WORKER_HOSTNAMES=10.0.1.0,10.0.1.1" in after
+    assert gcloud.address == 1, "described once"
     assert addresses.load(config(tmp_path)) is None
 
 
@@ -405,9 +408,14 @@ class _KeySpreads(Cloud):
 
 
 def test_first_contact_succeeds_however_long_a_key_takes_to_spread(tmp_path: Path) -> None:
-    cloud = _KeySpreads()
-    stale = iter([None, None, "ERROR: (gcloud.x) NOT_FOUND: Resource 'n' was not found"])  # the third description
-    cloud.trouble = lambda zone, command, now: next(stale, None) if command == "tpu-vm describe" else None
+    cloud, looks = _KeySpreads(), list[float]()
+
+    def trouble(zone: str, command: str, now: float) -> str | None:
+        looks.extend([now] * (command == "tpu-vm describe"))
+        is_stale = len(looks) > 2 and now < looks[2] + 3.0  # from the third description on
+        return "ERROR: (gcloud.x) NOT_FOUND: Resource 'n' was not found" if is_stale else None
+
+    cloud.trouble = trouble
     TpuVm(config(tmp_path, more=", iap: true"), lambda text: None, cloud.machine()).create()
 
 
@@ -420,12 +428,24 @@ def test_a_user_without_sudo_is_not_kept_waiting_on_a_slice_that_is_billed(tmp_p
 
 def test_down_tells_that_there_is_no_slice_after_two_looks(tmp_path: Path) -> None:
     cloud, said = Cloud(), list[str]()
+    remembered(tmp_path)
     TpuVm(config(tmp_path), said.append, cloud.machine()).delete()
     assert said == ["there is no slice demo"]
     assert cloud.calls.count("us-central2-b tpu-vm describe") == 2
+    assert cloud.clock.slept.count(5.0) == 1, "an answer may be stale for seconds"
+    assert addresses.load(config(tmp_path)) is None
     cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": "a" * 12})
     TpuVm(config(tmp_path), said.append, cloud.machine()).delete()
     assert not [line for line in said[1:] if "there is no slice" in line]
+
+
+def test_a_creation_that_fails_keeps_no_addresses(tmp_path: Path) -> None:
+    cloud = Cloud()
+    remembered(tmp_path)
+    cloud.trouble = lambda zone, command, now: DENIED if command == "tpu-vm create" else None
+    with pytest.raises(PermissionDenied):
+        TpuVm(config(tmp_path), print, cloud.machine()).create()
+    assert addresses.load(config(tmp_path)) is None
 
 
 def test_evidence_of_a_failed_attempt_never_raises_while_gcloud_fails(tmp_path: Path) -> None:

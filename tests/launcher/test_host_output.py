@@ -51,10 +51,11 @@ def test_a_running_container_has_no_exit_code_and_an_absent_one_is_absent() -> N
     assert parse_observation(0, "absent\n")[0].container == ContainerState("absent")
 
 
-def test_a_look_that_was_cut_short_keeps_only_whole_lines() -> None:
+@pytest.mark.parametrize("status", ["running", "exited"])
+def test_a_look_that_was_cut_short_keeps_only_whole_lines(status: str) -> None:
     line = "2026-01-01T00:00:00.5Z " + "x" * 70 + "\n"
     log = line * (LOG_BYTES // len(line) + 1)
-    look, _ = parse_observation(0, summary({"Status": "running"}) + "\n" + log[:LOG_BYTES])
+    look, _ = parse_observation(0, summary({"Status": status}) + "\n" + log[:LOG_BYTES])
     assert look.more
     assert len(look.lines) == LOG_BYTES // len(line)
 
@@ -86,6 +87,9 @@ def test_a_log_is_read_again_where_its_last_lines_do_not_reach_back(
     monkeypatch.setattr(provider._connections, "run", run)
     provider.observe(0, "demo-0", "2026-01-01T00:00:11.000000000Z")
     assert len(asked) == looks
+    output = "absent\n"
+    provider.observe(0, "demo-0", "2026-01-01T00:00:11.000000000Z")
+    assert len(asked) == looks + 1, "nothing to read"
 
 
 @pytest.mark.parametrize(("status", "kept"), [("running", True), ("exited", False)])
