@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import paramiko
@@ -229,13 +230,15 @@ def seen(known: KnownSlice) -> SliceState:
     return SliceState("demo", "READY", "HEALTHY", "v4-16", known.internal, created=known.created)
 
 
-def test_what_is_remembered_holds_until_the_slice_is_seen_to_be_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [{"created": "2026-02-02T00:00:00Z"}, {"hosts": ("10.1.0.0", "10.1.0.9")}])
+def test_what_is_remembered_holds_until_the_slice_is_seen_to_be_another(tmp_path: Path, change: dict[str, Any]) -> None:
     known = remembered(tmp_path)
     connections = SliceConnections(config(tmp_path), this_machine())
     connections.note_state(seen(known))
     assert connections.has_known_slice
     assert connections.pool() is connections.pool()
-    connections.note_state(replace(seen(known), created="2026-02-02T00:00:00Z"))
+    connections = SliceConnections(config(tmp_path), this_machine())  # of the next command
+    connections.note_state(replace(seen(known), **change))
     assert not connections.has_known_slice
     assert addresses.load(config(tmp_path)) is None
 
@@ -253,6 +256,10 @@ def test_a_long_command_finds_the_hosts_of_the_slice_that_replaced_the_one_it_sa
     for state, is_same in (first, True), (None, True), (replace(first, created="2026-02-02T00:00:00Z"), False):
         connections.note_state(state)
         assert (connections.pool() is pool) == is_same
+    addresses.forget(config(tmp_path))
+    connections.note_state(replace(first, state="CREATING"))
+    connections.pool()
+    assert addresses.load(config(tmp_path)) is None, "not until it is READY"
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -262,12 +269,14 @@ def test_gcloud_is_asked_once_where_hosts_are_that_do_not_answer(
     known = remembered(tmp_path)
     asked = gcloud_says(tmp_path, monkeypatch, [f"127.9.{8 if moved else 9}.{worker + 1}" for worker in range(2)])
     connections = SliceConnections(config(tmp_path), this_machine())
+    connections.note_state(seen(known))
     before = connections.pool()
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda number: connections.run(number % 2, "true", timeout=5), range(16)))
     assert not any(answer.reached for answer in answers)
     assert asked.read_text() == "asked\n"
     assert (connections.pool() is not before) == moved
+    assert connections.internal_addresses() == ([] if moved else [*known.internal])
     assert (addresses.load(config(tmp_path)) == known) == (not moved)
 
 

@@ -10,6 +10,8 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from launcher.errors import BadInput, Exit
 from launcher.provider import CommandReport
 from launcher.providers import this_machine
 from launcher.run import events, execution
-from launcher.tpu_vm import host_scripts
+from launcher.tpu_vm import host_scripts, scripts
 from launcher.tpu_vm.ssh.execution import Execution
 from launcher.tpu_vm.ssh.pool import ConnectionPool
 from launcher.workstation import Address, ConnectionFailed
@@ -91,9 +93,9 @@ def run(host: ScriptHost, *command: str, seconds: float = 20, shell: str = "sh")
     machine = replace(this_machine(), connect=lambda address: Connected(host, shell))
     pool = ConnectionPool([Address(0, "h", "me", "key", "known", "h")], machine)
     lines: list[str] = []
-    connections: object = Connections(pool)
+    connections: Any = Connections(pool)
     started = Execution(
-        connections,  # type: ignore[arg-type]
+        connections,
         machine,
         "demo-0",
         command,
@@ -178,6 +180,21 @@ def test_a_command_through_gcloud_runs_once_and_is_ended_by_a_later_script(
     other = host_scripts.execute_script("demo-0", ["true"], f"{mark}-2", seconds=60, held=False)
     assert host.run(other, shell) == f"{mark}-2 exit 0\n"
     assert not marks(mark), "marks of earlier weeks are removed"
+
+
+def test_a_command_through_gcloud_that_is_interrupted_is_ended_on_its_hosts() -> None:
+    sent = list[str]()
+
+    def run_all(script: str, _workers: list[int], *, timeout: float) -> None:
+        sent.append(script)
+        if len(sent) == 1:
+            raise KeyboardInterrupt
+
+    connections: Any = SimpleNamespace(gcloud_only=True, run_all_through_gcloud=run_all)
+    with pytest.raises(KeyboardInterrupt):
+        Execution(connections, this_machine(), "demo-0", ["true"], seconds=5, on_line=print).run([0])
+    assert "held=no" in sent[0]
+    assert sent[1].endswith(scripts.load("end_execution"))
 
 
 def test_a_command_that_gcloud_might_repeat_does_not_run_where_no_mark_can_be_left(host: ScriptHost, mark: str) -> None:

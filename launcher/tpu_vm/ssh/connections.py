@@ -229,7 +229,7 @@ class SliceConnections:
         current = tuple(addresses.parse_dry_run(output))
         with self._lock:
             state = self._state
-        if state is not None and state.ready and len(current) == len(state.hosts):
+        if state is not None and state.ready:
             addresses.save(self.config, KnownSlice(state.created, state.hosts, current))
         return current
 
