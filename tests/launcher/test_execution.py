@@ -10,8 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -93,9 +92,9 @@ def run(host: ScriptHost, *command: str, seconds: float = 20, shell: str = "sh")
     machine = replace(this_machine(), connect=lambda address: Connected(host, shell))
     pool = ConnectionPool([Address(0, "h", "me", "key", "known", "h")], machine)
     lines: list[str] = []
-    connections: Any = Connections(pool)
+    connections: object = Connections(pool)
     started = Execution(
-        connections,
+        connections,  # type: ignore[arg-type]
         machine,
         "demo-0",
         command,
@@ -183,18 +182,13 @@ def test_a_command_through_gcloud_runs_once_and_is_ended_by_a_later_script(
 
 
 def test_a_command_through_gcloud_that_is_interrupted_is_ended_on_its_hosts() -> None:
-    sent = list[str]()
-
-    def run_all(script: str, _workers: list[int], *, timeout: float) -> None:
-        sent.append(script)
-        if len(sent) == 1:
-            raise KeyboardInterrupt
-
-    connections: Any = SimpleNamespace(gcloud_only=True, run_all_through_gcloud=run_all)
+    connections = Mock(gcloud_only=True)
+    connections.run_all_through_gcloud.side_effect = [KeyboardInterrupt, []]
     with pytest.raises(KeyboardInterrupt):
         Execution(connections, this_machine(), "demo-0", ["true"], seconds=5, on_line=print).run([0])
-    assert "held=no" in sent[0]
-    assert sent[1].endswith(scripts.load("end_execution"))
+    begun, ended = (call.args[0] for call in connections.run_all_through_gcloud.call_args_list)
+    assert "held=no" in begun
+    assert ended.endswith(scripts.load("end_execution"))
 
 
 def test_a_command_that_gcloud_might_repeat_does_not_run_where_no_mark_can_be_left(host: ScriptHost, mark: str) -> None:

@@ -1,6 +1,5 @@
 """The commands of `tpu-launch` that users type, each as a process of its own on a simulated workstation."""
 
-import math
 import os
 import traceback
 from collections import Counter
@@ -59,7 +58,6 @@ class Command:
         self.process = Process(f"{laptop.name}:{name}")
         self.process.enter = self._enter
         self.actor = Actor(laptop, name, self.process)
-        self.actor.refused_from = world.refused_from if laptop is world.laptops[0] else math.inf
         self.machine = make_machine(world, self.actor, rng, self._exit)
         output = Output(self._say, self._emit)
         environment = {"HF_TOKEN": SECRET if world.env_file is None else "an older one"}

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from launcher.emulator.api.catalogue import NOT_FOUND, ApiError
 from tests import gcloud_commands
 from tests.gcloud_commands import Command
-from tests.simulation.launcher import scripts
 
 if TYPE_CHECKING:
     from tests.simulation.launcher.google import Slice
@@ -43,10 +42,10 @@ _ERRORS = {  # errors of a call that the API refuses for a time
 
 
 class Gcloud:
-    def __init__(self, world: World, actor: Actor, argv: Sequence[str], stdin: str | bytes | None) -> None:
-        self.stdin = None if stdin is None else str(stdin)
+    def __init__(self, world: World, actor: Actor, argv: Sequence[str], stdin: str | None) -> None:
         self.world, self.google, self.scheduler, self.actor = world, world.google, world.scheduler, actor
         self.command, self._shown, self._begun = gcloud_commands.parse(argv), "", world.scheduler.now
+        self.stdin = stdin
         given = {word[2:].partition("=")[0] for word in argv if word.startswith("--")} - {"dry-run"}
         capacity = {"spot"} if self.command.verb == "create" and world.has_candidates else set()
         wanted = _EVERY | _FLAGS.get((self.command.group, self.command.verb), set())
@@ -165,11 +164,7 @@ class Gcloud:
                 self.scheduler.wait(execution.waiters, None, f"gcloud ssh to {host}")
             code, output = execution.result
             outputs.append(output)
-            if code != 255:
-                self.world.answered(self.actor, host)
-                if scripts.parse(script)[0] == "observe" and not output.startswith("no engine"):
-                    self.actor.heard[host] = self.scheduler.now
-            else:
+            if code == 255:
                 errors.append(f"ssh: connect to host {host.address} port 22: Connection timed out")
         if errors:
             return 255, "".join(outputs), "\n".join([*errors, self.command.error("[255]")])

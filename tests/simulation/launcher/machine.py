@@ -53,10 +53,6 @@ class Link:
         """Returns whether the laptop takes it for open."""
         return not self.closed
 
-    @property
-    def works(self) -> bool:
-        return not (self.closed or self.forgotten) and self.boots == self.host.boots
-
     def close(self) -> None:
         self.closed = True
 
@@ -156,9 +152,10 @@ class Terminal:
             raise ConnectionFailed("can't be reached: [Errno 111] Connection refused")
         if host.alias != address.alias:
             raise ConnectionFailed("the host key has changed: another host answers there")
-        if not host.key_known or host.worker >= self.actor.refused_from:
+        if not host.key_known or self.actor.is_refused or host.worker >= self.actor.laptop.refused_from:
             raise ConnectionFailed("Authentication failed.", refused=True)
-        if any(link.actor is self.actor and link.host is host and link.works for link in world.links):
+        same = [each for each in world.links if (each.actor, each.host, each.boots) == (self.actor, host, host.boots)]
+        if any(each.is_open and not each.forgotten for each in same):
             world.break_promise("a command has one connection to a host", f"{self.actor.command}: {host!r}")
         return Link(world, host, self.actor)
 
@@ -180,7 +177,7 @@ class Terminal:
                 if world.cluster is not None:
                     code, output, errors = Kubectl(world.cluster, self.actor, argv).run(str(input))
                 else:
-                    code, output, errors = Gcloud(world, self.actor, argv, input).run()
+                    code, output, errors = Gcloud(world, self.actor, argv, input and str(input)).run()
             finally:
                 for descriptor in inherited:
                     os.close(descriptor)

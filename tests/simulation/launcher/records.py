@@ -156,7 +156,7 @@ def _end_is_seen_in_time(simulation: SimulatedRun, ledger: Ledger, event: events
     calm = max([world.calm_from, *(at for item in items for at in item.host.troubled)]) + _CALM_SECONDS
     job.watched = not of_host and calm < job.began
     ends = [item.ended for item in items if not of_host or item.host.worker == event.host]
-    slow = world.cluster is not None or command.actor.refused_from < math.inf
+    slow = world.cluster is not None or command.laptop.refused_from < math.inf
     late = world.scheduler.now - max(ends) - _SLOW_SECONDS * slow
     most = _SEEN_SECONDS if of_host else _END_SECONDS if event.outcome in _TOLD_AT_ONCE else math.inf
     if min(ends) > max(calm, job.began + _BEGUN_SECONDS) and late > most:

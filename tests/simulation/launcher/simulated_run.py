@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import math
 import os
 import random
 import shutil
@@ -119,8 +118,6 @@ class SimulatedRun:
         self.world.host_lost_seconds = self.scenario.setting.host_lost_seconds
         self.world.unreachable_seconds = self.scenario.setting.unreachable_minutes * 60.0
         self.world.zones = [*self.scenario.setting.zones]
-        ssh = random.Random(f"ssh {seed}")
-        self.world.refused_from = ssh.choice((0, 1)) if ssh.random() < _REFUSED else math.inf
         if not self.scenario.setting.gke and random.Random(f"env file {seed}").random() < _WITH_ENV_FILE:
             self.world.env_file = _folder() / "secrets.env"
             self.world.env_file.write_text(f"HF_TOKEN={SECRET}\nexport OF_FILE='a b'\n")
@@ -139,6 +136,8 @@ class SimulatedRun:
         self.world.command, self.world.finish = self.command, self.finish
         homes = _folder()
         self.ann = Laptop("ann", "ann", homes / "ann")
+        if (ssh := random.Random(f"ssh {seed}")).random() < _REFUSED:
+            self.ann.refused_from = ssh.choice((0, 1))
         self.bob = Laptop("bob", "bob", homes / "bob")
         self.second = Laptop("ann-2", "ann", homes / "ann-2")  # another workstation of ann's
         self.world.laptops = [self.ann, self.bob, self.second]
@@ -224,7 +223,7 @@ class SimulatedRun:
 
     def do(self, name: str, laptop: Laptop | None = None, *, new: bool = False, refused: bool = False) -> Command:
         command = self.command(name, laptop, new=new)
-        command.actor.refused_from = 0 if refused else command.actor.refused_from
+        command.actor.is_refused = refused
         return self.finish(command)
 
     def finish(self, command: Command) -> Command:

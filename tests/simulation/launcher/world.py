@@ -52,6 +52,7 @@ class Laptop:
     offline: bool = False
     wall: float = 0.0
     asleep: float = 0.0  # seconds in which its monotonic clock stood still
+    refused_from: float = math.inf  # the first host that refuses its own ssh connections, but gcloud's
     at_work: Callable[[], int] = lambda: 0  # returns how many commands that may withdraw requests run on it
 
 
@@ -68,7 +69,7 @@ class Actor:
     shown: dict[str, str] = field(default_factory=dict)
     """The last state but DELETING in which Google described each node to it, by id."""
     looked: dict[str, float] = field(default_factory=dict)  # when that was
-    refused_from: float = math.inf  # the first of the hosts that refuse its own connections, but gcloud's
+    is_refused: bool = False  # whether hosts refuse its own connections, but gcloud's
     deletes_for: str = ""  # the run whose slice it deletes, as its budget is spent, or to replace it
     asked_to_delete: float = math.inf  # when it began its last command that deletes a slice, which Google gets later
     deleted: set[str] = field(default_factory=set)
@@ -139,7 +140,6 @@ class World:
         self.stall_seconds: float | None = None  # as the file says
         self.host_lost_seconds = self.unreachable_seconds = math.inf  # as the file says
         self.zones: list[str] = []  # as the file says
-        self.refused_from = math.inf  # as of each command of ann's
         self.env_file: Path | None = None  # of each `run`
         self.overlay: str | None = None  # of each `run`, FOLDER=TARGET
         self._answers: dict[tuple[Actor, Host], float] = {}  # when a command last heard of a host, or first did not
