@@ -571,9 +571,8 @@ def test_a_command_may_be_silent_until_its_deadline(
             assert connection.follow("train", timeout=timeout, on_line=lines.append) == 0
         else:
             assert connection.run("train", timeout=timeout, stdin="in") == (0, "a\nbc\r\nd", "")
-    begun = ("exec_command", "train")
-    sent = [("set_combine_stderr", True), begun] if follows else [begun, ("sendall", b"in"), ("shutdown_write",)]
-    assert channel.calls[:3] == sent
+    begun = [*[("set_combine_stderr", True)] * follows, ("exec_command", "train")]
+    assert channel.calls[:3] == [*begun, *[("sendall", b"in"), ("shutdown_write",)] * (not follows)]
     assert lines == (["a", "bc", "d"] if ends else ["a"]) * follows
 
 

@@ -87,9 +87,10 @@ def test_a_log_is_read_again_where_its_last_lines_do_not_reach_back(
     monkeypatch.setattr(provider._connections, "run", run)
     provider.observe(0, "demo-0", "2026-01-01T00:00:11.000000000Z")
     assert len(asked) == looks
-    output = "absent\n"
-    provider.observe(0, "demo-0", "2026-01-01T00:00:11.000000000Z")
-    assert len(asked) == looks + 1, "nothing to read"
+    output = "absent\n"  # nothing to read
+    for since in "2026-01-01T00:00:11.000000000Z", None:
+        provider.observe(0, "demo-0", since)
+    assert ["--tail 5000" in script for script in asked[looks:]] == [True, False], "at first, all is read"
 
 
 @pytest.mark.parametrize(("status", "kept"), [("running", True), ("exited", False)])
