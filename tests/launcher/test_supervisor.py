@@ -34,6 +34,7 @@ from launcher.shell import Result
 from tests.bucket_server import BucketServer
 from tests.launcher.emulated_gcloud import Clock
 from tests.launcher.test_runs import FakeProvider, FastClock, Hosts
+from tests.processes import wait_until
 from training import storage
 from training.yaml_file import Document
 
@@ -287,6 +288,29 @@ def test_a_supervisor_starts_a_process_for_each_unfinished_run_and_again_after_a
     assert "run live: its process ended with 24" in said
 
 
+def test_ctrl_c_ends_the_processes_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, *end in ["live"], ["gone"], ["over", Ended(0, "finished")]:
+        begin(tmp_path / "laptop", name, BEGAN, RUNS_NOW, *end, url=f"{RUNS}/{name}/launcher")
+    said, is_ended = list[str](), threading.Event()
+
+    def stream(argv: Sequence[str], on_line: Callable[[str], None], **options: Any) -> Result:
+        is_live = argv[-1].endswith("/live")
+        options["on_start"](is_ended.set if is_live else pytest.fail)
+        on_line("   1 s  run live: watched" if is_live else "   1 s  no slice")
+        return Result((), int(is_live and not is_ended.wait(20)), "", "")
+
+    def interrupt(_seconds: float) -> None:
+        wait_until(lambda: watching._children["gone"].result.done())
+        raise KeyboardInterrupt
+
+    pod = context(tmp_path / "pod", Hosts([]), said)
+    monkeypatch.setattr(pod.machine.clock, "sleep", interrupt)
+    watching = Supervisor(RUNS, replace(pod, machine=replace(pod.machine, stream=stream)), lambda provider: None)
+    watching.watch()
+    assert is_ended.is_set()
+    assert {"run live: watched", "run gone: no slice", "ending: 1 runs continue without this supervisor"} <= {*said}
+
+
 def test_a_supervisor_without_a_program_that_a_run_needs_leaves_its_lease_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,7 +389,7 @@ def test_a_run_that_another_machine_may_supervise_names_its_user(tmp_path: Path,
     spec = specification.read(begin(tmp_path, "other").folder)
     config: Any = replace(spec.config(), trainer=SimpleNamespace(output=output))
     record = resolve_run(config, tmp_path, this_machine(), spec, None, run_id=None, new=True, say=print).record
-    assert bool(record.bucket) == bool(record.user) == (output == RUNS)
+    assert bool(record.bucket) == bool(record.user) == bool(record.account) == (output == RUNS)
 
 
 def test_the_ledger_is_in_the_bucket_if_the_output_is_and_this_account_may_write_there(server: BucketServer) -> None:
