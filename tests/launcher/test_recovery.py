@@ -19,9 +19,6 @@ from launcher.run.recovery import NextRound, Retries, SliceDeleted, decide, spen
 from launcher.run.verdict import Cause, Kind, Verdict
 from training import storage
 
-ENDED = [kind for kind in Kind if kind.ended]
-PREEMPTIONS = [Kind.PREEMPTED, Kind.HOST_LOST, Kind.CONNECTION_LOST, Kind.SAVED]
-
 
 def test_a_lost_connection_between_hosts_does_not_end_a_run_whose_file_names_no_budget() -> None:
     lost = Verdict(Kind.CONNECTION_LOST)
@@ -41,18 +38,6 @@ def test_failures_wait_at_most_five_minutes() -> None:
     spent = [Retries(0, failures) for failures in (0, 6, 20)]
     decisions = [decide(Verdict(Kind.FAILED), each, Retries(0, 99), stop_requested=False) for each in spent]
     assert [decision.delay for decision in decisions] == [5.0, 300.0, 300.0]
-
-
-@given(st.lists(st.sampled_from(ENDED)), st.integers(0, 5), st.integers(0, 5))
-def test_no_history_starts_more_attempts_than_budgets_allow(kinds: list[Kind], preemptions: int, failures: int) -> None:
-    events: list[RunEvent] = []
-    for kind in kinds:
-        if decide(Verdict(kind), spent_so_far(events), Retries(preemptions, failures), stop_requested=False).retry:
-            events.append(Recovering(0, kind.value, "", 0.0))
-    reasons = [event.after for event in events if isinstance(event, Recovering)]
-    of_machines = [kind.value for kind in PREEMPTIONS]
-    assert sum(reason in of_machines for reason in reasons) <= max(preemptions, 3 * ("connection lost" in reasons))
-    assert sum(reason == Kind.FAILED.value for reason in reasons) <= failures
 
 
 def ended(worker: int, kind: Kind = Kind.FAILED) -> RunEvent:
