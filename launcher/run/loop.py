@@ -72,9 +72,9 @@ def run_attempts(
         if following is None:
             if verdict.kind is not Kind.FINISHED and budget.is_spent(session):
                 budget.take_down(session)
-            ends = [event for event in session.ledger.events() if isinstance(event, events.Ended)]
-            lines = list(ends[-1].last_lines) if ends and ends[-1].attempt == attempt else []
-            return Outcome(session.ledger.run_id, attempt, verdict, lines)
+            # An attempt that a stop has ended since, while it was started, has no lines either.
+            ended = next(event for event in reversed(session.ledger.events()) if isinstance(event, events.Ended))
+            return Outcome(session.ledger.run_id, attempt, verdict, list(ended.last_lines))
         attempt, verdict = following, None
 
 
@@ -302,7 +302,7 @@ class _Recovery:
             reason = f"host {worker} was the first cause of the last {count} attempts"
             if limit is not None and not self.replace:
                 self.replace, self.bad = reason, last_slice_created(session.ledger.events())
-            elif limit is None and self.failed == 0:
+            elif self.failed == 0:  # `replace` is set after the first failed round
                 session.say(f": {reason}; run.replace_after: 2 recreates the slice then")
         else:
             worker = -1
