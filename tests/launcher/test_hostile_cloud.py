@@ -179,7 +179,7 @@ def test_a_verdict_stands_although_its_supervisor_was_killed_while_it_ended_the_
 def test_an_attempt_of_which_one_host_lacks_its_secrets_costs_no_failure(
     work: Workstation, monkeypatch: pytest.MonkeyPatch, late: tuple[LogLine, ...]
 ) -> None:
-    """The launcher was killed while it sent them: host 0 has them, and lost its peer."""
+    """The launcher was killed while it sent them: host 1 has them, and lost its peer. Host 0 answers first."""
     config = interrupt_start(work, only_created=set())
     observe = FakeProvider.observe
 
@@ -187,7 +187,7 @@ def test_an_attempt_of_which_one_host_lacks_its_secrets_costs_no_failure(
         answer = observe(provider, worker, container, *options, **more)
         if not container.endswith("-0") or answer.container is None or not answer.container.running:
             return answer
-        if worker == 0:
+        if worker == 1:
             return replace(answer, container=ContainerState("exited", 76))
         return replace(answer, container=ContainerState("exited", 1) if late else answer.container, lines=late)
 
@@ -385,12 +385,15 @@ def test_replacing_a_slice_is_advised_only_where_a_provider_can(
     assert any("run.replace_after: 2 recreates" in message for message in work.messages) == replaces
 
 
-@pytest.mark.parametrize(("failed_deletions", "gone"), [(0, False), (1, False), (0, True)])
+@pytest.mark.parametrize(
+    ("failed_deletions", "gone"),
+    [(0, []), (1, []), (0, [{"created": "2026-01-01T01:00:00Z"}]), (0, [{}, {"slice_state": None}])],
+)
 def test_a_slice_with_unreachable_hosts_is_replaced_where_that_is_allowed_and_it_is_still_there(
-    work: Workstation, failed_deletions: int, gone: bool
+    work: Workstation, failed_deletions: int, gone: list[dict[str, Any]]
 ) -> None:
     def fail() -> None:
-        work.hosts.hooks["describe"] = [work.hosts.change(created="2026-01-01T01:00:00Z")] * gone
+        work.hosts.hooks["describe"] = [work.hosts.change(**change) for change in gone]
         raise HostsUnreachable("slice demo is READY, but after 300 s not all hosts are")
 
     work.hosts.exits[:2], work.hosts.health = [75, 0], "UNHEALTHY_TPU"
@@ -402,13 +405,14 @@ def test_a_slice_with_unreachable_hosts_is_replaced_where_that_is_allowed_and_it
     assert recorded(work, events.SliceReplaced) == (not gone)
 
 
-def test_a_stop_keeps_a_slice_from_being_deleted_that_was_to_be_replaced(work: Workstation) -> None:
+@pytest.mark.parametrize(("looks", "made"), [(1, 0), (3, 1)])
+def test_a_stop_keeps_a_slice_from_being_made_or_replaced(work: Workstation, looks: int, made: int) -> None:
     work.hosts.exits[0], work.hosts.health = 1, "UNHEALTHY_TPU"
     work.hosts.fail("create", HostsUnreachable("no ssh"))
-    work.hosts.hooks["describe"] = [*[lambda: None] * 3, lambda: stop_elsewhere(work)]
+    work.hosts.hooks["describe"] = [*[lambda: None] * looks, lambda: stop_elsewhere(work)]
     work.run(work.config("run.replace_after=3", "run.failure_retries=1"))
     assert work.ledger.state.stops == 1
-    assert "delete" not in work.hosts.calls
+    assert [work.hosts.calls.count(call) for call in ("create", "delete")] == [made, 0]
 
 
 FILES = [Stat("gs://b/runs/metrics.jsonl", 9, 1)]
@@ -551,6 +555,7 @@ def test_a_stop_while_run_asks_hosts_for_an_earlier_attempt_counts(work: Worksta
     with pytest.raises(RunStopped):
         work.run(work.config(command=COMMAND), SECRETS)
     assert len(work.hosts.attempts) == 1
+    assert not any(": attempt 1 on" in message for message in work.messages), "an image may take long to build"
 
 
 def test_a_stop_whose_command_died_is_repeated_by_the_supervisor_until_every_host_has_stopped(
@@ -598,7 +603,7 @@ def test_orphans_are_kept_until_every_host_is_reaped_and_stopped_although_the_ru
 
 
 def test_a_start_that_fails_on_one_host_is_tried_again_once(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, failing = FakeProvider.start, [True, False, True, True]
+    start, failing = FakeProvider.start, [True, False, True, True, True]
 
     def miss_a_host(provider: FakeProvider, attempt: Attempt, clock: Clock | None = None) -> list[HostReport]:
         if failing.pop(0):
@@ -610,6 +615,9 @@ def test_a_start_that_fails_on_one_host_is_tried_again_once(work: Workstation, m
     assert work.run(work.config()).verdict.kind is Kind.FINISHED
     with pytest.raises(LaunchError, match="1 of 2 hosts could not start"):
         work.run(work.config(), new=True)
+    work.hosts.hooks["start"] = [lambda: stop_elsewhere(work)]
+    with pytest.raises(RunStopped):
+        work.run(work.config())
     assert not failing
 
 
@@ -687,6 +695,7 @@ def test_a_run_that_is_asked_for_while_its_slice_is_deleted_is_refused(work: Wor
     if command == "down":
         launch.delete_slice(work.config(), work.context())
     else:  # which replaces the slice, or has spent its budget
+        work.hosts.fail("describe", UNAVAILABLE)  # which passes
         open_session(work.context(), work.ledger, SecretSource({}, {})).delete_slice("")
     assert (work.hosts.hooks["delete"], len(work.hosts.attempts)) == ([], 1)
 
