@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import BadInput, LaunchError
+from launcher.provider import CommandReport
 from launcher.run import execution
 from tests.launcher.script_host import write_program
 from tests.launcher.test_runs import Hosts, Workstation, detach
@@ -55,6 +56,8 @@ def test_an_image_without_jupyter_is_told_how_to_get_it(tmp_path: Path) -> None:
 def test_a_server_that_ends_at_once_shows_its_last_lines(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"host 1 has ended: exit code 3; its last lines:\n  no place"):
         start(tmp_path, "echo no place; exit 3")
+    broken = execution._explain_end([CommandReport(1, None, 0.0, "no ssh")], 1, [])
+    assert str(broken) == "Jupyter on host 1 has ended: no ssh; its last lines: none"
 
 
 def test_an_address_is_waited_for_in_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,6 +66,7 @@ def test_an_address_is_waited_for_in_bounds(tmp_path: Path, monkeypatch: pytest.
         start(tmp_path, "sleep 3")
 
 
-def test_where_lines_come_only_at_the_end_it_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("through_gcloud", ["run.transport=gcloud", "slice.iap=true"])
+def test_where_lines_come_only_at_the_end_it_is_refused(tmp_path: Path, through_gcloud: str) -> None:
     with pytest.raises(BadInput, match="tpu-launch tunnel --port 8888"):
-        start(tmp_path, JUPYTER, "run.transport=gcloud")
+        start(tmp_path, JUPYTER, through_gcloud)

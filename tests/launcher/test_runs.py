@@ -31,7 +31,7 @@ from launcher.provider import (
     SliceState,
 )
 from launcher.providers import this_machine
-from launcher.run import events, launch, specification
+from launcher.run import events, execution, launch, specification
 from launcher.run.ledger import Ledger
 from launcher.run.runs import find_run, runs_on_slice
 from launcher.run.session import Context, Outcome, Output
@@ -298,12 +298,13 @@ def test_the_attempt_after_an_attach_is_what_was_started_whatever_the_file_says_
     assert second.environment == {"SETTING": "of the start"}
     assert second.secrets == {"HF_TOKEN": "s3cret", "FROM_FILE": "plain"}
     assert second.overlay.target == "/opt/code"
+    assert work.hosts.withdrawals == 2, "by `run`, and by the attach"
 
 
 def test_without_its_secrets_no_attempt_follows_and_the_run_stays_resumable(work: Workstation) -> None:
     start_and_lose_sight(work)
     work.hosts.end(75)
-    with pytest.raises(BadInput, match=r"attempt 1 is not started: .*: FROM_FILE") as refused:
+    with pytest.raises(BadInput, match=r"attempt 1 is not started: .* and /.*some\.env\): FROM_FILE") as refused:
         work.attach(work.config(), HF_TOKEN="s3cret")
     assert refused.value.exit_code == Exit.BAD_INPUT
     assert any("FROM_FILE" in message and "no other attempt starts" in message for message in work.messages)
@@ -384,8 +385,8 @@ def test_run_resumes_an_unfinished_run_with_what_the_command_line_says_now(work:
 @pytest.mark.parametrize(
     ("age", "lines", "hosts", "secrets", "overlay", "waits"),
     [
-        (60, 0, 2, [], None, True),
         (60, 1, 2, [], None, False),
+        (1300, 0, 2, [], None, True),  # 20 minutes to start, and two to deliver
         (1e5, 0, 2, [], None, False),
         (60, 0, 1, [], None, False),
         (60, 0, 1, ["TOKEN"], None, True),
@@ -401,6 +402,9 @@ def test_a_container_waits_for_secrets_for_a_time_and_writes_no_line_before(
     container = ContainerState("running", started_at=format_time(clock.time() - age))
     answer = Observation(0, container, (LogLine("2026-01-01T00:00:00Z", "a line"),) * lines)
     assert _may_lack_secrets(session, answer, container) is waits
+    assert not _may_lack_secrets(session, replace(answer, lines=()), replace(container, status="exited"))
+    session.provider.capabilities.sends_secrets = False
+    assert not _may_lack_secrets(session, answer, container)
 
 
 @pytest.mark.parametrize(
@@ -454,6 +458,8 @@ def test_a_run_that_is_attached_to_takes_no_other_files_and_has_been_started(
         work.attach(work.config())
     with pytest.raises(BadInput, match="was never started"):
         launch.stop(work.config(), work.context(), None, grace=1)
+    with pytest.raises(BadInput, match="it has no containers"):
+        execution.execute(work.config(), work.context(), None, ["true"], host=None, seconds=5)
     with work.ledger.supervising():  # by a process that builds its image, for example
         assert launch.stop(work.config(), work.context(), None, grace=1) == []
     assert work.ledger.state.stop_requested
@@ -471,6 +477,9 @@ def test_an_attempt_that_follows_one_found_ended_is_not_started_again_when_it_fa
 def test_a_run_of_another_slice_is_not_one_of_this(work: Workstation, other: str) -> None:
     detach(work, work.config())
     assert not runs_on_slice(work.config(other), work.home, work.context().machine)
+    for of_others in ({"slice_name": "other"}, {"slice_name": "demo", "provider": "gke"}):
+        with pytest.raises(BadInput, match="no run was started"):
+            find_run(work.home, this_machine(), None, **of_others)
 
 
 def test_an_unknown_run_is_refused_with_those_that_are_known(work: Workstation) -> None:

@@ -129,6 +129,7 @@ def test_no_files_are_sent_while_hosts_or_the_process_of_the_attempt_go_on(tmp_p
     detach(work, work.config())
     with work.ledger.supervising(), pytest.raises(LaunchError, match="has not ended within 60 s"):
         work.run(work.config(), sync=f"{code}=/app")
+    assert not any("starts it has not ended" in line for line in work.messages), "`stop` does not wait for that one"
     work.hosts.silent = {1}
     with pytest.raises(LaunchError, match="1 of 2 hosts could not stop"):
         work.run(work.config(), sync=f"{code}=/app")
