@@ -109,6 +109,7 @@ def _what_follows_has_a_reason(simulation: SimulatedRun, ledger: Ledger, event: 
             started = max((at for at, each in enumerate(known) if isinstance(each, events.Started)), default=-1)
             if not any(isinstance(each, events.Requested | events.Recovering) for each in known[started + 1 :]):
                 _break(simulation, event, "no user and no retry asks for it")
+            _pause_was_kept(simulation, ledger, event, since + EPOCH)
             _requests_are_shared(simulation, ledger, event)
         case events.Recovering():
             ended = [each for each in known if isinstance(each, events.Ended)][-1:]
@@ -132,6 +133,18 @@ def _what_follows_has_a_reason(simulation: SimulatedRun, ledger: Ledger, event: 
             wrong |= min(took.values()) < 0.0 or (not here and sum(took.values()) > date - EPOCH - since + 0.3)
             if wrong and not jumps:
                 _break(simulation, event, f"{date - began:.1f} s after its begin")
+
+
+def _pause_was_kept(simulation: SimulatedRun, ledger: Ledger, event: events.AttemptBegan, since: float) -> None:
+    """The process that tries again, which began at `since`, has recorded each round that failed, and waited then."""
+    waits = [each for each in ledger.entries() if isinstance(each.event, events.Recovering | events.RoundFailed)]
+    last, command = parse_time(waits[-1].time) or 0.0 if waits else 0.0, simulation.running_command()
+    passed = simulation.world.scheduler.now + EPOCH - last
+    told = sum(": not recovered yet: " in text for text in command.said) if command is not None else 0
+    failed = sum(isinstance(each.event, events.RoundFailed) for each in waits)
+    unsure = simulation.full_disk or any((each.wall, each.asleep) != (0.0, 0.0) for each in simulation.world.laptops)
+    if not unsure and (told > failed or (last > since and passed < waits[-1].event.delay)):
+        _break(simulation, event, f"{told} rounds have failed, the last {passed:.1f} s ago: {waits}")
 
 
 def _requests_are_shared(simulation: SimulatedRun, ledger: Ledger, event: events.AttemptBegan) -> None:
