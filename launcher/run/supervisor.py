@@ -161,7 +161,7 @@ class Supervisor:
         except KeyboardInterrupt:
             running = [child for child in self._children.values() if child.result and not child.result.done()]
             say(f"ending: {len(running)} runs continue without this supervisor")
-            self.context.machine.threads.map(lambda child: child.end(), running, at_once=len(running) or 1)
+            self.context.machine.threads.map(lambda child: child.end(), running, at_once=len(running))
 
     def _look(self, named: tuple[str, _Child]) -> bool:
         """Says how a run's process has ended; returns whether the run (its name, its child) needs one now. An error is
