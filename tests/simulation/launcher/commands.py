@@ -60,7 +60,7 @@ class Command:
         self.actor = Actor(laptop, name, self.process)
         self.machine = make_machine(world, self.actor, rng, self._exit)
         output = Output(self._say, self._emit)
-        environment = {"HF_TOKEN": SECRET if world.env_file is None else "an older one"}
+        environment = {} if world.cluster else {"HF_TOKEN": SECRET if world.env_file is None else "an older one"}
         self.context = Context(laptop.home, environment, self._make_provider, output, self.machine)
         self.task = world.scheduler.spawn(self._main, name="main", process=self.process)
 
@@ -77,7 +77,7 @@ class Command:
         self.told.append((self.world.scheduler.now, text))
         if any(hole in f"{text}\n" for hole in ("()", "''", "None", ": \n")):
             self.world.break_promise("a message has no holes", text)
-        if "values of secrets are missing" in text:
+        if "values of secrets are missing" in text or "run.secrets: not in the environment" in text:
             self.world.break_promise("secrets reach each host", text)
         if "the budget is spent" in text:
             self.world.record.stops.append(Stop(text.split()[1].rstrip(":,"), self.world.scheduler.now))
