@@ -344,13 +344,12 @@ class Gke:
         run, slice_ = self.config.run, self.config.slice
         node_minutes = max(run.start_minutes, slice_.create_minutes + slice_.stockout_minutes)
         now = self._clock.monotonic
-        node_deadline = now() + node_minutes * 60
-        placed: float | None = None  # when every host had a node
+        deadline = node_deadline = now() + node_minutes * 60
+        placed = False  # whether every host has a node
         watch = self._watch_pods(attempt.container)
         reported = ""
         clock.sleep(0.0)  # a stop that came before the JobSet has deleted nothing
         while True:
-            deadline = node_deadline if placed is None else placed + run.start_minutes * 60
             try:
                 pods = watch.pods()
             except LaunchError as error:  # the cluster may answer again before the deadline
@@ -370,14 +369,14 @@ class Gke:
             if not reasons:
                 return
             if any(pod is None or not pod.node for pod in waiting.values()):
-                if now() > node_deadline:
+                deadline, placed = node_deadline, False
+            elif not placed:
+                deadline, placed = now() + run.start_minutes * 60, True
+            if now() > deadline:
+                if not placed:
                     raise self._stockout_error(node_minutes, reasons)
-                placed = None
-            else:
-                placed = placed or now()
-                if now() > placed + run.start_minutes * 60:
-                    limit = f"run.start_minutes ({run.start_minutes:g})"
-                    raise LaunchError(f"not all hosts started within {limit} after they had nodes: {reasons}")
+                limit = f"run.start_minutes ({run.start_minutes:g})"
+                raise LaunchError(f"not all hosts started within {limit} after they had nodes: {reasons}")
             if reasons != reported:
                 self.say(f"waiting for {len(waiting)} of {len(self._workers)} hosts: {reasons}")
                 reported = reasons

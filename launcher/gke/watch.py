@@ -66,7 +66,7 @@ class PodWatch:
                 self._unlisted = failure
             if self._unlisted is not None:  # also for other hosts: not each of them asks again
                 raise self._unlisted
-            if not self._watching and not self._closed.is_set():
+            if not self._watching:
                 self._watching = True
                 self._threads.start(self._watch, name="watch-pods")
         if self._refused is not None:

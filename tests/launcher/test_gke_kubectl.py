@@ -17,6 +17,7 @@ from launcher.gke.watch import JsonStream, PodWatch
 from launcher.provider import ContainerState, LogLine
 from launcher.providers import this_machine
 from tests.launcher.emulated_gcloud import Clock
+from tests.processes import wait_until
 
 ERRORS = [
     ('error: context "x" does not exist', Exit.BAD_INPUT, "no context x"),
@@ -103,12 +104,6 @@ def test_the_state_of_a_container_is_reported_as_an_engine_does() -> None:
     assert (unclear.worker, unclear.state()[0]) == (3, ContainerState("running", image="i"))
     timeless = {"terminated": {"exitCode": 3, "startedAt": None, "finishedAt": None}}
     assert pod("Failed", timeless).state()[0] == ContainerState("exited", 3, image="i")
-
-
-def test_a_pod_that_is_being_deleted_is_told_from_one_that_is_not() -> None:
-    metadata = {"name": "p", "labels": {pod_status.INDEX: "0"}}
-    assert not pod_status.parse({"metadata": metadata}).deleting
-    assert pod_status.parse({"metadata": {**metadata, "deletionTimestamp": "2026-11-20T00:00:00Z"}}).deleting
 
 
 def test_a_disrupted_pod_is_a_lost_host_unless_its_exit_code_says_more() -> None:
@@ -209,6 +204,7 @@ class WatchedCluster:
         self.clock, self.pods, self.followed = Clock(), list[dict[str, Any]](), list[str]()
         self.machine = replace(this_machine(), clock=self.clock)
         self.refusals = 0  # of the next logs
+        self.breaks = False  # each log, after its lines
 
     def show(self, uid: str, **metadata: str) -> None:
         labels = {pod_status.INDEX: "0"}
@@ -219,15 +215,18 @@ class WatchedCluster:
         return json.dumps({"items": self.pods})
 
     def follow(self, *words: str, on_line: Callable[[str], None], on_start: Callable[..., object], **_: float) -> None:
-        self.followed.append(" ".join(words[:2]))
+        self.followed.append(" ".join([*words[:2], *(word for word in words if "since" in word)]))
         ended = threading.Event()
         on_start(ended.set)
         if words[0] == "logs":
             if self.refusals:
                 self.refusals -= 1
                 raise LaunchError("too many requests")
+            threading.Event().wait(0.1)  # the log comes later than its pod's end is seen
             for second in range(2):
                 on_line(f"2026-11-20T08:00:0{second}Z {second}\n")
+            if self.breaks:
+                raise LaunchError("unexpected EOF")
         else:
             assert ended.wait(20)
 
@@ -235,6 +234,7 @@ class WatchedCluster:
 def test_a_watch_keeps_the_log_and_the_end_of_a_deleted_pod(request: pytest.FixtureRequest) -> None:
     cluster = WatchedCluster()
     watch = PodWatch(cluster, "a=b")  # type: ignore[arg-type]
+    watch.note_log_start(0, "2026-11-20T08:00:00Z")
     request.addfinalizer(watch.close)
     cluster.show("one")
     assert watch.final_lines(watch.pods()[0], None) is None, "its log can be read"
@@ -245,7 +245,7 @@ def test_a_watch_keeps_the_log_and_the_end_of_a_deleted_pod(request: pytest.Fixt
     cluster.pods = []
     gone = watch.pods()[0]
     assert gone.gone
-    lines = watch.final_lines(gone, "2026-11-20T08:00:01")
+    lines = watch.final_lines(gone, "2026-11-20T08:00:01.000000000Z")
     assert [line.text for line in lines] == ["1"]
     assert watch.final_lines(replace(gone, uid="two"), None) == [], "it vanished unseen"
     cluster.show("three", creationTimestamp="2026-11-20T08:00:00Z", deletionTimestamp="2026-11-20T08:00:00Z")
@@ -253,7 +253,20 @@ def test_a_watch_keeps_the_log_and_the_end_of_a_deleted_pod(request: pytest.Fixt
     watch.pods(fresh=True)
     watch.close()
     watch.pods(fresh=True)
-    assert sorted(cluster.followed) == ["get pods", "logs one", "logs three"]
+    since = "--since-time=2026-11-20T08:00:00Z"
+    assert sorted(cluster.followed) == ["get pods", f"logs one {since}", f"logs three {since}"]
+    wait_until(lambda: all(thread.name != "watch-pods" for thread in threading.enumerate()), 10)
+
+
+def test_a_late_event_does_not_undo_how_a_pod_ended() -> None:
+    runs, over = pod("Running", {"running": {}}), pod("Failed", ended(3))
+    lost = replace(pod("Failed", None, TAKEN), gone=True)
+    told = replace(over, gone=True, disruption=lost.disruption)
+    for first, second, kept in ((over, runs, over), (over, lost, told), (told, runs, told), (lost, over, over)):
+        watch = PodWatch(WatchedCluster(), "a=b")  # type: ignore[arg-type]
+        watch._record_pod(first)
+        watch._record_pod(second)
+        assert [*watch._pods.values()] == [kept]
 
 
 @pytest.mark.parametrize("gone", [False, True])
@@ -265,7 +278,7 @@ def test_the_log_of_a_pod_that_is_being_deleted_is_asked_for_until_the_cluster_g
     watch = PodWatch(cluster, "a=b")  # type: ignore[arg-type]
     request.addfinalizer(watch.close)
     monkeypatch.setattr("launcher.gke.watch._LIST_EVERY", 0.1)
-    cluster.refusals = 1000 if gone else 2
+    cluster.refusals, cluster.breaks = 1000 if gone else 2, True
     cluster.show("one", deletionTimestamp="2026-11-20T08:00:00Z")
     pod = watch.pods()[0]
     if gone:

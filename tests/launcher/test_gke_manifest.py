@@ -16,7 +16,9 @@ from launcher.gke.checks import check_name
 from launcher.gke.commented_yaml import strip_comments
 from launcher.gke.manifest import make_objects, render, standalone_workload
 from launcher.gke.pod_template import LOCKED_MEMORY_KIB, RAISE_LOCKED_MEMORY
+from launcher.gke.provider import Gke
 from launcher.gke.workload import Restarts, host_name
+from launcher.providers import this_machine
 from tests.kubernetes import golden, schemas
 from tests.kubernetes.golden import EXAMPLE, IMAGE
 from training.accelerators import ACCELERATORS, gke_nodes
@@ -123,8 +125,11 @@ def test_manifests_equal_the_golden_files(name: str) -> None:
 def test_what_gke_can_not_run_is_refused(changes: list[str], words: list[str]) -> None:
     with pytest.raises(BadInput) as refused:
         rendered(*changes)
+    with pytest.raises(BadInput) as refused_at_once:
+        Gke(load(EXAMPLE, changes), print, this_machine())
     for word in words:
         assert word in str(refused.value)
+        assert word in str(refused_at_once.value)
 
 
 @pytest.mark.parametrize(
@@ -192,12 +197,6 @@ def test_a_container_that_may_not_raise_the_limit_warns(shell: str) -> None:
     assert "tpu-launch: the locked-memory limit stays low" in ended.stderr
 
 
-def test_only_a_slice_of_several_hosts_asks_for_a_node_pool_of_its_own() -> None:
-    key = "alpha.jobset.sigs.k8s.io/exclusive-topology"
-    assert rendered()[-1]["metadata"]["annotations"] == {key: "cloud.google.com/gke-nodepool"}
-    assert "annotations" not in rendered("slice.accelerator_type=v4-8")[-1]["metadata"]
-
-
 def test_the_trainer_finds_its_peers_from_the_manifest_alone() -> None:
     pod = pod_of(rendered("slice.accelerator_type=v4-32"))
     environment = {each["name"]: each["value"] for each in pod["containers"][0]["env"] if "value" in each}
@@ -209,6 +208,8 @@ def test_names_that_do_not_fit_a_host_name_are_refused() -> None:
     assert check_name("a" * 49)
     with pytest.raises(BadInput, match="too long"):
         check_name("a" * 50)
+    with pytest.raises(BadInput, match="too long"):
+        Gke(load(EXAMPLE, ["run.name=" + "a" * 30]), print, this_machine())
     longest = host_name("a" * 49, "255").split(".")[0]
     assert len(longest) <= 63
     with pytest.raises(BadInput, match="lower-case"):
