@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.provider import Attempt, HostReport, Observation, Provider, SliceState, container_name
 from launcher.tpu_vm.requests import RequestRecord
 from launcher.tpu_vm.ssh import addresses
+from tests.simulation.launcher.faults import API_FAULTS
 from tests.simulation.launcher.hosts import EPOCH
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tests.simulation.launcher.hosts import Host
 
 _WATCH_SECONDS = 30.0  # for which a cluster that fails shows a pod as it was
+_EVENT_SECONDS = 5.0  # from a container's end until its pod shows it, and a watch that works tells of it
 _OLD = ("stale", "old describe")  # faults after which Google tells what was
 
 
@@ -173,6 +175,7 @@ def _stop(
         return f"{name} is deleted, and {job} has begun"
     if wrong := _check_reports(reports, range(call.hosts) if workers is None else workers):
         return wrong
+    seconds = call.command.world.scheduler.now - call.began
     for report in reports:
         item = job.containers.get(report.worker) if job is not None else None
         if report.ok and report.detail:
@@ -181,6 +184,8 @@ def _stop(
             return f"{report}, and {item.name} runs on {item.host!r}"
         if item is not None and "its pod did not end" in report.detail and item.ended < call.began:
             return f"{report}, and {item.name} had ended"
+        if (told := re.search(r"did not end within (\d+) s", report.detail)) and seconds < float(told[1]):
+            return f"{report} after {seconds:.0f} s"
     return ""
 
 
@@ -205,7 +210,9 @@ def _observe(call: _Call, seen: Observation, worker: int, container: str, *_give
     if item is None or item.host.gone or not item.host.up:
         return ""
     there = item.host.containers.get(container) is item and (world.cluster is None or item.running)
-    slack = 0.0 if world.cluster is None else math.inf if "awake" in world._reached else _WATCH_SECONDS
+    calm = not any(fault.kind in API_FAULTS for fault in world.faults)
+    slack = math.inf if "awake" in world._reached else _EVENT_SECONDS if calm else _WATCH_SECONDS
+    slack = 0.0 if world.cluster is None else slack
     ended, told = (item.exit_code, item.oom_killed), (state.exit_code, state.oom_killed)
     wrong = state.running and item.ended < call.began - slack
     wrong |= state.ended and item.running
