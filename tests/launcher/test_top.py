@@ -40,7 +40,7 @@ VIEW = View(
 )
 
 
-@pytest.mark.parametrize("columns", [80, 160])
+@pytest.mark.parametrize("columns", [80, 120])
 def test_a_frame_shows_the_run_its_curve_its_hosts_and_its_cost(columns: int) -> None:
     text = "\n".join(render(VIEW, columns))
     assert text.index("10:45:00Z\n") == columns - 9
@@ -51,14 +51,14 @@ def test_a_frame_shows_the_run_its_curve_its_hosts_and_its_cost(columns: int) ->
     for words in ("7.591", "5.048", "attempt 1: started"):
         assert words in text
     for words in ("10.0.0.1", "21.5/32 GiB", "7.0 GiB"):
-        assert (words in text) == (columns == 160), "where there is room"
+        assert (words in text) == (columns == 120), "where there is room"
 
 
 @pytest.mark.parametrize(
     ("line", "steps", "row"),
     [
         (ProgressLine(7, phase="save", doing="write", doing_seconds=99.0, loss=1.0), "step 7", "7 save"),
-        (ProgressLine(7, 70, "training", "result", 9.0),
+        (ProgressLine(7, 70, "training", "result", 10.0),
          f"step 7/70   10%  {'█' * 4}{'░' * 36}   0.0 examples/s   data wait 0%", "7 training"),
     ],
 )  # fmt: skip
@@ -85,6 +85,7 @@ def test_the_whole_cause_of_an_end_is_shown_and_no_table_without_hosts() -> None
     lines = render(replace(VIEW, hosts=[], history=["attempt 1: started", cause]), 80)
     assert " ".join(line.strip() for line in lines[-2:]) == cause
     assert not any(line.startswith("host ") for line in lines)
+    assert render(replace(VIEW, run="r" * 37, time="now"), 40)[0] == "r" * 37 + "  …", "two blanks before the time"
 
 
 @given(st.integers(40, 240), st.dictionaries(st.integers(0, 10**7), st.floats(), max_size=30))
@@ -93,12 +94,13 @@ def test_no_line_of_a_frame_is_wider_than_the_terminal(columns: int, losses: dic
 
 
 def test_a_curve_begins_high_and_ends_low_where_the_loss_does() -> None:
-    head, first, *_, last, steps = plot({0: 8.0, 50: 6.0, 100: 4.0}, 60, 5)
-    assert head.strip() == "loss"
+    head, first, *_, last, steps = plot({100: 8.0, 150: 6.0, 200: 4.0}, 60, 5)
+    assert head == "   loss"
     assert first == "      8 │⠁"
     assert (last.startswith("      4 │"), last[-1]) == (True, "⢀"), "the last point is in the last column"
     assert len(last) == 60
-    assert steps.split() == ["step", "0", "100"]
+    assert steps == f"   step  100{'200':>48}"
+    assert plot({1: 2.0, 9: 2.0}, 60, 5)[1] == f"      2 │⠁{chr(0x2800) * 49}⠈", "a loss that stays the same"
 
 
 def test_a_run_that_has_not_stepped_and_a_slice_without_a_run_say_so() -> None:
@@ -140,3 +142,5 @@ def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest
     ledger.append(events.Ended(1, "finished", None))
     detach(work, work.config())
     assert top.look().losses == {4: 6.5}, "of the next run"
+    work.hosts.progress = {0: (ProgressLine(5, 50),)}
+    assert top.look().losses == {4: 6.5}, "a step without a loss has none"
