@@ -12,9 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.costs import duration
 from launcher.errors import Exit
 from launcher.run import events, specification
-from launcher.run.status import Status
+from launcher.run.status import HostStatus, Status
+from launcher.run.top import View
 from tests.simulation.launcher import hangs
 from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.jobs import SUPERVISORS
@@ -186,7 +188,17 @@ def frames_show_the_run(simulation: SimulatedRun, command: Command) -> None:
         if len(view.losses) > 1:
             curve = [line[9:] for line in lines if "\u2502" in line[:9]]
             wrong += [] if curve and curve[0][:1] > "\u2800" and len(curve[-1]) == columns - 9 else [frame]
-        shown = [int(line.split(" ")[0]) for line in lines if line.split(" ")[0].isdigit()]
+        table = {int(line.split(" ")[0]): line for line in lines if line.split(" ")[0].isdigit()}
+        shown = [*table]
+        if columns >= 160:  # where there is room for all
+            wrong += [table[host.worker] for host in view.hosts if not _is_row(table.get(host.worker, ""), host)]
+            told = (view.run, view.time, view.slice, view.cost, *view.history[:-1])
+            wrong += [text for text in told if text not in frame]
+        asked = "READY" in view.slice and view.run.endswith(", running")
+        wrong += [frame] if view.hosts and not asked else []
+        wrong += [frame] if asked and "started" in "".join(view.history) and not view.hosts else []
+        priced = simulation.world.cluster is None and "does not exist" not in view.slice
+        wrong += [frame] if priced != bool(view.cost) else []
         steps = {host.worker: host.progress.step if host.progress else -1 for host in view.hosts}
         left = len(steps) - len(shown)
         fits = len(lines) <= rows if left == 0 else len(lines) == rows and f"and {left} more" in lines
@@ -194,6 +206,26 @@ def frames_show_the_run(simulation: SimulatedRun, command: Command) -> None:
         wrong += [] if (fits or len(shown) == min(1, len(steps))) and behind else [frame]
         if wrong:
             simulation.break_promise("a frame shows the run", f"{columns} columns, {view}:\n{wrong[0]}")
+
+
+def _is_row(row: str, host: HostStatus) -> bool:
+    """Returns whether a row of `top`, which may be cut at its end, has all that is told of a host."""
+    line, shown = host.progress, " ".join(row.split())
+    told = "? ? ? ?" if line is None else f"{line.step:,} {line.phase} {line.memory_used >> 30}.0/100 GiB ? ?"
+    quiet = "" if host.quiet_seconds is None else f"{duration(host.quiet_seconds)} ago:"
+    wanted = " ".join(f"{host.worker} {host.address} {host.container} {told} {quiet} {host.last_line}".split())
+    length = len(wanted) if len(row) < 160 else len(shown) - 1
+    return wanted[:length] == shown[:length]
+
+
+def losses_are_shown(command: Command, view: View) -> None:
+    """Checks that `top` has the loss of each step that is kept of its run, and none but those and what hosts tell."""
+    files = command.laptop.home.glob(f"runs/{view.run.partition(':')[0].removeprefix('run ')}/progress-*.jsonl")
+    kept = {line.step: line.loss for file in files for text in file.open() if (line := parse(text)) is not None}
+    frames = [view, *(each for each, *_ in command.frames if each.run.split(":")[0] == view.run.split(":")[0])]
+    kept |= {each.progress.step: each.progress.loss for each in frames if each.progress is not None}
+    if kept != view.losses:
+        command.world.break_promise("a frame shows the run", f"losses {view.losses}, not {kept}")
 
 
 def lines_are_shown_once(simulation: SimulatedRun, command: Command) -> None:

@@ -20,7 +20,7 @@ from launcher.run.supervisor import Supervisor, take_over
 from launcher.run.verdict import Kind
 from launcher.tpu_vm import candidates, inventory
 from launcher.tpu_vm.provider import TpuVm
-from tests.simulation.launcher import promises, slice_promises
+from tests.simulation.launcher import claims, promises, slice_promises
 from tests.simulation.launcher.answers import check_answers
 from tests.simulation.launcher.bucket import OUTPUT
 from tests.simulation.launcher.jobs import SECRET
@@ -252,6 +252,7 @@ class Command:
         looks = top.Top(self.config, self.context, provider)
         for columns, rows, seconds in ((40, 24, 5.0), (80, 28, 60.0), (160, 60, 120.0)):
             view = looks.look()
+            claims.losses_are_shown(self, view)
             self.frames.append((view, columns, rows, top.render(view, columns, rows)))
             self.machine.clock.sleep(seconds)
         self.status = status.read_status(self.config, self.context, provider)
