@@ -97,7 +97,7 @@ class Lease:
         if the requests can't be copied; raises LaunchError if the files can't."""
         self._ledger.publish()
         config = specification.read(self._ledger.folder).config()
-        if config.slice.candidates and config.provider == "tpu-vm":
+        if config.slice.candidates:
             try:
                 RequestRecord(config).share(self._bucket.requests)
             except (storage.StorageError, OSError) as error:

@@ -333,7 +333,7 @@ def test_a_supervisor_whose_bucket_refuses_decides_nothing_until_it_answers(
 ) -> None:
     scheduler = prompt.scheduler
     a, of_a = prompt.make("a")
-    server.fault = lambda request: HttpResponse(403) if 20 < scheduler.now < 200 else None
+    server.fault = lambda request: HttpResponse(403) if 20 < scheduler.now % 300 < 200 else None
     recorded_at: list[float] = []
 
     def decide() -> None:
@@ -344,6 +344,7 @@ def test_a_supervisor_whose_bucket_refuses_decides_nothing_until_it_answers(
             assert scheduler.now < 35, "what only informs is not waited for"
             ledger.append(AttemptBegan(0))
             recorded_at.append(scheduler.now)
+            scheduler.sleep(200)
 
     def tell() -> None:
         scheduler.sleep(100)
@@ -352,9 +353,46 @@ def test_a_supervisor_whose_bucket_refuses_decides_nothing_until_it_answers(
 
     scheduler.spawn(tell, name="tell")
     play(prompt, (of_a, decide))
+    server.fault = lambda request: None
     assert 200 <= recorded_at[0] < 210
-    assert len([text for text in prompt.said if "its lease can't be renewed; decisions wait until it is" in text]) == 1
+    assert sum("lease can't be renewed; decisions wait until it is" in text for text in prompt.said) == 2, "once each time"
     assert [event["event"] for event in recorded(prompt)] == [Supervised.kind, AttemptBegan.kind]
+
+
+def test_a_process_whose_lease_is_not_renewed_waits_says_so_once_and_ends_if_the_lease_is_gone(
+    prompt: Machines, server: BucketServer
+) -> None:
+    scheduler = prompt.scheduler
+    a, of_a = prompt.make("a")
+    b, of_b = prompt.make("b")
+
+    def wait() -> None:
+        server.fault = lambda request: HttpResponse(403)
+        lease = Lease(ledger := prompt.ledger("a", a), ledger.bucket, a, prompt.said.append)
+        with pytest.raises(LaunchError, match="run r: its lease can't be taken: "):
+            lease.take()
+        server.fault = lambda request: HttpResponse(403) if 20 < scheduler.now < 100 else None
+        lease.take()
+        lease.share()
+        scheduler.sleep(30)
+        lease.confirm()
+        assert scheduler.now >= 100
+        assert sum("lease can't be renewed" in text for text in prompt.said) == 1
+
+    def lose() -> None:
+        ledger = prompt.ledger("b", b)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_bucket.RunBucket, "judge_lease", lambda *_: None)  # another machine was a moment faster
+            with pytest.raises(LaunchError, match=r"is supervised by \S+:\S+: `tpu-launch logs"):
+                Lease(ledger, ledger.bucket, b, prompt.said.append).take()
+        lease = Lease(ledger, ledger.bucket, b, prompt.said.append)
+        storage.delete(f"{ledger.bucket.url}/lease.json")
+        lease._generation = 1
+        lease.confirm()
+
+    play(prompt, (of_a, wait), (of_b, lose))
+    assert prompt.exits == ["b"]
+    assert "supervised by another process now" in prompt.said[-1]
 
 
 def test_a_supervisor_goes_on_with_a_lease_whose_renewal_it_was_never_told(

@@ -194,9 +194,11 @@ def frames_show_the_run(simulation: SimulatedRun, command: Command) -> None:
             wrong += [table[host.worker] for host in view.hosts if not _is_row(table.get(host.worker, ""), host)]
             told = (view.run, view.time, view.slice, view.cost, *view.history[:-1])
             wrong += [text for text in told if text not in frame]
-        asked = "READY" in view.slice and view.run.endswith(", running")
-        wrong += [frame] if view.hosts and not asked else []
-        wrong += [frame] if asked and "started" in "".join(view.history) and not view.hosts else []
+        history, (of_run, _, state) = "".join(view.history), view.run.rpartition(", ")
+        asked = "READY" in view.slice and state == "running"
+        wrong += [frame] if (view.hosts and not asked) or (asked and "started" in history and not view.hosts) else []
+        told = state == "running" or f"ended: {state}" in history or len(view.history) == 8
+        wrong += [frame] if of_run and not told else []
         priced = simulation.world.cluster is None and "does not exist" not in view.slice
         wrong += [frame] if priced != bool(view.cost) else []
         steps = {host.worker: host.progress.step if host.progress else -1 for host in view.hosts}
