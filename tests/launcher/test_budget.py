@@ -6,7 +6,7 @@ import pytest
 
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.run import events
-from launcher.run.budget import spent
+from launcher.run.budget import exceeds, spent
 from launcher.run.events import Entry
 from launcher.run.verdict import Kind
 from tests.launcher.test_runs import Hosts, Workstation
@@ -40,12 +40,14 @@ def test_each_attempt_counts_with_the_price_of_its_slice_and_a_preempted_slice_c
     assert spent(entries[:-3], START + 8 * 3600) == pytest.approx(2 * 10 + 4 + 4 + 4)
     assert spent(entries, START + 99 * 3600) == pytest.approx(2 * 10 + 4 + 4 + 4 + 4)
     assert spent(entries[:2], START + 100 * 3600) == pytest.approx(20)
-    assert spent([], START) == 0
+    assert spent([at(0, events.AttemptBegan(0))], START + 3600) == 0, "an unknown price"
 
 
 def test_a_run_whose_budget_is_spent_saves_and_its_slice_is_deleted(tmp_path: Path) -> None:
     work = Workstation(tmp_path, Hosts([None, 0]))
     config = work.config("run.budget=1.0", "run.preemption_retries=9", command=["train"])
+    ends = START + 2 - config.run.stop_seconds
+    assert exceeds(config, [at(0, began(0, 3600.0))], ends), "the cost of the save is kept back"
     work.clock.skipped = -3600.0
     # The first observation is an hour later: a v4-16 costs 25.76 dollars an hour.
     work.hosts.hooks["observe"] = [lambda: work.clock.sleep(3600.0)]
