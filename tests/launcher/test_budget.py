@@ -57,6 +57,7 @@ def test_a_run_whose_budget_is_spent_saves_and_its_slice_is_deleted(tmp_path: Pa
     assert outcome.verdict.kind is Kind.SAVED
     assert len(work.hosts.attempts) == 1
     assert work.hosts.slice_state is None
+    assert work.ledger.events()[-1] == events.RecoveryGivenUp(0, "the budget is spent", "no slice is left")
     assert told == [True], "a supervisor deletes it if this process is killed before it has"
     assert any("the budget is spent (about $25." in line for line in work.messages)
     work.hosts.slice_state = "READY"
@@ -75,6 +76,9 @@ def test_a_slice_is_left_to_another_run_that_began_on_it(tmp_path: Path) -> None
     with work.ledger.supervising():
         work.run(work.config("run.budget=1.0", command=["train"]), new=True)
     assert work.hosts.slice_state == "READY"
+    with pytest.raises(LaunchError, match=r"raise run\.budget"):
+        work.run(work.config("run.budget=1.0", command=["train"]))
+    assert work.hosts.slice_state is None, "no process supervises the other run any more"
 
 
 def test_a_run_that_has_finished_keeps_its_slice_although_its_budget_is_spent(tmp_path: Path) -> None:

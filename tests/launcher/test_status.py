@@ -7,7 +7,7 @@ import pytest
 
 from launcher.cli import terminal
 from launcher.errors import BadInput
-from launcher.provider import LogLine, SliceState
+from launcher.provider import LogLine
 from launcher.run import events
 from launcher.run.ledger import Ledger
 from launcher.run.status import HostStatus, Status, describe_progress, read_status, recent_history
@@ -62,12 +62,6 @@ def test_a_terminal_shows_hosts_words_as_they_are_and_obeys_none(capsys: pytest.
     assert [line.endswith(f" {shown}") for line in printed.err.split("\n")] == [True, True, False]
     terminal.dump(hostile)
     assert json.loads(capsys.readouterr().out) == hostile
-
-
-@pytest.mark.parametrize(("detail", "shown"), [("", "2 hosts"), ("health: UNHEALTHY", "2 hosts (health: UNHEALTHY)")])
-def test_a_slice_is_shown_with_what_google_says_of_it(detail: str, shown: str) -> None:
-    slice_ = SliceState("demo", "READY", "", "v4-16", ("10.0.0.1", "10.0.0.2"), detail)
-    assert Status("demo", slice_, None, None, None, [], []).lines()[0] == f"slice demo: READY, v4-16, {shown}"
 
 
 def test_rows_tell_how_long_a_host_has_been_quiet_where_that_is_known() -> None:

@@ -103,12 +103,6 @@ def test_a_curve_begins_high_and_ends_low_where_the_loss_does() -> None:
     assert plot({1: 2.0, 9: 2.0}, 60, 5)[1] == f"      2 │⠁{chr(0x2800) * 49}⠈", "a loss that stays the same"
 
 
-def test_a_run_that_has_not_stepped_and_a_slice_without_a_run_say_so() -> None:
-    text = "\n".join(render(View("slice demo: does not exist", "no run was started from this folder yet", ""), 80))
-    assert "no step was reported yet" in text
-    assert "does not exist" in text
-
-
 def test_hostile_lines_are_read_in_linear_time() -> None:
     count, begun = 50_000, time.process_time()
     assert not parse("[" * count)
