@@ -354,7 +354,8 @@ def test_a_supervisor_whose_bucket_refuses_decides_nothing_until_it_answers(
     play(prompt, (of_a, decide))
     server.fault = lambda request: None
     assert 200 <= recorded_at[0] < 210
-    assert sum("lease can't be renewed; decisions wait until it is" in text for text in prompt.said) == 2, "once each time"
+    waits = "its lease can't be renewed; decisions wait until it is"
+    assert sum(waits in text for text in prompt.said) == 2, "once each time"
     assert [event["event"] for event in recorded(prompt)] == [Supervised.kind, AttemptBegan.kind]
 
 

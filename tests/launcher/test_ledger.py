@@ -53,6 +53,7 @@ def test_a_second_launcher_on_a_run_is_told_who_the_first_is_and_takes_over_when
             pass
         assert raised.value.exit_code == Exit.CONFLICT
         first.kill()
+    (run.folder / "lock").write_text("9" * 20)
     with run.supervising():
         assert (run.folder / "lock").read_text() == str(os.getpid())
 
