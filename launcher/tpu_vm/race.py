@@ -274,12 +274,12 @@ class Race:
                 entry.begun = woke
 
     def _make_room(self) -> None:
-        """Withdraws the oldest request after ten minutes, and waits for its deletion, if slice.price_limit leaves no
-        room for a candidate that is due. The request's own candidate is due again ten minutes later."""
+        """Withdraws the oldest request after ten minutes without a grant, and waits for its deletion, if
+        slice.price_limit leaves no room for a candidate that is due. The request's own one is due ten minutes later."""
         now, room = self.machine.clock.monotonic(), self._room()
         due = [item for item in self.left if item not in self.entries and self.next_ask[item] <= now]
         oldest = min(self.entries.values(), key=lambda entry: entry.begun, default=None)
-        if not due or oldest is None or now - oldest.begun < _TURN_SECONDS or oldest.answer.done():
+        if not due or oldest is None or now - oldest.begun < _TURN_SECONDS or self.granted_at is not None:
             return
         if min(map(_price, due)) > room:
             minutes = _TURN_SECONDS / 60

@@ -21,7 +21,7 @@ from launcher.cli.main import cli
 from launcher.config import Candidate, Config
 from launcher.emulator.http_server import HttpResponse
 from launcher.errors import BadInput, CommandTimeout, LaunchError
-from launcher.gcloud.errors import Conflict, Stockout
+from launcher.gcloud.errors import Conflict, QuotaExceeded, Stockout, Unavailable
 from launcher.provider import SliceState
 from launcher.run.ledger import RunRecord
 from launcher.run.runs import begin_run
@@ -113,12 +113,13 @@ def test_the_first_that_is_granted_is_the_slice_of_every_later_command(cloud: Cl
 
 @dataclass
 class Answer:
-    """Google's answer to one request: a slice, or no capacity, at a time of the clock."""
+    """Google's answer to one request: a slice or an error, at a time of the clock."""
 
     clock: Clock
     at: float
     state: SliceState | None
     check: Any  # raises when the request is withdrawn
+    error: LaunchError
 
     def done(self) -> bool:
         try:
@@ -128,35 +129,41 @@ class Answer:
         return self.clock.now >= self.at
 
     def exception(self) -> BaseException | None:
-        return None if self.state else Stockout("no capacity")
+        return None if self.state else self.error
 
     def result(self) -> SliceState | None:
         return self.state
 
 
+Plan = dict[str, list[tuple[float, bool | LaunchError]]]
+
+
 @dataclass
 class Answers(InOrder):
-    """Threads whose creations end as `plan` says, by type: seconds and whether it is granted, one request each."""
+    """Threads whose creations end as `plan` says, by type: seconds and whether it is granted, or why it is not, one
+    request each. Withdrawals in threads end when they are waited for, if `is_slow`."""
 
     clock: Clock
-    plan: dict[str, list[tuple[float, bool]]]
+    plan: Plan
+    is_slow: bool = False
     asked: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # when each type was asked for
 
     def submit(self, function: Any, *args: Any) -> Any:
         if not isinstance(args[0], Config):
-            return super().submit(function, *args)
+            return Mock(result=lambda: function(*args)) if self.is_slow else super().submit(function, *args)
         name = args[0].slice.accelerator_type
         self.asked[name].append(self.clock.now)
         seconds, granted = self.plan[name].pop(0) if self.plan.get(name) else (1e9, False)
-        state = SliceState("demo", "READY", "", name, ()) if granted else None
-        return Answer(self.clock, self.clock.now + seconds, state, args[1].clock.check)
+        state = SliceState("demo", "READY", "", name, ()) if granted is True else None
+        error = granted if isinstance(granted, LaunchError) else Stockout("no capacity")
+        return Answer(self.clock, self.clock.now + seconds, state, args[1].clock.check, error)
 
 
 def run_race(
-    cloud: Cloud, config: Config, plan: dict[str, list[tuple[float, bool]]], withdrawn: dict[str, float]
+    cloud: Cloud, config: Config, plan: Plan, withdrawn: dict[str, float], is_slow: bool = False
 ) -> tuple[SliceState, float, dict[str, list[float]]]:
     """Returns the slice, the seconds that it took, and when each type was asked for."""
-    threads = Answers(cloud.clock, plan)
+    threads = Answers(cloud.clock, plan, is_slow)
     machine, begun = replace(cloud.machine(), threads=threads), cloud.clock.now
 
     def delete(places: Sequence[Config]) -> None:
@@ -180,7 +187,7 @@ def run_race(
     ],
 )
 def test_the_best_that_is_granted_within_two_minutes_of_the_first_is_kept(
-    cloud: Cloud, config: Config, plan: dict[str, list[tuple[float, bool]]], kept: str, seconds: float
+    cloud: Cloud, config: Config, plan: Plan, kept: str, seconds: float
 ) -> None:
     withdrawn: dict[str, float] = {}
     state, took, _ = run_race(cloud, config, plan, withdrawn)
@@ -188,6 +195,19 @@ def test_the_best_that_is_granted_within_two_minutes_of_the_first_is_kept(
     assert seconds <= took <= seconds + 2
     if kept == "v4-8":
         assert withdrawn["v3-8"] <= 12, "what can't become the slice is withdrawn at once"
+
+
+def test_a_request_that_is_being_withdrawn_is_neither_made_nor_withdrawn_again(
+    cloud: Cloud, config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its answer was lost: Google may have accepted it. One that Google refuses needs no withdrawal."""
+    withdrawn: dict[str, float] = {}
+    plan: Plan = {"v4-16": [(10, Unavailable("lost"))], "v4-8": [(5, QuotaExceeded("TPUs"))], "v3-8": [(300, True)]}
+    state, _, asked = run_race(cloud, config, plan, withdrawn, is_slow=True)
+    assert (state.accelerator_type, list(withdrawn)) == ("v3-8", ["v4-16"])
+    assert asked["v4-16"] == [0]
+    assert history(config)[:2] == [("v4-16", requests.WITHDRAWN), ("v4-8", requests.REFUSED)]
+    assert capsys.readouterr().out.count("withdrawing") == 1
 
 
 def test_a_slice_is_kept_although_its_grant_can_not_be_recorded_yet(
@@ -224,6 +244,12 @@ def test_a_request_without_capacity_gives_way_after_ten_minutes_where_the_limit_
     assert state.accelerator_type == "v4-16"
     assert asked["v4-8"] == asked["v3-8"] == [pytest.approx(600, abs=3)]
     assert asked["v4-16"] == [0, pytest.approx(1200, abs=5)]
+
+
+def test_a_better_request_gives_way_to_none_while_a_granted_slice_waits_for_it(cloud: Cloud, tmp_path: Path) -> None:
+    plan: Plan = {"v4-8": [(630, True)], "v3-8": [(588, True)]}
+    state, _, asked = run_race(cloud, make(tmp_path, "  price_limit: 8.0\n"), plan, {})
+    assert (state.accelerator_type, asked["v4-16"]) == ("v4-8", [0])
 
 
 def test_a_request_has_ten_minutes_again_after_a_sleep_of_the_computer(
