@@ -48,7 +48,7 @@ def delete_places(
     config: Config, places: Sequence[Config], say: Say, machine: Workstation, *, all_requests: bool = False
 ) -> bool:
     """Deletes the slices of these candidates at once; returns whether there was one. Looks again while a create request
-    may still arrive; without `all_requests`, only while it is in flight once a place had a slice. Leaves another
+    may still arrive; without `all_requests`, only while it is in flight once a place answers. Leaves another
     owner's slice alone, and raises NotOurs for it only without `all_requests` and if nothing was deleted. Raises as
     `delete`."""
 
@@ -64,7 +64,7 @@ def delete_places(
         outcomes = machine.threads.map(delete_there, places, at_once=len(places))
         deleted |= True in outcomes
         # The request of a killed command may arrive after the slice of a later one was deleted.
-        done = any(outcomes) and not (deleted and slice_hints.is_create_in_flight(config))
+        done = any(outcomes) and not in_flight.was_in_flight
         if (done and not all_requests) or not in_flight.wait():
             break
     failures = [
@@ -109,7 +109,7 @@ class _InFlightCreates:
             CommandTimeout: A create request is in flight for more than five minutes.
         """
         now, name = self.machine.clock.monotonic(), self.config.slice.name
-        if self.was_in_flight or slice_hints.is_create_in_flight(self.config):
+        if self.was_in_flight:
             self.visible_by = now + slices.LAG_SECONDS
         if self.look_began >= self.visible_by:
             return False
