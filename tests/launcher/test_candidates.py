@@ -21,7 +21,7 @@ from launcher.cli.main import cli
 from launcher.config import Candidate, Config
 from launcher.emulator.http_server import HttpResponse
 from launcher.errors import BadInput, CommandTimeout, LaunchError
-from launcher.gcloud.errors import Conflict, QuotaExceeded, Stockout, Unavailable
+from launcher.gcloud.errors import Conflict, QuotaExceeded, Refused, Stockout, Unavailable
 from launcher.provider import SliceState
 from launcher.run.ledger import RunRecord
 from launcher.run.runs import begin_run
@@ -221,18 +221,33 @@ def test_a_slice_is_kept_although_its_grant_can_not_be_recorded_yet(
     assert "v3-8" not in withdrawn
 
 
-def test_a_withdrawal_that_google_never_answers_is_given_up_after_five_minutes(
-    cloud: Cloud, config: Config, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "seconds"), [(CommandTimeout("no answer"), 300), (Refused("no"), 0), (KeyboardInterrupt(), 0)]
+)
+def test_a_withdrawal_is_given_up_at_once_or_after_five_minutes_without_an_answer(
+    cloud: Cloud, config: Config, capsys: pytest.CaptureFixture[str], error: BaseException, seconds: float
 ) -> None:
-    def delete(_places: Sequence[Config]) -> None:
-        raise CommandTimeout("no answer")
-
     machine, begun, record = cloud.machine(), cloud.clock.now, RequestRecord(config)
-    asked, calls = record.ask(V4, "demo", 1.0), race.SliceCalls(lambda *_: pytest.fail("called"), delete)
-    race.Race(config, record, calls, print, machine, machine).withdraw([asked])
+    asked, calls = record.ask(V4, "demo", 1.0), race.SliceCalls(Mock(), Mock(side_effect=error))
+    with contextlib.suppress(KeyboardInterrupt):
+        race.Race(config, record, calls, print, machine, machine).withdraw([asked])
     assert record.open() == [asked]
-    assert 300 <= cloud.clock.now - begun < 310
+    assert seconds <= cloud.clock.now - begun < seconds + 10
     assert "not withdrawn yet, and billed once granted" in capsys.readouterr().out
+
+
+def test_a_withdrawal_looks_once_more_after_its_threads_have_ended(cloud: Cloud, config: Config) -> None:
+    record, looks, ends = RequestRecord(config), list[float](), [cloud.clock.now + 10, cloud.clock.now + 30]
+    calls = race.SliceCalls(Mock(), lambda places: looks.append(cloud.clock.now))
+    starting = race.Race(config, record, calls, print, cloud.machine(), cloud.machine())
+    asked = [record.ask(candidate, "demo", 1.0) for candidate in (V4, V3)]
+    for request, end in zip(asked, ends, strict=True):
+        answer = Mock(done=lambda end=end: cloud.clock.now >= end)
+        starting.entries[request.candidate] = race._Entry(request, threading.Event(), 0.0, answer)
+    threads = list(starting.entries.values())
+    starting.withdraw(asked)
+    assert looks[-1] >= ends[1]
+    assert all(entry.over.is_set() for entry in threads)
 
 
 def test_a_request_without_capacity_gives_way_after_ten_minutes_where_the_limit_leaves_no_room(
