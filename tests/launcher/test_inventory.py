@@ -138,6 +138,9 @@ def test_a_deletion_that_another_operation_prevents_is_asked_for_again(cloud: Cl
     assert remove(cloud, listed) == "deleted"
     assert cloud.node() is None
     assert cloud.calls.count("us-central2-b tpu-vm delete") == 2
+    cloud.made_by(EXPIRED)
+    cloud.lost = lambda zone, command, now: UNAVAILABLE if command.endswith("delete") else None
+    assert remove(cloud, leftover(cloud)) == "deleted", "although the answer was lost and Google shows it DELETING"
     assert "us-central2-b queued-resources describe" not in cloud.calls, "it came from no request"
 
 

@@ -144,6 +144,8 @@ def test_an_error_after_a_request_says_that_it_may_be_granted_and_billed(
     seen, words, look = itertools.count(), "stays" if looks else "may be", "queued-resources describe"
     if looks < 0:
         make_request(config, cloud)
+        for request in cloud.state.queued.values():
+            request.resource.pop("createTime")  # its age is not known
     cloud.trouble = lambda zone, command, now: (
         DENIED if command == look and (looks < 0 or requests(cloud)) and next(seen) >= abs(looks) else None
     )
@@ -301,10 +303,13 @@ def test_a_node_that_google_deletes_after_a_preemption_counts_as_preempted(confi
     assert slices.describe(config, cloud.machine()).state == "PREEMPTED"
 
 
-def test_a_node_that_a_user_deletes_does_not(config: Config, cloud: Cloud) -> None:
+def test_a_node_that_a_user_deletes_does_not(config: Config, cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     cloud.state.faults.clear()
     create(config, cloud)
     cloud.delete(config.zone, config.slice.name)
+    with monkeypatch.context() as patch:
+        patch.setattr(queued, "describe", lambda *_: queued.Request("s", "ACTIVE", "SERVICE", "", None))
+        assert slices.describe(config, cloud.machine()).state == "DELETING", "SERVICE made it, and took nothing away"
     assert slices.describe(config, cloud.machine()).state == "DELETING"
     for _ in range(4):
         cloud.clock.sleep(60.0)
