@@ -216,7 +216,6 @@ class Race:
         if not before or now - self.granted_at >= _BETTER_SECONDS:
             return self._take(best, best.answer.result())
         behind = [self.entries[candidate].request for candidate in self.left[place + 1 :] if candidate in self.entries]
-        self.left = self.left[: place + 1]
         if behind:
             self._withdraw_in_thread(behind)
         return None
