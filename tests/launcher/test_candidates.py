@@ -39,6 +39,7 @@ from tests.launcher.test_bad_input import launch
 
 V4, V3 = Candidate("v4-16", "us-central2-b", "spot"), Candidate("v3-8", "us-central1-a", "spot")
 SMALL = Candidate("v4-8", "us-central2-b", "spot")
+OURS = {"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": ANN.account}
 NO_CAPACITY = 'ERROR: (gcloud.x) {"code": 8, "message": "There is no more capacity in the zone"}'
 
 TEXT = """\
@@ -119,12 +120,13 @@ class Answer:
     at: float
     state: SliceState | None
     check: Any  # raises when the request is withdrawn
-    error: LaunchError
+    error: Exception
 
     def done(self) -> bool:
         try:
             self.check()
-        except race._Over:
+        except (race._Over, Conflict) as error:
+            self.state, self.error = None, error
             return True
         return self.clock.now >= self.at
 
@@ -135,7 +137,7 @@ class Answer:
         return self.state
 
 
-Plan = dict[str, list[tuple[float, bool | LaunchError]]]
+Plan = dict[str, list[tuple[float, bool | Exception]]]
 
 
 @dataclass
@@ -155,7 +157,7 @@ class Answers(InOrder):
         self.asked[name].append(self.clock.now)
         seconds, granted = self.plan[name].pop(0) if self.plan.get(name) else (1e9, False)
         state = SliceState("demo", "READY", "", name, ()) if granted is True else None
-        error = granted if isinstance(granted, LaunchError) else Stockout("no capacity")
+        error = granted if isinstance(granted, Exception) else Stockout("no capacity")
         return Answer(self.clock, self.clock.now + seconds, state, args[1].clock.check, error)
 
 
@@ -208,6 +210,25 @@ def test_a_request_that_is_being_withdrawn_is_neither_made_nor_withdrawn_again(
     assert asked["v4-16"] == [0]
     assert history(config)[:2] == [("v4-16", requests.WITHDRAWN), ("v4-8", requests.REFUSED)]
     assert capsys.readouterr().out.count("withdrawing") == 1
+
+
+def test_an_interrupt_keeps_the_slice_that_is_granted_and_withdraws_the_others(
+    cloud: Cloud, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    withdrawn: dict[str, float] = {}
+    monkeypatch.setattr(slice_hints, "save_place", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run_race(cloud, config, {"v4-16": [(10, True)]}, withdrawn)
+    assert list(withdrawn) == ["v4-8", "v3-8"]
+
+
+def test_nothing_is_asked_for_again_after_a_down_or_an_error_of_this_machine(cloud: Cloud, tmp_path: Path) -> None:
+    record = RequestRecord(config := make(tmp_path, "  stockout_minutes: 2\n"))
+    cloud.at(12, lambda: record.end(record.open(), requests.DELETED, 1.0))
+    with pytest.raises(Conflict, match="deleted by another command"):
+        run_race(cloud, config, {"v4-16": [(10, False), (0, True)]}, {})
+    with pytest.raises(OSError, match="full"):
+        run_race(cloud, config, {"v4-16": [(10, OSError("full"))]}, {})
 
 
 def test_a_slice_is_kept_although_its_grant_can_not_be_recorded_yet(
@@ -319,14 +340,50 @@ def test_requests_that_a_killed_command_left_are_withdrawn_but_not_the_one_whose
     cloud.clock.sleep(60)
     create(cloud, config)
     assert history(config)[0] == ("v4-16", requests.DELETED)
+    cloud.delete()
+    create(cloud, config)
+    assert history(config)[4] == ("v4-16", requests.TAKEN), "it is DELETING"
 
 
-def test_a_slice_that_was_granted_to_a_command_that_died_at_once_is_used(cloud: Cloud, config: Config) -> None:
-    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": ANN.account})
+@pytest.mark.parametrize(("state", "granted"), [("READY", False), ("CREATING", True)])
+def test_the_slice_of_a_killed_command_is_used_and_its_other_requests_are_withdrawn(
+    cloud: Cloud, config: Config, state: str, granted: bool
+) -> None:
+    record = RequestRecord(config)
+    cloud.made_by(OURS, state)
+    used, _ = record.ask(V4, "demo", 1.0), record.ask(V3, "demo", 2.0)
+    if granted:
+        record.grant(used, 3.0)
+    assert create(cloud, config) == "v4-16"
+    assert history(config) == [("v4-16", ""), ("v3-8", requests.WITHDRAWN)]
+    assert record.open()[0].granted is not None
+
+
+def test_a_preempted_slice_that_fits_the_limit_no_more_is_deleted(cloud: Cloud, tmp_path: Path) -> None:
+    create(cloud, make(tmp_path))
+    cloud.node().resource["state"] = "PREEMPTED"
+    assert create(cloud, make(tmp_path, "  price_limit: 4.0\n")) == "v4-8"
+    assert nodes(cloud) == ["us-central2-b/demo-2"]
+
+
+def test_a_slice_of_another_type_is_not_deleted_with_the_request_of_its_name(cloud: Cloud, config: Config) -> None:
+    cloud.made_by(OURS)
+    cloud.node().resource["acceleratorType"] = "v4-8"
+    RequestRecord(config).ask(V4, "demo", 1.0)
+    with pytest.raises(Conflict, match="exists and is a v4-8"):
+        create(cloud, config)
+    assert nodes(cloud) == ["us-central2-b/demo"]
+
+
+@pytest.mark.parametrize("state", ["READY", "CREATING"])
+def test_a_slice_of_a_command_that_died_at_once_is_used_if_it_was_granted(
+    cloud: Cloud, config: Config, state: str
+) -> None:
+    cloud.made_by(OURS, state)
     RequestRecord(config).ask(V4, "demo", cloud.clock.time())
     candidates.withdraw_unused(config, lambda text: None, cloud.machine())
-    assert [item.granted for item in RequestRecord(config).open()] == [cloud.clock.now]
-    assert nodes(cloud) == ["us-central2-b/demo"]
+    assert [item.granted for item in RequestRecord(config).open()] == [cloud.clock.now] * (state == "READY")
+    assert nodes(cloud) == ["us-central2-b/demo"] * (state == "READY")
 
 
 @pytest.mark.parametrize(("answer", "may_be_billed"), [(UNAVAILABLE, True), (DENIED, False)])
@@ -361,8 +418,7 @@ def test_a_candidate_whose_name_another_user_has_is_not_waited_for(cloud: Cloud,
 
 
 def test_down_deletes_a_request_that_the_file_does_not_name_any_more(cloud: Cloud, config: Config) -> None:
-    labels = {"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": ANN.account}
-    cloud.made_by(labels, name="demo-9")
+    cloud.made_by(OURS, name="demo-9")
     RequestRecord(config).ask(Candidate("v4-32", V4.zone, "spot"), "demo-9", cloud.clock.time())
     assert deletion.delete(config, print, cloud.machine())
     assert nodes(cloud) == []
@@ -402,7 +458,7 @@ def test_a_provider_withdraws_requests_that_nothing_uses(cloud: Cloud, config: C
 
 
 def test_a_stopped_slice_above_the_price_limit_is_not_started(cloud: Cloud, tmp_path: Path) -> None:
-    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": ANN.account}, "STOPPED")
+    cloud.made_by(OURS, "STOPPED")
     wanted = r"demo is STOPPED and is not started: .*price_limit\) is \$4\.00 .*about \$7\.3\d.*\n +raise the limit"
     with pytest.raises(BadInput, match=wanted):
         create(cloud, make(tmp_path, "  price_limit: 4.0\n"))
@@ -445,7 +501,7 @@ def test_nothing_is_left_of_requests_that_a_down_ends_meanwhile(
 
 def test_a_command_on_another_machine_looks_for_the_candidate_that_exists(cloud: Cloud, config: Config) -> None:
     cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "bob"})
-    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": ANN.account}, zone=V3.zone)
+    cloud.made_by(OURS, zone=V3.zone)
     with pytest.raises(UnknownCommand, match="ssh"):
         SliceConnections(config, cloud.machine()).run_through_gcloud(0, "true")
     assert cloud.calls[-1].startswith(f"{V3.zone} tpu-vm ssh")
