@@ -249,9 +249,10 @@ def test_our_slice_is_found_behind_one_of_another_owner_in_the_first_zone(cloud:
     cloud.calls.clear()
     assert slices.describe(replace(zones, any_owner=True), cloud.machine()) == found
     assert len(cloud.calls) == 1, "with --any-owner, it is the one"
+    cloud.made_by(OURS, "CREATING", zone="us-central1-a")
     cloud.made_by(OURS, zone="us-west4-a")
     found = slices.describe(zones, cloud.machine())
-    assert found.labels["tpu-launch-owner"] == OURS["tpu-launch-owner"]
+    assert (found.labels["tpu-launch-owner"], found.state) == (OURS["tpu-launch-owner"], "READY")
 
 
 # -- down -------------------------------------------------------------------------------------------------------------
