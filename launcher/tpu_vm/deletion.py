@@ -181,7 +181,7 @@ def delete_node(
     shows a recreated one, which is left alone. Raises CommandTimeout after `deadline` (seconds of the monotonic
     clock)."""
     retry = Retry(machine, say, f"slice {doomed.name}")
-    asked = wait_only or doomed.state == "DELETING"  # else one answer without it is taken for a stale one
+    asked = doomed.state == "DELETING"  # else one answer without it is taken for a stale one
 
     def look() -> Look | None:
         """Returns the node's state and, unless it is being deleted, its deletion; None when it is gone or another."""

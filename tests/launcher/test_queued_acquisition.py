@@ -293,6 +293,20 @@ def test_a_node_that_outlives_its_request_is_deleted_and_one_in_its_place_is_not
     assert [node.resource["labels"] for node in cloud.state.nodes.values()] == [bobs] * replaced
 
 
+def test_another_owner_s_node_that_takes_the_place_of_our_request_is_left_alone(
+    config: Config, cloud: Cloud
+) -> None:
+    make_request(config, cloud)
+    bobs = {"tpu-launch": "1", "tpu-launch-owner": "bob"}
+    deleted, look = "us-west1-c queued-resources delete", "tpu-vm describe"
+    cloud.trouble = lambda zone, command, now: (
+        cloud.made_by(bobs, zone=zone, name="s") if command == look and deleted in cloud.calls else None
+    )
+    with pytest.raises(NotOurs, match="bob created it"):
+        deletion.delete(config, print, cloud.machine())
+    assert len(cloud.state.nodes) == 1
+
+
 def test_a_node_that_google_deletes_after_a_preemption_counts_as_preempted(config: Config, cloud: Cloud) -> None:
     cloud.state.faults.clear()
     create(config, cloud)
