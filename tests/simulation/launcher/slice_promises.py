@@ -201,6 +201,14 @@ def waits_in_the_queue_are_told(simulation: SimulatedRun, command: Command) -> N
                 simulation.break_promise("a wait is told", f"{state} at {at:.0f}: {lines}")
 
 
+def a_wait_is_told_once(simulation: SimulatedRun, command: Command) -> None:
+    """No command tells the same four times in a row within half a minute, as if at each look."""
+    for four in zip(*(command.told[first:] for first in range(4)), strict=False):
+        (began, text), (ended, _) = four[0], four[3]
+        if ended - began < 30.0 and {told for _, told in four} == {text}:
+            simulation.break_promise("a wait is told once", f"{command.name} from {began:.0f} to {ended:.0f}: {text}")
+
+
 def told_missing_is_missing(simulation: SimulatedRun, command: Command) -> None:
     """Checks that a slice is called missing only if it was, at some time since the command began."""
     told = f"slice {simulation.config.slice.name} does not exist" in str(command.error)
