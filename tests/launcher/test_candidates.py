@@ -257,18 +257,14 @@ def test_a_withdrawal_is_given_up_at_once_or_after_five_minutes_without_an_answe
     assert "not withdrawn yet, and billed once granted" in capsys.readouterr().out
 
 
-def test_a_withdrawal_looks_once_more_after_its_threads_have_ended(cloud: Cloud, config: Config) -> None:
-    record, looks, ends = RequestRecord(config), list[float](), [cloud.clock.now + 10, cloud.clock.now + 30]
+def test_a_withdrawal_looks_once_more_after_its_thread_has_ended(cloud: Cloud, config: Config) -> None:
+    record, looks, end = RequestRecord(config), list[float](), cloud.clock.now + 10
     calls = race.SliceCalls(Mock(), lambda places: looks.append(cloud.clock.now))
     starting = race.Race(config, record, calls, print, cloud.machine(), cloud.machine())
-    asked = [record.ask(candidate, "demo", 1.0) for candidate in (V4, V3)]
-    for request, end in zip(asked, ends, strict=True):
-        answer = Mock(done=lambda end=end: cloud.clock.now >= end)
-        starting.entries[request.candidate] = race._Entry(request, threading.Event(), 0.0, answer)
-    threads = list(starting.entries.values())
-    starting.withdraw(asked)
-    assert looks[-1] >= ends[1]
-    assert all(entry.over.is_set() for entry in threads)
+    request, over = record.ask(V4, "demo", 1.0), threading.Event()
+    starting.entries[V4] = race._Entry(request, over, 0.0, Mock(done=lambda: cloud.clock.now >= end))
+    starting.withdraw([request])
+    assert (over.is_set(), looks[-1] >= end) == (True, True)
 
 
 def test_a_request_without_capacity_gives_way_after_ten_minutes_where_the_limit_leaves_no_room(
@@ -314,14 +310,6 @@ def test_after_a_stockout_everywhere_the_first_that_is_due_is_asked_for_again(cl
     with pytest.raises(Stockout):
         run_race(cloud, config, dict.fromkeys(("v4-16", "v4-8", "v3-8"), none * 99), {})
     assert 30 <= cloud.clock.now - begun <= 120
-    assert not RequestRecord(config).open()
-
-
-def test_down_ends_every_request_and_deletes_every_candidate(cloud: Cloud, config: Config) -> None:
-    create(cloud, config)
-    assert nodes(cloud) == ["us-central2-b/demo"]
-    assert deletion.delete(config, lambda text: None, cloud.machine())
-    assert nodes(cloud) == []
     assert not RequestRecord(config).open()
 
 
@@ -422,6 +410,7 @@ def test_down_deletes_a_request_that_the_file_does_not_name_any_more(cloud: Clou
     RequestRecord(config).ask(Candidate("v4-32", V4.zone, "spot"), "demo-9", cloud.clock.time())
     assert deletion.delete(config, print, cloud.machine())
     assert nodes(cloud) == []
+    assert not RequestRecord(config).open()
 
 
 def test_the_time_to_a_grant_leaves_out_what_was_not_granted() -> None:

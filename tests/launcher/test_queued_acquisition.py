@@ -293,9 +293,7 @@ def test_a_node_that_outlives_its_request_is_deleted_and_one_in_its_place_is_not
     assert [node.resource["labels"] for node in cloud.state.nodes.values()] == [bobs] * replaced
 
 
-def test_another_owner_s_node_that_takes_the_place_of_our_request_is_left_alone(
-    config: Config, cloud: Cloud
-) -> None:
+def test_another_owner_s_node_that_takes_the_place_of_our_request_is_left_alone(config: Config, cloud: Cloud) -> None:
     make_request(config, cloud)
     bobs = {"tpu-launch": "1", "tpu-launch-owner": "bob"}
     deleted, look = "us-west1-c queued-resources delete", "tpu-vm describe"
