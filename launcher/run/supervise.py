@@ -355,7 +355,7 @@ class _Supervision:
                     "supervision continues"
                 )
             return True
-        self.disk_full = False
+        self.disk_full = self.disk_full and not fresh
         for line in fresh:
             self.session.context.output.emit(observation.worker, line)
         return bool(fresh)
