@@ -13,6 +13,7 @@ from launcher.errors import BadInput, Exit, LaunchError
 from launcher.file_lock import hold_shared
 from launcher.run import events
 from launcher.run.events import Entry
+from launcher.run.recovery import last_slice_created
 from launcher.run.runs import runs_on_slice
 from launcher.run.session import Session, deletion_mark
 from launcher.run.verdict import Kind
@@ -77,7 +78,10 @@ def stop(session: Session, attempt: int) -> None:
 
 
 def _record_stop(session: Session, attempt: int) -> None:
-    created, _ = session.provider.identity()
+    state, known = session.ledger.state, session.ledger.events()
+    # A recovery may have made another slice; else a later run may have made the one that has the name now.
+    began = "" if state.recovering else last_slice_created([event for event in known if event.attempt == attempt])
+    created = began or session.provider.identity()[0]
     seconds = session.config.run.stop_seconds
     session.ledger.append(events.RunStopRequested(attempt, seconds, by_budget=True, slice_created=created))
 

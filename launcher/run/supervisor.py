@@ -54,9 +54,8 @@ def _follows(ledger: Ledger, now: float) -> bool:
         return last.outcome == events.VANISHED or (last.cause is not None and last.cause.what == events.INTERRUPTED)
     config = specification.read(ledger.folder).config()
     budgets = Retries(config.run.preemption_retries, config.run.failure_retries)
-    if budget.exceeds(config, ledger.entries(), now):
-        return False
-    return decide(verdict, spent_so_far(ledger.events()), budgets, stop_requested=False).retry
+    exceeds = budget.exceeds(config, ledger.entries(), now)  # then its slice is to be deleted
+    return exceeds or decide(verdict, spent_so_far(ledger.events()), budgets, stop_requested=False).retry
 
 
 def _verdict(ended: events.Ended) -> Verdict | None:
@@ -83,7 +82,7 @@ def take_over(ledger: Ledger, context: Context) -> Outcome | None:
             session.provider.withdraw_unused()
             with contextlib.suppress(LaunchError):
                 session.provider.describe()  # finds out which candidate the slice is
-            if not ledger.state.phase.is_open and ledger.state.budget_spent:
+            if not ledger.state.phase.is_open and budget.is_spent(session):
                 budget.take_down(session)
                 return None
             missing = session.unknown_secrets() if session.provider.capabilities.sends_secrets else []

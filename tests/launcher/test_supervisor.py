@@ -52,10 +52,11 @@ def begin(home: Path, run_id: str, *recorded: RunEvent, url: str = "", provider:
     record = RunRecord(run_id, "p", "us-central2-b", "s", "hash", 0.0, provider, bucket=url, user="ann")
     spec = Specification(run="", provider="tpu-vm", file="f.yaml", configuration=CONFIGURATION, secrets=["TOKEN"],
         image="r/i@sha256:" + "0" * 64)  # fmt: skip
-    ledger = begin_run(home, this_machine(), record, "a: 1", spec, None)
+    ledger = begin_run(home, replace(this_machine(), clock=FastClock()), record, "a: 1", spec, None)
     with supervising(ledger, this_machine(), pytest.fail):
         for event in recorded:
             ledger.append(event)
+            ledger.clock.sleep(60.0)
     return ledger
 
 
@@ -67,6 +68,7 @@ def context(home: Path, hosts: Hosts, said: list[str], **secrets: str) -> Contex
 
 
 BEGAN, RUNS_NOW, PREEMPTED = AttemptBegan(0), Started(0), Ended(0, "preempted", Cause(-1, "the slice is PREEMPTED"))
+COSTLY = AttemptBegan(0, dollars_an_hour=1e9)
 STOPPED, SPENT = events.RunStopRequested(0), events.RunStopRequested(0, by_budget=True)
 AGAIN = events.Recovering(0, "preempted", "preemption 1 of 1", 0.0)
 GIVEN_UP = events.RecoveryGivenUp(0, "no capacity", "tried for 60 minutes")
@@ -85,6 +87,7 @@ GIVEN_UP = events.RecoveryGivenUp(0, "no capacity", "tried for 60 minutes")
         ([BEGAN, RUNS_NOW, SPENT, Ended(0, "saved"), STOPPED], False),
         ([BEGAN, RUNS_NOW, Ended(0, "finished")], False),
         ([BEGAN, RUNS_NOW, Ended(0, "failed")], False),
+        ([COSTLY, RUNS_NOW, Ended(0, "failed")], True),
         ([BEGAN, RUNS_NOW, PREEMPTED], True),
         ([BEGAN, RUNS_NOW, PREEMPTED, AGAIN], True),
         ([BEGAN, RUNS_NOW, PREEMPTED, AGAIN, GIVEN_UP], False),
@@ -155,14 +158,17 @@ def test_a_supervisor_deletes_the_slice_of_a_run_whose_launcher_died_after_its_b
 
 
 @pytest.mark.parametrize("created", ["2026-01-01T00:00:00Z", "2026-02-02T00:00:00Z"])
-@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("why", ["stopped", "spent", "replaced"])
 def test_a_deletion_that_a_kill_interrupted_is_finished_for_the_recorded_slice_only(
-    tmp_path: Path, created: str, replaces: bool
+    tmp_path: Path, created: str, why: str
 ) -> None:
-    spent = [replace(SPENT, slice_created="2026-01-01T00:00:00Z"), Ended(0, "saved")]
-    broken = [Ended(0, "host lost"), AGAIN, events.SliceReplaced(0, 1, "host 1 is broken", "2026-01-01T00:00:00Z")]
-    recorded = broken if replaces else spent
-    begin(tmp_path / "laptop", "r", BEGAN, RUNS_NOW, *recorded, url=f"{RUNS}/r/launcher")
+    first, replaces = "2026-01-01T00:00:00Z", why == "replaced"
+    recorded = {
+        "stopped": [BEGAN, RUNS_NOW, replace(SPENT, slice_created=first), Ended(0, "saved")],
+        "spent": [COSTLY, Started(0, slice_created=first), Ended(0, "failed")],
+        "replaced": [BEGAN, RUNS_NOW, Ended(0, "host lost"), AGAIN, events.SliceReplaced(0, 1, "?", first)],
+    }[why]
+    begin(tmp_path / "laptop", "r", *recorded, url=f"{RUNS}/r/launcher")
     hosts, said = Hosts([0], created=created), list[str]()
     ledger = import_run(tmp_path / "pod", this_machine(), f"{RUNS}/r")
     supervisor.take_over(ledger, context(tmp_path / "pod", hosts, said, TOKEN="x"))
