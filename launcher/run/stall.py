@@ -94,8 +94,6 @@ def judge_stall(views: Mapping[int, ProgressView], limit: float, quiet: float) -
     seconds = asked[(len(asked) - 1) // 2] - max(view.moved for view in views.values())
     if not all(view.line.phase for view in views.values()):
         seconds = min(seconds, quiet)
-    if seconds <= limit:
-        return None
     longest = max(view.limit(limit) for view in views.values())
     return Stall(seconds, longest) if seconds > longest else None
 
