@@ -63,13 +63,12 @@ def explain_live(
         return {worker: masker.mask_text(text) for worker, text in provider.stacks(container, native=native).items()}
 
     first: dict[int, str] = {}
-    second: dict[int, str] = {}
     try:
         first = take()
         clock.sleep(APART_SECONDS)
         second = take()
     except LaunchError:  # what is known will do
-        second = second or first
+        second = first
     texts = {
         worker: f"{first.get(worker, '')}\n=== {APART_SECONDS:.0f} s later\n{text}" for worker, text in second.items()
     }
@@ -126,12 +125,12 @@ def explain_stall(
 def blame_silent_host(ledger: Ledger, attempt: int, verdict: Verdict, running: Sequence[int]) -> Verdict:
     """Returns a STALLED verdict with a `running` host as its cause, if the failed host's log says that TensorFlow ended
     it because that one was silent; else the given verdict."""
-    if verdict.kind is not Kind.FAILED or verdict.cause is None or verdict.cause.worker < 0:
+    if verdict.kind is not Kind.FAILED or verdict.cause is None:
         return verdict
     path = ledger.log_file(attempt, verdict.cause.worker)
     lines = tail(path, _LAST_BYTES) if path.exists() else []
     silent = find_silent_host("\n".join(line.text for line in lines))
-    if silent is None or silent not in running:
+    if silent not in running:
         return verdict
     symptom = f"host {verdict.cause.worker}: {verdict.cause.what}"
     what = "it stopped sending heartbeats, so TensorFlow ended the other hosts"

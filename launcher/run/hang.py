@@ -127,7 +127,7 @@ def explain_hang(
     host = hosts[odd[0]]
     if all(hosts[worker].kind == "storage" for worker in odd):
         waiting = [worker for worker, each in hosts.items() if each.storage is not None]
-        if len(waiting) == len(hosts) or len(waiting) > max(1, len(hosts) / 2):  # the others have read ahead
+        if len(waiting) > max(1, len(hosts) / 2):  # the others have read ahead
             return found("storage", [], f"{len(waiting)} of {len(hosts)} hosts: each {host.storage}{lasting}")
     return found(host.kind, odd, f"{_others(hosts, odd, lines)}{_where(hosts, odd)}{lasting}")
 
@@ -227,7 +227,7 @@ def _choose(candidates: Sequence[tuple[ProcessStacks, ThreadStack, Place]]) -> P
         for place in mains:
             if place.waits is wanted:
                 return place
-    workers = [place for _, _, place in candidates if place.thread != "MainThread" and place.waits in _NOT_WAITING]
+    workers = [place for _, _, place in candidates if place.waits in _NOT_WAITING]
     return min(workers, key=lambda place: _NOT_WAITING.index(place.waits), default=mains[0])
 
 

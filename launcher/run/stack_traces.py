@@ -98,7 +98,7 @@ def _judge_memory(facts: str) -> str:
     stalled = max((int(percent) for percent in re.findall(r"full avg10=(\d{1,3})", facts)), default=0)
     if killed := numbers.get("oom_kill", 0):
         return f"had {killed} process{'es'[: 2 * (killed > 1)]} killed for lack of memory (OOM)"
-    if total and left < _LEAST_MEMORY * total:
+    if left < _LEAST_MEMORY * total:
         return f"has {left / 2**20:.1f} of {total / 2**20:.1f} GiB of its memory left"
     return f"waited for memory {stalled} % of the last 10 s" if stalled >= _MOST_STALLED else ""
 
@@ -128,13 +128,13 @@ def parse_stacks(output: str) -> HostStacks:
             opened = None
             threads.clear()
             processes.append(ProcessStacks(int(match[1]), match[2] or "", match[3], match[4].strip()))
-        elif (match := _THREAD.match(line)) and processes:
+        elif match := _THREAD.match(line):
             end_thread()
             identifier = match[1]
             opened = ThreadStack(match[3] or "", (), "gil" in match[2], match[2].startswith("active"))
-        elif (match := _FRAME.match(line)) and opened is not None:
+        elif match := _FRAME.match(line):
             frames.append(Frame(match[1], match[2], int(match[3])))
-        elif (match := _NATIVE.match(line)) and opened is not None and not frames:
+        elif (match := _NATIVE.match(line)) and not frames:
             native.append(f"{match[1]} ({match[2]})")
         elif match := _SOURCE.match(line):
             sources[match[1], int(match[2])] = match[3].strip()

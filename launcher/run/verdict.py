@@ -104,7 +104,7 @@ class HostView:
         an end before: an OOM kill, which only an engine that saw it reports, or 75, 76 or 2 from before the reboot,
         which only the trainer gives (0 may be made up, by a reboot before the last)."""
         state = self.container
-        if state is None or not (state.ended and state.rebooted) or state.oom_killed:
+        if state is None or not state.rebooted or state.oom_killed:
             return False
         return not (state.ended_before_reboot and state.exit_code in _TRAINERS_OWN)
 
@@ -219,7 +219,7 @@ def judge(
     if api_only_seconds > limits.unreachable:
         return Verdict(Kind.HOST_LOST, _describe_unreachable(views, api_only_seconds))
     verdict = _judge_lost(views, now, limits, stepped)
-    if verdict is not None or stop_requested or not all(view.reachable for view in views):
+    if stop_requested or not all(view.reachable for view in views):
         return verdict or Verdict(Kind.RUNNING)
     if stall is not None:
         return Verdict(Kind.STALLED, Cause(-1, str(stall)))
@@ -347,7 +347,7 @@ def _describe_unreachable(views: Sequence[HostView], seconds: float) -> Cause:
     who = "no host has" if len(views) > 1 else "the host has not"
     return Cause(
         first.worker,
-        f"{who} answered for {seconds / 60:.0f} minutes, while Google's API did ({first.problem or 'no answer yet'}); "
+        f"{who} answered for {seconds / 60:.0f} minutes, while Google's API did ({first.problem}); "
         "what runs on is ended before the next attempt starts",
     )
 

@@ -112,6 +112,8 @@ def test_a_host_whose_silence_ended_the_others_is_explained_alone_if_it_still_ru
     assert stalled.symptoms == (f"host {1 - silent}: exit code 1", "host 2: exit code 1")
     with execution.live_session(work.config(), work.context(), None) as session:
         explained = explain_stall(session, 0, stalled, {}, 0.0, SecretMasker({}))
+        work.hosts.stacks = {}
+        assert explain_stall(session, 0, stalled, {}, 0.0, SecretMasker({})) is stalled
     assert explained.cause.worker == silent
     assert explained.cause.what.startswith(
         "it stopped sending heartbeats, so TensorFlow ended the other hosts: the host "

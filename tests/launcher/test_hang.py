@@ -117,6 +117,7 @@ def explain(
          "has 0.3 of 23.5 GiB of its memory left"),
         (MEMORY.format(left=9_000_000, stalled=40, killed=0) + dump(USER), "memory", "waited for memory 40 % of the"),
         (MEMORY.format(left=9_000_000, stalled=39, killed=0) + dump(USER), "code", "is in augment at my_data.py:12"),
+        (dump(USER.replace("/app", "/usr/lib/python3.11")), "code", "is in augment at my_data.py:12"),
         (dump(GIL), "interpreter", "holds Python's lock: it is in native at fast.py:3"),
         (dump(GIL[: GIL.index("Thread 8")]), "code", "holds Python's lock: it is in native at fast.py:3"),
         (dump(STARVED.replace("    pthread", "    wait (/x/libxla.so)\n    pthread")), "code", "is in f at fast.py:3"),
@@ -192,6 +193,8 @@ def test_a_host_compiles_by_native_calls_or_activity_in_both_samples_or_by_the_p
     assert explain(dump(plain), other, before=dump(plain)).kind == "collective"
     assert explain(dump(COMPILING), other, before=dump(WAITS)).kind == "collective", "active in one sample only"
     assert explain(dump(WAITS), other, before=dump(COMPILING)).kind == "collective"
+    elsewhere = dump(COMPILING.replace(":90", ":91"))
+    assert explain(dump(COMPILING), other, before=elsewhere).kind == "collective", "it moves"
     assert explain(dump(COMPILES.replace("active", "idle")), other, before=dump(plain)).kind == "compile"
     lines = {0: ProgressLine(5, phase="compile"), 1: ProgressLine(5, phase="training")}
     for worker in (0, 1):
@@ -210,7 +213,9 @@ def test_a_host_that_reads_the_same_pages_again_and_again_has_too_little_memory(
     assert (hang.kind, hang.worker) == ("memory", 0)
     assert "host 0 read 391 MiB again between two samples, for which it has no memory, and is in augment" in hang.what
     assert explain(late, dump(COLLECTIVE), before=early.replace("50100", "0")).kind == "memory", "none was read yet"
-    calm = late.replace("150200", "60200")
+    little = late.replace("MemAvailable: 9000000", "MemAvailable: 300000")
+    assert "host 0 has 0.3 of 23.5 GiB" in explain(little, dump(COLLECTIVE), before=early).what
+    calm = late.replace("150200", "75100")
     assert explain(calm, dump(COLLECTIVE), before=early).kind == "code", "py-spy's own reading does not count"
     assert explain(late, dump(COLLECTIVE), before="").kind == "code", "without a first sample nothing has grown"
 
@@ -220,6 +225,8 @@ def test_native_threads_that_wait_for_a_connection_are_counted_where_data_is_wai
     hang = explain(*[dump(f'polling 2\nThread 7 (idle): "MainThread"\n{frames}')] * 2)
     assert (hang.kind, hang.worker) == ("data", -1)
     assert "each waits for data in f at t.py:3, 2 threads for a connection" in hang.what
+    hang = explain(dump(f'polling 1\nThread 7 (idle): "MainThread"\n{frames}'))
+    assert "waits for data in f at t.py:3, 1 thread for a connection" in hang.what
 
 
 @pytest.mark.parametrize(
@@ -264,9 +271,9 @@ def test_storage_is_named_and_no_host_where_all_wait_for_it() -> None:
 
 
 def test_a_host_that_gives_no_stacks_and_has_no_memory_left_is_short_of_memory() -> None:
-    lines = {worker: ProgressLine(5, memory_used=99 * worker, memory_total=100) for worker in (0, 1)}
+    lines = {worker: ProgressLine(5, memory_used=98 + worker, memory_total=100) for worker in (0, 1)}
     assert explain(dump(COLLECTIVE), "", lines=lines).kind == "memory"
-    assert explain("", dump(COLLECTIVE), lines=lines).kind == "no stacks"
+    assert "host 0 gives no stack traces (no answer)" in explain("", dump(COLLECTIVE), lines=lines).what
 
 
 def test_what_a_host_shows_in_one_of_two_samples_is_no_cause() -> None:
@@ -279,8 +286,9 @@ def test_what_a_host_shows_in_one_of_two_samples_is_no_cause() -> None:
     for before in ("", dump(STARVED.replace("a.py:1", "a.py:2"))):
         assert explain(dump(STARVED), dump(COLLECTIVE), before=before).kind == "code", "it waited in one sample only"
     reads = dump(COLLECTIVE, "D (disk sleep)")
-    for now, before in ((reads, dump(COLLECTIVE)), ("", reads)):
-        assert explain(now, dump(COLLECTIVE), before=before).kind == "collective", "it was seen in one sample only"
+    other = dump(COLLECTIVE)
+    for now, before in ((reads, other), (other, reads), ("", reads)):
+        assert explain(now, other, before=before).kind == "collective", "it was seen in one sample only"
 
 
 def test_native_calls_are_added_where_py_spy_has_kept_those_of_python() -> None:
@@ -298,6 +306,7 @@ def test_threads_are_those_of_their_process_and_lines_before_any_process_are_non
     two = parse_stacks(dump(DEADLOCK) + dump(USER, pid=8)).processes
     assert [[thread.name for thread in each.threads] for each in two] == [["MainThread", "logger"], ["MainThread"]]
     assert two[1].threads[0].frames[0].function == "augment"
+    assert parse_stacks(dump("Thread 7 (idle)\n")).processes[0].threads[0].name == ""
     assert parse_stacks("polling 2\n").problem == "polling 2"
     assert parse_stacks("process 7 [] [] python\n").processes[0].state == "", "it ended while it was looked at"
 
@@ -312,6 +321,7 @@ def test_a_process_that_waits_for_its_children_is_passed_over() -> None:
     hang = explain(dump(parent, pid=1) + dump(loader) + dump(worker, pid=8), dump(COLLECTIVE))
     assert (hang.worker, hang.kind) == (0, "code")
     assert "__getitem__ at my_data.py:5" in hang.what
+    assert explain(dump(parent, pid=1) + dump(COLLECTIVE), dump(USER), lines={}).worker == 1, "its program waits"
 
 
 def test_a_library_that_is_imported_is_no_collective() -> None:

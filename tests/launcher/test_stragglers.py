@@ -3,6 +3,7 @@
 import random
 import re
 import xml.etree.ElementTree
+from dataclasses import replace
 from unittest.mock import Mock
 
 from launcher.run.progress import HostsProgress
@@ -63,6 +64,8 @@ def test_a_run_that_stands_still_ends_no_straggler() -> None:
         watch, _, ended = watch.observe(lines, hosts.step + 40.0 * number)
         assert ended is None, "no host made a step, so none is as fast as the others again"
     assert hosts.told == ["straggler 1 dispatch"]
+    moved = {worker: replace(line, step=line.step + 9) for worker, line in lines.items()}
+    assert watch.observe(moved, watch.begun + 29.0)[0] is watch
     assert watch.observe({**lines, 2: ProgressLine(0)}, 1e9)[0] is watch, "a host that joins makes no window"
 
 
@@ -77,11 +80,11 @@ def test_a_straggler_takes_half_as_long_again_as_the_others_and_a_tenth_of_the_s
     def find(others: float, own: float) -> Straggler | None:
         before = {worker: ProgressLine(10, seconds={"save": 7.0, "dispatch": 7.0}) for worker in range(3)}
         takes = [others, own, others, 99.0]
-        now = {worker: ProgressLine(20, seconds={"save": 7.0 + takes[worker], "dispatch": 12.0}) for worker in range(4)}
+        now = {worker: ProgressLine(18, seconds={"save": 7.0 + takes[worker], "dispatch": 12.0}) for worker in range(4)}
         return compare(before, now)
 
-    assert find(3.0, 6.0) == Straggler(1, "save", 2.0, 20)
-    assert find(0.0, 6.0) == Straggler(1, "save", 1000.0, 20)
+    assert find(4.0, 6.0) == Straggler(1, "save", 1.5, 18)
+    assert find(0.0, 6.0) == Straggler(1, "save", 1000.0, 18)
     assert find(3.0, 4.4) is find(0.3, 0.8) is None
 
 

@@ -163,7 +163,9 @@ def test_a_failure_found_after_our_network_was_down_waits_for_the_other_hosts() 
 def test_a_silent_host_is_the_cause_although_its_last_poll_is_still_open() -> None:
     views = [exited(0, 76, ended_seen=100.0, seen=104.0), running(1, seen=99.9)]
     assert judged(views, 101.0) == (Kind.SETTLING, -1)
-    assert judged(views, 104.0) == (Kind.HOST_LOST, 1)
+    verdict = judge(views, 104.0, LIMITS)
+    assert (verdict.kind, verdict.cause.worker) == (Kind.HOST_LOST, 1)
+    assert "(no answer yet to the last look)" in verdict.cause.what
 
 
 def test_a_lost_peer_alone_is_reported_after_the_settling_time() -> None:
@@ -179,6 +181,8 @@ def test_hosts_that_stay_away_while_the_api_answers_are_lost() -> None:
     verdict = judge(views, 9000.0, limits, api_only_seconds=601)
     assert (verdict.kind, verdict.cause.worker) == (Kind.HOST_LOST, 1)
     assert "no host has answered for 10 minutes, while Google's API did (timed out)" in verdict.cause.what
+    verdict = judge(views[:1], 9000.0, limits, api_only_seconds=601)
+    assert "the host has not answered for 10 minutes" in verdict.cause.what
 
 
 @pytest.mark.parametrize(("stepped", "kind"), [(999.0, Kind.RUNNING), (800.0, Kind.HOST_LOST)])
@@ -221,6 +225,7 @@ def test_a_run_that_writes_nothing_for_too_long_is_stalled() -> None:
     assert judge(views, 1000.0, limits, quiet=60).kind is Kind.RUNNING
     assert judge(views, 1000.0, limits, quiet=61, tells_progress=True).kind is Kind.RUNNING
     assert judge(views, 1000.0, limits, quiet=61).kind is Kind.STALLED
+    assert judge(views, 1000.0, limits, quiet=61, stop_requested=True).kind is Kind.RUNNING, "it saves meanwhile"
     away = [running(0, seen=1000.0), running(1, seen=999.0, problem="timed out")]
     assert judge(away, 1000.0, limits, quiet=999).kind is Kind.RUNNING, "an unreachable host may be writing"
     assert judge(views, 1000.0, LIMITS, quiet=1e9).kind is Kind.RUNNING, "without a limit"
