@@ -160,6 +160,7 @@ def test_a_verdict_stands_although_its_supervisor_was_killed_while_it_ended_the_
     """Unless it was killed before any container had ended. On GKE, an ended pod (None) is gone."""
     start_and_lose_sight(work)
     lost = Cause(1, "did not answer")
+    work.hosts.silent = {0} if code == 143 else set()
     work.ledger.append(events.Judged(0, Kind.HOST_LOST.value, lost, ()))
     if code is None:
         work.hosts.state.clear()
@@ -730,21 +731,25 @@ def test_where_files_can_not_be_locked_down_deletes_the_slice_and_run_is_refused
 # -- time ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("still", [5.0, 3600.0])  # a bucket that does not answer; a machine that sleeps
+@pytest.mark.parametrize("still", [1.0, 5.0, 10.0, 3600.0])  # a bucket that does not answer; a machine that sleeps
 def test_the_time_that_a_process_stood_still_is_no_time_for_hosts_to_be_asked_again(
     work: Workstation, still: float
 ) -> None:
     """A host that was not seen since another failed counts as lost, whatever it had to say."""
     work.run(work.config())
     supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
-    now = work.clock.monotonic()
+    now = float(int(work.clock.monotonic()))
     failed = HostView(0, ContainerState("exited", 76), seen=now, ended_seen=now)
     supervision.views = {0: failed, 1: HostView(1, ContainerState("running"), seen=now, failing_since=now - 5)}
-    supervision.turned = now
+    supervision.turned, supervision.last_line = now, now - 60
+    supervision.progress.update(0, ProgressLine(5), now)
     supervision._forgive_standstill(now + still)
     assert judge(list(supervision.views.values()), now + still, supervision.limits).kind is Kind.SETTLING
-    assert supervision.views[1].failing_since == now - 5 + (still if still > 10 else 0)
-    assert (supervision.views[0].answering_since == now + still) is (still > 10), "its connections may not outlive it"
+    view, after = supervision.views[1], now + (still if still >= 10 else 0)
+    assert [view.seen, view.failing_since, supervision.last_line] == [after, after - 5, after - 60]
+    assert supervision.progress.views[0].moved == after
+    assert supervision.views[0].ended_seen == now + (still if still > 1 else 0)
+    assert (supervision.views[0].answering_since == now + still) is (still >= 10), "its connections may not outlive it"
     supervision.date -= 3600  # a machine that sleeps, whose monotonic clock stood still
     supervision._forgive_standstill(now + still + 1)
     assert supervision.views[0].answering_since == now + still + 1
@@ -793,11 +798,12 @@ def test_a_lost_host_is_what_the_api_says_of_its_slice(
 def test_only_answers_of_the_api_count_while_no_host_answers_and_no_hours_without_a_network(work: Workstation) -> None:
     work.run(work.config())
     supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
-    for seconds in (0, 15, 15, 8970, 20):
+    for seconds, trouble in ((0, "UNHEALTHY_TPU"), (15, ""), (15, "UNHEALTHY_TPU"), (8970, ""), (20, "")):
         work.clock.skipped += seconds
-        supervision.inbox.put(SliceAnswer("READY", "UNHEALTHY_TPU"))
+        supervision.inbox.put(SliceAnswer("READY", trouble))
         supervision._receive()
-    assert work.messages.count("the slice: UNHEALTHY_TPU") == 1
+    assert [text for text in work.messages if "the slice: " in text] == ["the slice: UNHEALTHY_TPU"]
+    assert supervision.slice.trouble == "UNHEALTHY_TPU", "what was told stays told"
     supervision._update_view(Observation(0, None, problem="timed out"))
     assert supervision.api_only_seconds == pytest.approx(50.0, abs=5.0)
     supervision._update_view(Observation(0, ContainerState("running")))

@@ -334,6 +334,22 @@ def unfinished_runs_are_taken_over(simulation: SimulatedRun, command: Command) -
             simulation.break_promise("an unfinished run is taken over", f"{ledger.run_id}: not for {now - since:.0f} s")
 
 
+def left_behind_is_recorded_once(simulation: SimulatedRun) -> None:
+    """Checks that each host of an attempt that was ended is recorded as stopped or left behind, which no host is twice,
+    nor any in a kind world."""
+    for ledger in simulation.ledgers():
+        kept, calm = ledger.events(), simulation.is_undisturbed(simulation.world.scheduler.now)
+        left = [each for each in kept if isinstance(each, events.Orphaned)]
+        counts = Counter((each.attempt, worker) for each in left for worker in each.hosts)
+        known = {*counts, *((each.attempt, each.host) for each in kept if isinstance(each, events.HostStopped))}
+        ended = {each.attempt for each in kept if isinstance(each, events.Ended)} if not simulation.full_disk else set()
+        judged = [each.attempt for each in kept if isinstance(each, events.Judged) and each.attempt in ended]
+        jobs = [job for number in judged if (job := simulation.world.record.jobs.get((ledger.run_id, number)))]
+        untold = {(job.attempt, worker) for job in jobs for worker in range(job.hosts)} - known
+        if untold or not all(each.hosts for each in left) or max(counts.values(), default=0) > 1 or (calm and left):
+            simulation.break_promise("what is left behind is recorded", f"{ledger.run_id}: {left}, not {untold}")
+
+
 def folders_are_whole(simulation: SimulatedRun) -> None:
     """Checks that a run's folder has its configuration and what its attempts were started with."""
     for ledger in simulation.ledgers():
@@ -373,6 +389,9 @@ def failure_has_a_post_mortem(simulation: SimulatedRun, job: Job, event: events.
             kept = {path.removeprefix(f"{job.run}-{job.attempt}/") for path in archive.getnames()}
         logs = {str(path.relative_to(folder)) for path in folder.glob(f"logs/attempt-{job.attempt}/*.log")}
         wrong += {"run.json", "events.jsonl", "specification.yaml", *logs} - kept
+    told = [each.path for ledger in simulation.ledgers() if ledger.run_id == job.run for each in ledger.events()
+            if isinstance(each, events.PostMortemWritten) and each.attempt == job.attempt]  # fmt: skip
+    wrong += [str(folder / name) for folder in found if not (disturbed or str(folder / name) in told)]
     if wrong:
         simulation.break_promise("a failure has a post-mortem", f"{job}: {event.outcome}: {wrong}")
 
