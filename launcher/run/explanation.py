@@ -130,7 +130,7 @@ def blame_silent_host(ledger: Ledger, attempt: int, verdict: Verdict, running: S
     path = ledger.log_file(attempt, verdict.cause.worker)
     lines = tail(path, _LAST_BYTES) if path.exists() else []
     silent = find_silent_host("\n".join(line.text for line in lines))
-    if silent not in running:
+    if silent is None or silent not in running:
         return verdict
     symptom = f"host {verdict.cause.worker}: {verdict.cause.what}"
     what = "it stopped sending heartbeats, so TensorFlow ended the other hosts"

@@ -193,8 +193,7 @@ def test_a_host_compiles_by_native_calls_or_activity_in_both_samples_or_by_the_p
     assert explain(dump(plain), other, before=dump(plain)).kind == "collective"
     assert explain(dump(COMPILING), other, before=dump(WAITS)).kind == "collective", "active in one sample only"
     assert explain(dump(WAITS), other, before=dump(COMPILING)).kind == "collective"
-    elsewhere = dump(COMPILING.replace(":90", ":91"))
-    assert explain(dump(COMPILING), other, before=elsewhere).kind == "collective", "it moves"
+    assert explain(dump(COMPILING), other, before=dump(COMPILING.replace(":90", ":91"))).kind == "collective"
     assert explain(dump(COMPILES.replace("active", "idle")), other, before=dump(plain)).kind == "compile"
     lines = {0: ProgressLine(5, phase="compile"), 1: ProgressLine(5, phase="training")}
     for worker in (0, 1):
@@ -213,8 +212,7 @@ def test_a_host_that_reads_the_same_pages_again_and_again_has_too_little_memory(
     assert (hang.kind, hang.worker) == ("memory", 0)
     assert "host 0 read 391 MiB again between two samples, for which it has no memory, and is in augment" in hang.what
     assert explain(late, dump(COLLECTIVE), before=early.replace("50100", "0")).kind == "memory", "none was read yet"
-    little = late.replace("MemAvailable: 9000000", "MemAvailable: 300000")
-    assert "host 0 has 0.3 of 23.5 GiB" in explain(little, dump(COLLECTIVE), before=early).what
+    assert "0.3 of 23.5 GiB" in explain(late.replace("9000000", "300000"), dump(COLLECTIVE), before=early).what
     calm = late.replace("150200", "75100")
     assert explain(calm, dump(COLLECTIVE), before=early).kind == "code", "py-spy's own reading does not count"
     assert explain(late, dump(COLLECTIVE), before="").kind == "code", "without a first sample nothing has grown"
@@ -225,8 +223,7 @@ def test_native_threads_that_wait_for_a_connection_are_counted_where_data_is_wai
     hang = explain(*[dump(f'polling 2\nThread 7 (idle): "MainThread"\n{frames}')] * 2)
     assert (hang.kind, hang.worker) == ("data", -1)
     assert "each waits for data in f at t.py:3, 2 threads for a connection" in hang.what
-    hang = explain(dump(f'polling 1\nThread 7 (idle): "MainThread"\n{frames}'))
-    assert "waits for data in f at t.py:3, 1 thread for a connection" in hang.what
+    assert "t.py:3, 1 thread for a" in explain(dump(f'polling 1\nThread 7 (idle): "MainThread"\n{frames}')).what
 
 
 @pytest.mark.parametrize(

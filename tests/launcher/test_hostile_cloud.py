@@ -798,12 +798,12 @@ def test_a_lost_host_is_what_the_api_says_of_its_slice(
 def test_only_answers_of_the_api_count_while_no_host_answers_and_no_hours_without_a_network(work: Workstation) -> None:
     work.run(work.config())
     supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
-    for seconds, trouble in ((0, "UNHEALTHY_TPU"), (15, ""), (15, "UNHEALTHY_TPU"), (8970, ""), (20, "")):
+    for seconds, trouble in ((0, "UNHEALTHY_TPU"), (15, ""), (15, "UNHEALTHY_TPU"), (8970, ""), (20, "MAINTENANCE")):
         work.clock.skipped += seconds
         supervision.inbox.put(SliceAnswer("READY", trouble))
         supervision._receive()
-    assert [text for text in work.messages if "the slice: " in text] == ["the slice: UNHEALTHY_TPU"]
-    assert supervision.slice.trouble == "UNHEALTHY_TPU", "what was told stays told"
+    told = [text for text in work.messages if "the slice: " in text]
+    assert told == ["the slice: UNHEALTHY_TPU", "the slice: MAINTENANCE"], "what was told stays told"
     supervision._update_view(Observation(0, None, problem="timed out"))
     assert supervision.api_only_seconds == pytest.approx(50.0, abs=5.0)
     supervision._update_view(Observation(0, ContainerState("running")))

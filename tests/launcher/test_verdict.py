@@ -163,9 +163,8 @@ def test_a_failure_found_after_our_network_was_down_waits_for_the_other_hosts() 
 def test_a_silent_host_is_the_cause_although_its_last_poll_is_still_open() -> None:
     views = [exited(0, 76, ended_seen=100.0, seen=104.0), running(1, seen=99.9)]
     assert judged(views, 101.0) == (Kind.SETTLING, -1)
-    verdict = judge(views, 104.0, LIMITS)
-    assert (verdict.kind, verdict.cause.worker) == (Kind.HOST_LOST, 1)
-    assert "(no answer yet to the last look)" in verdict.cause.what
+    assert judged(views, 104.0) == (Kind.HOST_LOST, 1)
+    assert "(no answer yet to the last look)" in judge(views, 104.0, LIMITS).cause.what
 
 
 def test_a_lost_peer_alone_is_reported_after_the_settling_time() -> None:
@@ -181,8 +180,7 @@ def test_hosts_that_stay_away_while_the_api_answers_are_lost() -> None:
     verdict = judge(views, 9000.0, limits, api_only_seconds=601)
     assert (verdict.kind, verdict.cause.worker) == (Kind.HOST_LOST, 1)
     assert "no host has answered for 10 minutes, while Google's API did (timed out)" in verdict.cause.what
-    verdict = judge(views[:1], 9000.0, limits, api_only_seconds=601)
-    assert "the host has not answered for 10 minutes" in verdict.cause.what
+    assert "the host has not answered" in judge(views[:1], 9000.0, limits, api_only_seconds=601).cause.what
 
 
 @pytest.mark.parametrize(("stepped", "kind"), [(999.0, Kind.RUNNING), (800.0, Kind.HOST_LOST)])

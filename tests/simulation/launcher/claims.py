@@ -335,19 +335,19 @@ def unfinished_runs_are_taken_over(simulation: SimulatedRun, command: Command) -
 
 
 def left_behind_is_recorded_once(simulation: SimulatedRun) -> None:
-    """Checks that each host of an attempt that was ended is recorded as stopped or left behind, which no host is twice,
-    nor any in a kind world."""
+    """Checks that a judged attempt's hosts are recorded as stopped or left behind: none twice, none without a cause."""
+    kind, disk = not (simulation.faults or simulation.full_disk or simulation.kill_at), simulation.full_disk
     for ledger in simulation.ledgers():
-        kept, calm = ledger.events(), simulation.is_undisturbed(simulation.world.scheduler.now)
-        left = [each for each in kept if isinstance(each, events.Orphaned)]
-        counts = Counter((each.attempt, worker) for each in left for worker in each.hosts)
-        known = {*counts, *((each.attempt, each.host) for each in kept if isinstance(each, events.HostStopped))}
-        ended = {each.attempt for each in kept if isinstance(each, events.Ended)} if not simulation.full_disk else set()
-        judged = [each.attempt for each in kept if isinstance(each, events.Judged) and each.attempt in ended]
-        jobs = [job for number in judged if (job := simulation.world.record.jobs.get((ledger.run_id, number)))]
-        untold = {(job.attempt, worker) for job in jobs for worker in range(job.hosts)} - known
-        if untold or not all(each.hosts for each in left) or max(counts.values(), default=0) > 1 or (calm and left):
-            simulation.break_promise("what is left behind is recorded", f"{ledger.run_id}: {left}, not {untold}")
+        kept, jobs = ledger.events(), simulation.world.record.jobs
+        left = [(each.attempt, at) for each in kept if isinstance(each, events.Orphaned) for at in each.hosts or (-1,)]
+        ends = {each.attempt: each.outcome for each in kept if isinstance(each, events.Ended)}
+        due = [jobs.get((ledger.run_id, each.attempt)) for each in kept if isinstance(each, events.Judged)]
+        ended = [job for job in due if job is not None and job.attempt in ends and not disk]
+        wrong = {(job.attempt, worker) for job in ended for worker in range(job.hosts)} - {*left}
+        wrong -= {(each.attempt, each.host) for each in kept if isinstance(each, events.HostStopped)}
+        alone = [each for each in left if kind and ends.get(each[0]) in ("finished", "saved")]
+        if wrong or alone or any(at < 0 for _, at in left) or len({*left}) < len(left):
+            simulation.break_promise("what is left behind is recorded", f"{ledger.run_id}: {left}, not {wrong}")
 
 
 def folders_are_whole(simulation: SimulatedRun) -> None:
@@ -389,8 +389,8 @@ def failure_has_a_post_mortem(simulation: SimulatedRun, job: Job, event: events.
             kept = {path.removeprefix(f"{job.run}-{job.attempt}/") for path in archive.getnames()}
         logs = {str(path.relative_to(folder)) for path in folder.glob(f"logs/attempt-{job.attempt}/*.log")}
         wrong += {"run.json", "events.jsonl", "specification.yaml", *logs} - kept
-    told = [each.path for ledger in simulation.ledgers() if ledger.run_id == job.run for each in ledger.events()
-            if isinstance(each, events.PostMortemWritten) and each.attempt == job.attempt]  # fmt: skip
+    recorded = [each for ledger in simulation.ledgers() for each in ledger.events()]
+    told = {each.path for each in recorded if isinstance(each, events.PostMortemWritten)}
     wrong += [str(folder / name) for folder in found if not (disturbed or str(folder / name) in told)]
     if wrong:
         simulation.break_promise("a failure has a post-mortem", f"{job}: {event.outcome}: {wrong}")
