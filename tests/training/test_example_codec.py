@@ -2,7 +2,6 @@
 
 import contextlib
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,17 +40,3 @@ def test_unpacked_numbers_and_unknown_fields_are_read() -> None:
 def test_any_bytes_are_an_example_or_not_but_nothing_else(data: bytes) -> None:
     with contextlib.suppress(example_codec.NotAnExample):
         example_codec.decode(data)
-
-
-@given(st.lists(integers, max_size=50))
-def test_varints_are_protobufs(values: list[int]) -> None:
-    packed = example_codec.pack_varints(np.array(values, np.int64))
-    expected = bytearray()
-    for value in values:
-        value &= 2**64 - 1
-        while value > 127:
-            expected.append(value & 127 | 128)
-            value >>= 7
-        expected.append(value)
-    assert packed == bytes(expected)
-    assert example_codec.unpack_varints(packed).tolist() == values

@@ -21,13 +21,6 @@ def test_weights_are_normal_with_the_given_deviation() -> None:
     assert abs(values.std() - 0.05) < 0.001
 
 
-def test_each_name_and_each_seed_has_numbers_of_its_own() -> None:
-    one = initial_weight("a.weight", (8, 8), seed=1)
-    assert np.array_equal(one, initial_weight("a.weight", (8, 8), seed=1))
-    assert not np.array_equal(one, initial_weight("b.weight", (8, 8), seed=1))
-    assert not np.array_equal(one, initial_weight("a.weight", (8, 8), seed=2))
-
-
 def test_biases_are_zero_norms_are_one_and_padding_is_zero() -> None:
     assert not initial_weight("cls.predictions.bias", (9,), seed=1).any()
     assert (initial_weight("bert.embeddings.LayerNorm.weight", (9,), seed=1) == 1).all()
