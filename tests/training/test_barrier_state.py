@@ -24,13 +24,7 @@ def test_a_repeated_arrival_counts_once_with_its_first_payload() -> None:
     assert state.arrive(0, "p", "second", 10, 0.0) == []
     [(_, message), _] = state.arrive(1, "p", "other", 10, 0.0)
     assert message["payloads"] == ["first", "other"]
-
-
-def test_a_late_repeat_gets_the_same_answer() -> None:
-    state = state_of(2)
-    state.arrive(0, "p", 1, 10, 0.0)
-    state.arrive(1, "p", 2, 10, 0.0)
-    assert state.arrive(0, "p", "changed", 10, 99.0) == [(0, {"complete": "p", "payloads": [1, 2]})]
+    assert state.arrive(0, "p", "third", 10, 99.0) == [(0, message)], "also when it comes late"
 
 
 def test_the_time_out_names_missing_hosts_and_their_last_phases() -> None:

@@ -38,7 +38,7 @@ def test_an_object_is_written_looked_at_listed_read_and_deleted(folder: str) -> 
     assert len(storage.listing(f"{folder}/")) == 3
     storage.delete(f"{folder}/a/x")
     storage.delete(f"{folder}/a/x")
-    assert storage.stat(f"{folder}/a/x") is None
+    assert [storage.stat(f"{folder}/{name}") for name in ("a/x", "a")] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """`tpu-train checkpoint` and `tpu-train export --best` copy, find the best, and take one checkpoint by its folder."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,23 +64,12 @@ def test_a_checkpoint_is_copied_and_another_run_goes_on_from_it(tmp_path: Path, 
         inspect.copy_to_run(str(tmp_path / "a"), str(tmp_path / "b"), 10)
 
 
-def damaged(folder: Path) -> None:
-    [part] = (folder / "a" / "checkpoints" / "step-00000010").glob("part-*")
-    flip(part, -1)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "step", "message"),
-    [
-        (damaged, 10, "is damaged .*crc32c.*choose another"),
-        (lambda folder: None, 15, "has no committed step 15; it has 20, 10"),
-    ],
-)
-def test_a_failed_copy_leaves_nothing(tmp_path: Path, spoil: Callable[[Path], None], step: int, message: str) -> None:
+def test_a_failed_copy_leaves_nothing(tmp_path: Path) -> None:
     saved(tmp_path / "a", {10: None, 20: None}, 2)
-    spoil(tmp_path)
-    with pytest.raises(BadInput, match=message):
-        inspect.copy_to_run(str(tmp_path / "a"), str(tmp_path / "b"), step)
+    [part] = (tmp_path / "a" / "checkpoints" / "step-00000010").glob("part-*")
+    flip(part, -1)
+    with pytest.raises(BadInput, match=r"is damaged .*crc32c.*choose another"):
+        inspect.copy_to_run(str(tmp_path / "a"), str(tmp_path / "b"), 10)
     assert committed_steps(str(tmp_path / "b" / "checkpoints")) == []
 
 

@@ -32,12 +32,6 @@ def age(folder: Path, key: str, seconds: float) -> None:
     os.utime(folder / "programs" / key, (then, then))
 
 
-def test_another_process_reads_what_was_written(tmp_path: Path, said: list[str]) -> None:
-    store(tmp_path, said).write(KEYS[0], b"program")
-    assert store(tmp_path, said).read(KEYS[0]) == b"program"
-    assert store(tmp_path, said).read(KEYS[1]) is None
-
-
 def test_an_entry_is_read_once_until_it_is_proved(tmp_path: Path, said: list[str]) -> None:
     """And neither read nor replaced by others meanwhile, which say so; proved, it is as before."""
     first, second = store(tmp_path, said), store(tmp_path, said)

@@ -124,8 +124,9 @@ def test_the_batch_must_divide_by_the_gradient_accumulation_too() -> None:
 
 def test_the_hash_tells_configurations_apart_and_not_their_spelling() -> None:
     same = config_of(changed("seed: 1\n", "") + "seed: 1\ncheckpoint: {}\n")
+    tracked = config_of(GOOD + "telemetry: {trackers: [wandb, mlflow]}\n")
     other = config_of(changed("seed: 1", "seed: 2"))
-    assert config_of(GOOD).hash == same.hash != other.hash
+    assert config_of(GOOD).hash == same.hash == tracked.hash != other.hash
 
 
 def test_precision_follows_the_device_unless_the_file_says_it() -> None:

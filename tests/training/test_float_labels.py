@@ -1,6 +1,5 @@
 """Claims about rows labelled with numbers: float32 in the shards and in the batches, padded and scheduled as usual."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +7,13 @@ import numpy as np
 import pytest
 
 from training.data.formats.dataset import Dataset, DatasetManifest, dump_manifest, load_manifest
-from training.data.formats.open_dataset import open_dataset
 from training.data.formats.verify import problems
 from training.data.loading.labelled_batches import LabelledBatches, labelled_evaluation
 from training.data.loading.mlm_batches import MlmBatches
 from training.data.loading.record_source import HostSlice
-from training.data.prepare import make_datasets as procedure
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import FloatLabels, write_labelled_rows
-from training.data.prepare.make_datasets import DatasetOptions, make_datasets
 from training.data.sampling.masking import Masking, SpecialTokens
-from training.data.tokenizer import Tokenizer
 from training.errors import BadInput
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=300)
@@ -34,12 +29,6 @@ def make(folder: Path, labels: list[Any] = VALUES) -> Dataset:
     plan = DatasetPlan("train", 16, "t", TOKENS.vocabulary, 30)
     rows = [(str(number), str(label)) for number, label in enumerate(labels)]
     return write_labelled_rows(str(folder), plan, (8, 16), FloatLabels(), lambda: rows, encode, TOKENS.pad).dataset
-
-
-def test_the_manifest_says_that_labels_are_numbers(tmp_path: Path) -> None:
-    make(tmp_path)
-    manifest = open_dataset(str(tmp_path)).manifest
-    assert (manifest.rows, manifest.labels, manifest.features["label"].dtype) == ("number-labelled", [], "float32")
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -80,16 +69,3 @@ def test_rows_without_labels_are_not_labelled_rows(samples: Any, tmp_path: Path)
         LabelledBatches(samples.make(tmp_path / "mlm", 20), HostSlice(TOKENS, 4), 0)
     with pytest.raises(BadInput, match="holds number-labelled rows, and the task needs packed ones"):
         MlmBatches(make(tmp_path / "numbers"), HostSlice(TOKENS, 4), Masking(), 0)
-
-
-def test_the_procedure_reads_numbers_from_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [json.dumps({"text": str(number), "score": value}) for number, value in enumerate(VALUES)]
-    corpus, out = tmp_path / "rows.jsonl", str(tmp_path / "out")
-    corpus.write_text("\n".join(lines))
-    monkeypatch.setattr(procedure.tokenizers, "read", lambda url, rows: Tokenizer(url, b"", "t", TOKENS))
-    monkeypatch.setattr(procedure.tokenizers, "encoder", lambda tokenizer: encode)
-    options = DatasetOptions(str(corpus), "t", out, "regression", sequence_length=16, label="score")
-    results = list(make_datasets(options))
-    assert [result.dataset.url for result in results] == [f"{out}/train", f"{out}/evaluation"]
-    assert sum(result.dataset.records for result in results) == len(VALUES)
-    assert next(make_datasets(options)).reused

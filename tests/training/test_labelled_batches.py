@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.training.damage import flip
 from tests.training.mlm_rows import TOKENS
+from tests.training.test_pack import encode
 from training import storage
 from training.data.formats.dataset import Dataset
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
@@ -39,10 +40,6 @@ def rows(count: int, seed: int = 0) -> list[LabelledText]:
         ids = [0, 5 + number % 90, *([5 + number // 90] * (size - 3)), 1]
         texts.append((" ".join(map(str, ids)), LABELS[number % 3]))
     return texts
-
-
-def encode(texts: list[str]) -> list[Any]:
-    return [np.array([int(word) for word in text.split()], np.int32) for text in texts]
 
 
 def make(folder: Path | str, count: int, per_shard: int = 10) -> Dataset:

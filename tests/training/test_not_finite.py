@@ -11,7 +11,7 @@ from tests.training.numpy_backend import Runs
 from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import verify
 from training.errors import BadInput, NonFinite, StopRequested
-from training.progress import MOST_SKIPPED, MOST_STEPS_BACK, NonFiniteHistory
+from training.progress import MOST_STEPS_BACK, NonFiniteHistory
 from training.telemetry.attempts import NonFiniteStep
 from training.telemetry.html import write_report
 from training.telemetry.metrics import read_history
@@ -41,8 +41,9 @@ def test_an_update_that_is_not_finite_is_not_committed(runs: Runs, bad_step: int
 
 
 def test_the_same_step_twice_is_an_end_that_no_attempt_changes(runs: Runs) -> None:
+    why = r"loss of step 35 is nan; the last finite one was \d.*Records .*: \d"
     for error in (NonFinite, BadInput, BadInput):
-        with pytest.raises(error, match="loss of step 35 is nan") as raised:
+        with pytest.raises(error, match=why) as raised:
             runs.train("r", 0, lambda number: "loss" if number == 35 else None)
     assert "trying again changes nothing" in str(raised.value)
     assert steps(runs, "r")[0] == 30
@@ -92,11 +93,6 @@ def test_skipped_steps_leave_the_state_and_count_over_attempts(runs: Runs, capsy
     page = Path(write_report(str(runs.path("r")))).read_text()
     assert "Gradient norm" in page
     assert "2 step(s) were skipped" in page
-
-
-def test_a_run_that_skips_every_step_ends(runs: Runs) -> None:
-    with pytest.raises(NonFinite, match=f"{MOST_SKIPPED} steps in a row were skipped"):
-        runs.train("r", 0, lambda number: "loss", train__on_nonfinite="skip", train__steps=MOST_SKIPPED + 5)
 
 
 def test_an_evaluation_not_finite_is_named_and_all_stays_json(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,13 +37,6 @@ def test_losses_and_signals_are_those_of_finished_steps() -> None:
     assert progress.signals == Signals(stop=True, save=True)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_with_its_records() -> None:
-    progress = Progress()
-    progress.finish_step(result(5.0), batch())
-    with pytest.raises(TrainError, match=r"loss of step 1 is nan; the last finite one was 5.0\. Records .*: 40, 41"):
-        progress.finish_step(result(float("nan")), batch())
-
-
 def test_the_best_evaluation_is_the_first_of_equal_ones() -> None:
     evaluations = Evaluations(Best("accuracy", "max"))
     for step, accuracy in ((10, 0.5), (20, 0.7), (30, 0.7), (35, float("inf")), (40, float("nan"))):

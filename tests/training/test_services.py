@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
-from training.config import Telemetry, load
+from training.config import Telemetry
 from training.errors import BadInput
 from training.run_setup import require_trackers
 from training.telemetry.services import MOST_WAITING, PAUSE_SECONDS, GuardedTracker, Line, flatten
@@ -83,21 +82,6 @@ def test_lines_that_did_not_reach_a_service_are_counted(service: Service) -> Non
         guarded.tracker.log(step, {"loss": 1.0})
     guarded.tracker.finish(False)
     assert guarded.warnings[-1] == f"wandb: {MOST_WAITING + 5} lines of metrics did not reach it"
-
-
-def test_trackers_are_not_part_of_the_configuration_hash(tmp_path: Path) -> None:
-    text = """\
-model: {name: bert-tiny}
-data: {train: /data/train, tokenizer: /data/tokenizer}
-train: {global_batch_size: 8, steps: 10, learning_rate: 0.001}
-output: /runs
-"""
-    (tmp_path / "a.yaml").write_text(text)
-    (tmp_path / "b.yaml").write_text(text + "telemetry: {trackers: [wandb, mlflow]}\n")
-    without, tracked = load(tmp_path / "a.yaml"), load(tmp_path / "b.yaml")
-    assert tracked.telemetry.trackers == ["wandb", "mlflow"]
-    assert without.hash == tracked.hash
-    assert "telemetry" not in tracked.canonical()
 
 
 @pytest.mark.parametrize("names", [["wandb", "wandb"], ["comet"]])

@@ -19,14 +19,6 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert storage.read(str(tmp_path / "x")) == b"old"
 
 
-def test_a_replaced_file_is_not_read_under_its_old_generation(tmp_path: Path) -> None:
-    url = str(tmp_path / "x")
-    old = storage.write(url, b"old")
-    os.utime(url, ns=(1, old.generation + 1_000_000))
-    with pytest.raises(storage.Changed, match="x was changed"):
-        storage.read(url, generation=old.generation)
-
-
 def test_listing_is_recursive_sorted_and_without_partial_files(tmp_path: Path) -> None:
     for name in ("b/2", "a", "b/1"):
         storage.write(str(tmp_path / name), b"")
@@ -34,14 +26,6 @@ def test_listing_is_recursive_sorted_and_without_partial_files(tmp_path: Path) -
     listed = [stat.url for stat in storage.listing(str(tmp_path))]
     assert listed == [str(tmp_path / name) for name in ("a", "b/1", "b/2")]
     assert storage.listing(str(tmp_path / "missing")) == []
-
-
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(storage.NotFound, match="nothing does not exist"):
-        storage.read(str(tmp_path / "nothing"))
-    assert storage.stat(str(tmp_path / "nothing")) is None
-    assert storage.stat(str(tmp_path)) is None
-    storage.delete(str(tmp_path / "nothing"))
 
 
 @pytest.mark.parametrize(
