@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
+from tests.training.damage import flip
 from training import storage
 from training.data import tokenizer as tokenizers
 from training.data.formats.open_dataset import open_dataset
@@ -186,9 +187,7 @@ def test_verify_and_preview_show_a_dataset(tokenizer: Path, tmp_path: Path) -> N
     assert "128 tokens, 19 to predict (" in shown
     assert "[" in shown.split("\n", 2)[2]
     [shard] = url.glob("*.tfrecord")
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
+    flip(shard, shard.stat().st_size // 2)
     done = run("dataset", "verify", url)
     assert done.returncode == 2
     assert f"{shard}: record " in done.stdout

@@ -10,17 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.container import small_runs
+from tests.training.damage import flip
 from training.errors import Exit
 
 SECONDS = 240  # for all hosts to end; a loaded machine takes a while to import frameworks
-
-
-@pytest.fixture(scope="module")
-def mlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_runs.prepare(tmp_path_factory.mktemp("mlm"))
 
 
 def hosts_of(folder: Path, name: str) -> list[Path]:
@@ -50,23 +44,21 @@ def lost(text: str, reason: str) -> None:
     assert re.search(rf"lost peer: host 1 stopped in phase '.*' with exit code \d+: .*{reason}", text), text
 
 
-def test_a_loader_that_raises_on_one_host(mlm: Path) -> None:
-    homes = hosts_of(mlm, "loader")
+def test_a_loader_that_raises_on_one_host(folder: Path) -> None:
+    homes = hosts_of(folder, "loader")
     for shard in (homes[1] / "train").glob("*.tfrecord"):
-        data = bytearray(shard.read_bytes())
-        data[-5] ^= 1  # in the last record: not the first that is read
-        shard.write_bytes(data)
-    codes, told = end(mlm, "loader", homes, small_runs.document(mlm, train__steps=50))
+        flip(shard, -5)  # in the last record: not the first that is read
+    codes, told = end(folder, "loader", homes, small_runs.document(folder, train__steps=50))
     assert codes == [Exit.LOST_PEER, Exit.BAD_INPUT], "\n".join(told)
     assert re.search(r"error: train/train-0000\d.tfrecord: record 31 at byte \d+: its checksum", told[1]), told[1]
     lost(told[0], r"record 31 at byte \d+: its checksum")
 
 
-def test_out_of_memory(mlm: Path) -> None:
+def test_out_of_memory(folder: Path) -> None:
     """The step asks for some 200 GB in one piece."""
     sizes = {"train__global_batch_size": 8192, "data__masking": {"predictions": 16}, "model__vocabulary_size": 800_000}
-    config = small_runs.document(mlm, **sizes, train__steps=2, evaluation__batch_size=8)
-    codes, told = end(mlm, "memory", hosts_of(mlm, "memory"), config, prefix=["prlimit", f"--as={64 << 30}"])
+    config = small_runs.document(folder, **sizes, train__steps=2, evaluation__batch_size=8)
+    codes, told = end(folder, "memory", hosts_of(folder, "memory"), config, prefix=["prlimit", f"--as={64 << 30}"])
     assert Exit.FAILED in codes, "\n".join(told)
     assert set(codes) <= {Exit.FAILED, Exit.LOST_PEER}, "\n".join(told)
     assert "out of memory: lower train.global_batch_size" in told[0], told[0]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.nightly import others_at_night
 from tests.packed_datasets import pack_rows
+from tests.training.damage import flip
 from training.data.formats import tfrecord
 from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
@@ -208,9 +209,8 @@ def test_labelled_batches_are_those_of_numpy(
 def test_a_damaged_record_is_an_error_or_replaced_as_by_numpy(tmp_path: Path, layout: str) -> None:
     dataset = make(tmp_path, 130, layout)
     shard = dataset.shards[1]
-    data = bytearray((tmp_path / shard.name).read_bytes())
-    data[len(data) // 2 + 20] ^= 1  # inside a record: after a broken header, records of varying size are lost
-    (tmp_path / shard.name).write_bytes(data)
+    # Inside a record: after a broken header, records of varying size are lost.
+    flip(tmp_path / shard.name, shard.bytes // 2 + 20)
     host_slice = HostSlice(TOKENS, 130)
     with pytest.raises(Corrupt) as ours:
         mlm_batches.MlmBatches(dataset, host_slice, Masking(), 0).batch(0)

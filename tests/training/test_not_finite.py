@@ -47,6 +47,7 @@ def test_the_same_step_twice_is_an_end_that_no_attempt_changes(runs: Runs) -> No
             runs.train("r", 0, lambda number: "loss" if number == 35 else None)
     assert "trying again changes nothing" in str(raised.value)
     assert steps(runs, "r")[0] == 30
+    assert "loss of step 35 is nan" in (runs.path("r") / "report.html").read_text()
     # Another configuration may do better.
     assert runs.train("r", 1, train__learning_rate=0.001)["steps"] == 40
 

@@ -59,19 +59,6 @@ def test_a_second_ctrl_c_ends_even_a_hanging_process(then: str) -> None:
     assert "without saving" in err
 
 
-@pytest.mark.parametrize("again", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])
-def test_the_engine_and_the_launcher_may_request_the_same_stop(again: tuple[signal.Signals, ...]) -> None:
-    process = start("time.sleep(1)")
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout.readline() == "asked\n"
-    for number in again:
-        time.sleep(0.1)
-        process.send_signal(number)
-    out, err = process.communicate(timeout=10)
-    assert (process.returncode, out) == (75, "saved\n")
-    assert "this host saves first" in err
-
-
 class Left(BaseException):
     """The process exits."""
 
@@ -86,7 +73,9 @@ class NoThreads(Threads):
 
 
 @pytest.mark.parametrize(("limit", "one_request"), [(None, 30.0), (25.0, 30.0), (600.0, 600.0)])
-def test_a_sigterm_after_the_time_to_save_ends_the_process(limit: float | None, one_request: float) -> None:
+def test_a_sigterm_after_the_time_to_save_ends_the_process(
+    limit: float | None, one_request: float, capsys: pytest.CaptureFixture[str]
+) -> None:
     clock = ManualClock()
     request = ShutdownRequest(Machine(clock=clock, threads=NoThreads(), exit=leave))
     if limit:
@@ -95,6 +84,7 @@ def test_a_sigterm_after_the_time_to_save_ends_the_process(limit: float | None, 
     clock.seconds += one_request - 0.1
     request.request(signal.SIGTERM)
     assert request.requested
+    assert "this host saves first" in capsys.readouterr().err
     clock.seconds += 0.2
     with pytest.raises(Left, match="143"):
         request.request(signal.SIGTERM)
