@@ -105,17 +105,6 @@ def test_a_tpu_process_never_asks_the_metadata_server() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ACCELERATORS)
-def test_bounds_cover_every_chip_of_every_accelerator(name: str) -> None:
-    slice_ = ACCELERATORS[name]
-    environment = tpu_environment(Cluster(0, ("h",) * slice_.hosts, name))
-    chips = 1
-    for key in ("TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS"):
-        for number in environment[key].split(","):
-            chips *= int(number)
-    assert chips == slice_.chips
-
-
 def test_a_slice_with_another_number_of_hosts_is_refused() -> None:
     with pytest.raises(BadInput, match="v4-32 has 4 hosts, but this run has 2"):
         tpu_environment(Cluster(0, ("a", "b"), "v4-32"))

@@ -1,15 +1,11 @@
 """A configuration is right as a whole, or each mistake is named with its line."""
 
-from pathlib import Path
-
 import pytest
 
-from training.config import TrainerConfig, batch_mistake, from_document, load, restore
+from training.config import TrainerConfig, batch_mistake, from_document, restore
 from training.errors import BadInput
 from training.storage.types import place_mistake
 from training.yaml_file import ConfigError, parse
-
-HOUSE = Path(__file__).resolve().parents[2]
 
 GOOD = """\
 project: my-project
@@ -116,6 +112,12 @@ def test_the_mesh_is_checked_against_the_slice_and_the_backend_before_anything_e
     assert "holds the whole state on every device" in mistakes(right + "backend: tensorflow\n")
 
 
+def test_only_tensorflow_takes_steps_per_call() -> None:
+    text = changed("steps: 100", "steps: 100\n  steps_per_call: 4")
+    assert "run.yaml:13: train.steps_per_call: only the TensorFlow backend" in mistakes(text)
+    assert config_of(f"{text}backend: tensorflow\n").train.steps_per_call == 4
+
+
 def test_the_batch_must_divide_by_the_gradient_accumulation_too() -> None:
     config = config_of(changed("global_batch_size: 64", "global_batch_size: 64\n  gradient_accumulation: 4"))
     assert batch_mistake(config, 2, 16) is None
@@ -139,11 +141,6 @@ def test_precision_follows_the_device_unless_the_file_says_it() -> None:
 def test_a_changed_width_takes_heads_and_intermediate_size_along() -> None:
     config = config_of(changed("name: bert-tiny", "name: bert-base\n  hidden_size: 256"))
     assert config.model.shape == (256, 12, 4, 1024, 512)
-
-
-@pytest.mark.parametrize("name", ["rehearsal", "mlm"])
-def test_the_examples_are_right(name: str) -> None:
-    assert isinstance(load(HOUSE / "examples" / f"{name}.yaml"), TrainerConfig)
 
 
 NO_TOKEN = "run.yaml:17: hub: uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: gke.secrets)"

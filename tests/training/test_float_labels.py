@@ -9,11 +9,10 @@ import pytest
 from training.data.formats.dataset import Dataset, DatasetManifest, dump_manifest, load_manifest
 from training.data.formats.verify import problems
 from training.data.loading.labelled_batches import LabelledBatches, labelled_evaluation
-from training.data.loading.mlm_batches import MlmBatches
 from training.data.loading.record_source import HostSlice
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import FloatLabels, write_labelled_rows
-from training.data.sampling.masking import Masking, SpecialTokens
+from training.data.sampling.masking import SpecialTokens
 from training.errors import BadInput
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=300)
@@ -67,5 +66,3 @@ def test_a_manifest_whose_label_is_of_another_type_is_refused(tmp_path: Path) ->
 def test_rows_without_labels_are_not_labelled_rows(samples: Any, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="holds packed rows, which have no label"):
         LabelledBatches(samples.make(tmp_path / "mlm", 20), HostSlice(TOKENS, 4), 0)
-    with pytest.raises(BadInput, match="holds number-labelled rows, and the task needs packed ones"):
-        MlmBatches(make(tmp_path / "numbers"), HostSlice(TOKENS, 4), Masking(), 0)

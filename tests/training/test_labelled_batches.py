@@ -70,15 +70,6 @@ def expected(count: int) -> Counter[tuple[tuple[int, ...], int]]:
     return counts
 
 
-def test_rows_are_padded_to_their_bucket_and_cut_at_the_longest(tmp_path: Path) -> None:
-    dataset = make(tmp_path, 100)
-    assert (dataset.manifest.rows, dataset.manifest.labels, dataset.records) == ("class-labelled", LABELS, 100)
-    assert {shard.length for shard in dataset.shards} == {8, 16, 32}
-    plan = DatasetPlan("train", 32, "t", 100, 10)
-    made = write_labelled_rows(str(tmp_path / "b"), plan, BUCKETS, CLASSES, lambda: rows(100), encode, pad=3)
-    assert made.note.split()[0] == str(sum(len(text.split()) > 32 for text, _ in rows(100)))
-
-
 @pytest.mark.parametrize(("count", "size", "hosts"), [(100, 12, 1), (100, 12, 3), (7, 12, 2), (1, 4, 4), (100, 120, 2)])
 def test_evaluation_covers_each_row_once(tmp_path: Path, count: int, size: int, hosts: int) -> None:
     dataset = make(tmp_path, count)
@@ -90,14 +81,6 @@ def test_evaluation_covers_each_row_once(tmp_path: Path, count: int, size: int, 
     assert records == list(range(count))
     assert {len(part.records) for part in together} == {size // hosts}
     assert all((part.attention_mask.sum(axis=1) > 0).all() for part in together)
-
-
-def test_training_batches_are_full_and_of_few_shapes(tmp_path: Path) -> None:
-    training_batches = batches(make(tmp_path, 300))
-    seen = [training_batches.batch(k) for k in range(60)]
-    assert training_batches.lengths == (8, 16, 32)
-    assert {part.input_ids.shape for part in seen} == {(12, 8), (12, 16), (12, 32)}
-    assert all(part.weights.all() for part in seen)
 
 
 def test_a_small_bucket_is_joined_to_the_next_longer_one(tmp_path: Path) -> None:

@@ -22,12 +22,6 @@ def test_the_first_step_of_each_announced_shape_may_compile() -> None:
     assert check_steps((FOUR, step(1)), (FOUR, step()), (FIVE, step(1)), (FIVE, step()), expected=2) == []
 
 
-def test_an_unexpected_shape_is_reported_with_the_last_one() -> None:
-    [finding] = check_steps((FOUR, step(1)), (FIVE, step(1, numbers=(9,))))
-    assert (finding.rule, finding.place) == (PROGRAM, "m.py:2")
-    assert "step 1 has a new shape: x [5, 8], after x [4, 8]" in finding.message
-
-
 def test_a_changing_number_is_reported_once_with_its_line() -> None:
     [finding] = check_steps(*((FOUR, step(1, numbers=(number,))) for number in range(4)))
     assert (finding.rule, finding.place) == (PROGRAM, "m.py:2")

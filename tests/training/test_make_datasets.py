@@ -74,11 +74,6 @@ def test_classes_are_numbered_in_the_order_of_their_names_or_of_a_file(tmp_path:
         assert counts.sum() == result.dataset.records
 
 
-def test_a_finished_dataset_is_reused(tmp_path: Path) -> None:
-    assert [result.reused for result in make_datasets(options(tmp_path))] == [False, False]
-    assert [result.reused for result in make_datasets(options(tmp_path))] == [True, True]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -72,12 +72,6 @@ def test_each_position_is_as_likely_as_any_other() -> None:
     assert ((counts - expected) ** 2 / expected).sum() < 80  # chi-squared with 39 degrees: p < 0.0001 above
 
 
-def test_a_row_of_special_tokens_has_nothing_to_predict() -> None:
-    masked = Masker(Masking(), TOKENS, 3)(np.full((2, 16), 3, np.int32), 0, np.arange(2))
-    assert not masked.weights.any()
-    assert (masked.input_ids == 3).all()
-
-
 def test_no_rows_are_no_rows() -> None:
     masked = Masker(Masking(), TOKENS, 3)(np.zeros((0, 16), np.int32), 0, np.zeros(0, np.int64))
     assert masked.positions.shape == (0, 3)

@@ -57,14 +57,6 @@ def test_a_stuck_host_is_ended_when_a_peer_dies(hosts: Hosts) -> None:
     assert "host 1 is gone" in end(stuck, Exit.LOST_PEER, 10)
 
 
-def test_the_reason_of_a_failed_host_reaches_the_others(hosts: Hosts) -> None:
-    waiting = hosts.start(0, 2, "meet start", "meet end")
-    failing = hosts.start(1, 2, "meet start", "phase opening the data", "fail shard 3 is damaged")
-    end(failing, Exit.FAILED)
-    text = end(waiting, Exit.LOST_PEER)
-    assert "host 1 stopped in phase 'opening the data' with exit code 1: shard 3 is damaged" in text
-
-
 def test_a_host_of_an_earlier_attempt_is_refused_and_disturbs_no_other(hosts: Hosts) -> None:
     first = hosts.start(0, 2, "say open", "meet start", "meet end", TPU_LAUNCH_ATTEMPT="1")
     wait_for_line(first, "open")

@@ -52,14 +52,6 @@ def test_figures_of_the_matrix_are_those_of_the_examples(pairs: Pairs) -> None:
     assert accuracy(confusion(pairs)) == pytest.approx(sum(t == p for t, p in pairs) / len(pairs))
 
 
-def test_outcomes_add_up_and_one_that_counts_nothing_further_adds_nothing() -> None:
-    first = StepResult({"loss": 1.0, "weight": 2.0, "correct": 1.0}, Signals(), np.array([1.0, 0.0]))
-    second = StepResult({"loss": 2.0, "weight": 1.0, "correct": 0.0}, Signals(stop=True), np.array([0.0, 1.0]))
-    total = StepResult.empty().plus(first).plus(second)
-    assert (total.sums, total.signals) == ({"loss": 3.0, "weight": 3.0, "correct": 1.0}, Signals(stop=True))
-    assert total.counts.tolist() == [1, 1]
-
-
 @pytest.mark.parametrize("label", [-1, 3])
 def test_a_label_outside_the_range_is_named_with_its_record(label: int) -> None:
     why = f"gs://b/train: record 12 has label {label}, and the dataset has 3 labels, 0 to 2"

@@ -9,9 +9,7 @@ import pytest
 from tests.container import small_runs
 from tests.training.numpy_backend import Runs
 from training.backends.tensorflow.calls import CALL_SECONDS, MOST_STEPS, StepCalls
-from training.config import from_document
 from training.errors import StopRequested
-from training.yaml_file import ConfigError, Document
 
 
 class Program:
@@ -65,10 +63,3 @@ def test_a_host_without_others_stops_after_the_step_in_which_it_is_asked(tmp_pat
     """Two steps are in flight: their results are not waited for by starting more."""
     with pytest.raises(StopRequested, match="stopped after step 5, "):
         Runs(tmp_path).train("stopped", 0, shutdown=small_runs.StopAfter(5))
-
-
-def test_only_tensorflow_takes_the_key() -> None:
-    document = small_runs.document(Path("/data"), train__steps_per_call=4)
-    with pytest.raises(ConfigError, match=r"train.steps_per_call: only the TensorFlow backend"):
-        from_document(Document("run.yaml", document, {}))
-    assert from_document(Document("run.yaml", {**document, "backend": "tensorflow"}, {})).train.steps_per_call == 4

@@ -44,12 +44,3 @@ def test_bad_input_is_one_message(tmp_path: Path, arguments: list[str], environm
     code, text = tpu_train(tmp_path, *arguments, **environment)
     assert (code, is_one_message(text)) == (Exit.BAD_INPUT, True), text
     assert told in text
-
-
-def test_mistakes_are_named_with_their_lines(tmp_path: Path) -> None:
-    write(tmp_path, train={"steps": "many", "global_batch_size": 4, "learnig_rate": 1.0})
-    code, text = tpu_train(tmp_path, "train", "run.yaml")
-    assert (code, is_one_message(text)) == (Exit.BAD_INPUT, True), text
-    assert "train.steps: should be a valid integer, not 'many'" in text
-    assert "unknown key 'train.learnig_rate'; did you mean 'learning_rate'?" in text
-    assert all(line.startswith("run.yaml:") for line in text.splitlines()[1:])

@@ -79,4 +79,4 @@ if __name__ == "__main__":
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v3-8")
     fresh, state = step_and_look(Path(sys.argv[1]), None)
     resumed, _ = step_and_look(Path(sys.argv[1]), state)
-    print(json.dumps({"fresh": fresh, "resumed": resumed}))
+    print(json.dumps({"fresh": fresh, "resumed": resumed, "jax": "jax" in sys.modules}))

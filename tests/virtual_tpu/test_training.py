@@ -111,8 +111,10 @@ def test_stopped_killed_and_resumed_it_ends_with_the_same_bits(folder: Path, tmp
     host.process.kill()  # as with its host
     assert host.finish(SECONDS) == -signal.SIGKILL, host.text()
     resumed = train(folder, "stopped", config, attempt=2)
-    assert "going on from" in (folder / "logs" / "stopped.2.0.log").read_text()
-    small_runs.require_same_bits(resumed, straight)
+    told = (folder / "logs" / "stopped.2.0.log").read_text()
+    assert "going on from" in told
+    assert "can't be cached" not in told
+    small_runs.require_same_bits(resumed, straight)  # its first steps are traced, which were cached before
 
 
 def test_every_device_holds_all_of_the_state_and_few_calls_copy_it(folder: Path) -> None:
@@ -122,14 +124,8 @@ def test_every_device_holds_all_of_the_state_and_few_calls_copy_it(folder: Path)
     # Of 42 parameters with two moments each, 16 are matrices: 48 buffers. The others are three packed buffers a kind.
     # The dropouts' table and an empty array go to the devices too.
     few = {"tensors": 126, "buffers": 57, "upload": 59, "snapshot": 1, "checksum": 1, "unplanned": 0}
-    assert json.loads(printed.splitlines()[-1]) == {"fresh": whole | few, "resumed": whole | few}
-
-
-@pytest.mark.nightly
-def test_cached_steps_have_the_bits_of_traced_ones_on_eight_devices(folder: Path) -> None:
-    printed = run_python("-m", "tests.virtual_tpu.cached_steps", str(folder), seconds=SECONDS)
-    compared = json.loads(printed.splitlines()[-1])
-    assert compared == {"devices": 8, "same_results": True, "same_state": True, "traced": True, "jax": False}
+    found = json.loads(printed.splitlines()[-1])
+    assert found == {"fresh": whole | few, "resumed": whole | few, "jax": False}
 
 
 ONE_HOST = [slice_.name for slice_ in ACCELERATORS.values() if slice_.hosts == 1]
