@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
+from tests.processes import run_python
 from tests.training.damage import flip
 from training import storage
 from training.data import tokenizer as tokenizers
@@ -32,9 +33,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def succeed(*arguments: str | Path) -> str:
-    done = run(*arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python("-m", "training.cli", *map(str, arguments))
 
 
 def refused(*arguments: str | Path) -> str:

@@ -19,13 +19,6 @@ def documents(path: Path | str, field: str = "text") -> list[str]:
     return list(Corpus(str(path), field).documents())
 
 
-def test_the_built_in_corpus_is_pythons_help() -> None:
-    help_topics = documents("builtin:pydoc")
-    assert len(help_topics) > 50
-    assert sum(map(len, help_topics)) > 300_000
-    assert help_topics == documents("builtin:pydoc")
-
-
 def test_paragraphs_of_a_text_file_are_documents(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n\n  \n\nthree\r\n")
     assert documents(tmp_path / "a.txt") == ["one\ntwo", "three"]
