@@ -81,9 +81,8 @@ def _record_stop(session: Session, attempt: int) -> None:
     state, known = session.ledger.state, session.ledger.events()
     # A recovery may have made another slice; else a later run may have made the one that has the name now.
     began = "" if state.recovering else last_slice_created([event for event in known if event.attempt == attempt])
-    created = began or session.provider.identity()[0]
-    seconds = session.config.run.stop_seconds
-    session.ledger.append(events.RunStopRequested(attempt, seconds, by_budget=True, slice_created=created))
+    stop_seconds, created = session.config.run.stop_seconds, began or session.provider.identity()[0]
+    session.ledger.append(events.RunStopRequested(attempt, stop_seconds, by_budget=True, slice_created=created))
 
 
 def take_down(session: Session) -> None:

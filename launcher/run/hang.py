@@ -94,7 +94,7 @@ def explain_hang(
     hosts: dict[int, _HostLook] = {}
     for worker, stacks in sorted(second.items()):
         samples = [sample for sample in (first.get(worker), stacks) if sample is not None and sample.processes]
-        # Without a second sample, as of a host that ended meanwhile because another one is silent, the first one counts.
+        # Without a second sample, as of a host that ended as another one is silent, the first one counts.
         before = samples[0] if len(samples) > 1 else HostStacks()
         hosts[worker] = _look(before, samples[-1] if samples else stacks, lines.get(worker))
     if not hosts:

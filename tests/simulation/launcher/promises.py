@@ -366,7 +366,9 @@ def one_event_costs_one_attempt(simulation: SimulatedRun) -> None:
     if simulation.loses_by_its_disk or any(fault.kind not in _TAKES_HOSTS for fault in simulation.faults):
         return
     record = simulation.world.record
-    replaced = [item.run_id for item in simulation.ledgers() for e in item.events() if isinstance(e, events.SliceReplaced)]
+    replaced = [
+        item.run_id for item in simulation.ledgers() for e in item.events() if isinstance(e, events.SliceReplaced)
+    ]
     for ledger in simulation.ledgers():
         spent = spent_so_far(ledger.events()).preemptions
         saves = sum(job.plan.kind == "save" for job in record.jobs.values() if job.run == ledger.run_id)
