@@ -13,7 +13,6 @@ from launcher.errors import BadInput, Exit, LaunchError
 from launcher.file_lock import hold_shared
 from launcher.run import events
 from launcher.run.events import Entry
-from launcher.run.recovery import last_slice_created
 from launcher.run.runs import runs_on_slice
 from launcher.run.session import Session, deletion_mark
 from launcher.run.verdict import Kind
@@ -77,22 +76,19 @@ def stop(session: Session, attempt: int) -> None:
     _record_stop(session, attempt)
 
 
-def _record_stop(session: Session, attempt: int) -> None:
-    state, known = session.ledger.state, session.ledger.events()
-    # A recovery may have made another slice; else a later run may have made the one that has the name now.
-    began = "" if state.recovering else last_slice_created([event for event in known if event.attempt == attempt])
-    stop_seconds, created = session.config.run.stop_seconds, began or session.provider.identity()[0]
+def _record_stop(session: Session, attempt: int, created: str = "") -> None:
+    stop_seconds, created = session.config.run.stop_seconds, created or session.provider.identity()[0]
     session.ledger.append(events.RunStopRequested(attempt, stop_seconds, by_budget=True, slice_created=created))
 
 
-def take_down(session: Session) -> None:
-    """Deletes the slice of a run whose budget is spent, after recording when it was created; then records that it is
-    gone. Leaves a slice of that name alone that was created later, as a killed process may have deleted the run's, and
-    one on which another run has begun."""
+def take_down(session: Session, created: str = "") -> None:
+    """Deletes the slice of a run whose budget is spent, after recording when it was created ("": the one there is now);
+    then records that it is gone. Leaves a slice of that name alone that was created later, as a killed process may have
+    deleted the run's, and one on which another run has begun."""
     ledger, attempt = session.ledger, max(0, session.ledger.state.attempt)
     ledger.confirm()
     if not ledger.state.budget_spent:
-        _record_stop(session, attempt)
+        _record_stop(session, attempt, created)
     stops = [event for event in ledger.events() if isinstance(event, events.RunStopRequested) and event.by_budget]
     with hold_shared(deletion_mark(session.config)):  # from here on no run begins on the slice
         others = runs_on_slice(session.config, session.context.home, session.machine)

@@ -16,7 +16,7 @@ from launcher.run.bucket import RunBucket
 from launcher.run.lease import supervising
 from launcher.run.ledger import Ledger
 from launcher.run.loop import observe_open_attempt, run_attempts
-from launcher.run.recovery import Retries, decide, spent_so_far
+from launcher.run.recovery import Retries, decide, last_slice_created, spent_so_far
 from launcher.run.runs import import_run
 from launcher.run.session import Context, Outcome, Session, open_session
 from launcher.run.specification import SecretSource
@@ -83,7 +83,9 @@ def take_over(ledger: Ledger, context: Context) -> Outcome | None:
             with contextlib.suppress(LaunchError):
                 session.provider.describe()  # finds out which candidate the slice is
             if not ledger.state.phase.is_open and budget.is_spent(session):
-                budget.take_down(session)
+                # The slice that has the name now may be a later run's; a recovery may have made it.
+                last = [event for event in ledger.events() if event.attempt == ledger.state.attempt]
+                budget.take_down(session, "" if ledger.state.recovering else last_slice_created(last))
                 return None
             missing = session.unknown_secrets() if session.provider.capabilities.sends_secrets else []
             if missing:
