@@ -193,13 +193,15 @@ def frames_show_the_run(simulation: SimulatedRun, command: Command) -> None:
         if columns >= 160:  # where there is room for all
             wrong += [table[host.worker] for host in view.hosts if not _is_row(table.get(host.worker, ""), host)]
             told = (view.run, view.time, view.slice, view.cost, *view.history[:-1])
-            wrong += [text for text in told if text not in frame]
+            wrong += [text for text in told if text[: columns - 1] not in frame]
         history, (of_run, _, state) = "".join(view.history), view.run.rpartition(", ")
         asked = "READY" in view.slice and state == "running"
         wrong += [frame] if (view.hosts and not asked) or (asked and "started" in history and not view.hosts) else []
         told = state == "running" or f"ended: {state}" in history or len(view.history) == 8
         wrong += [frame] if of_run and not told else []
-        priced = simulation.world.cluster is None and "does not exist" not in view.slice
+        priced = simulation.world.cluster is None and not any(
+            text in view.slice for text in ("does not exist", " 0 hosts")
+        )
         wrong += [frame] if priced != bool(view.cost) else []
         steps = {host.worker: host.progress.step if host.progress else -1 for host in view.hosts}
         left = len(steps) - len(shown)
@@ -346,7 +348,8 @@ def left_behind_is_recorded_once(simulation: SimulatedRun) -> None:
         wrong = {(job.attempt, worker) for job in ended for worker in range(job.hosts)} - {*left}
         wrong -= {(each.attempt, each.host) for each in kept if isinstance(each, events.HostStopped)}
         alone = [each for each in left if kind and ends.get(each[0]) in ("finished", "saved")]
-        if wrong or alone or any(at < 0 for _, at in left) or len({*left}) < len(left):
+        again = len({*left}) < len(left) and not any(each.killed for each in simulation.commands)
+        if wrong or alone or any(at < 0 for _, at in left) or again:
             simulation.break_promise("what is left behind is recorded", f"{ledger.run_id}: {left}, not {wrong}")
 
 
