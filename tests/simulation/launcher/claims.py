@@ -199,10 +199,8 @@ def frames_show_the_run(simulation: SimulatedRun, command: Command) -> None:
         wrong += [frame] if (view.hosts and not asked) or (asked and "started" in history and not view.hosts) else []
         told = state == "running" or f"ended: {state}" in history or len(view.history) == 8
         wrong += [frame] if of_run and not told else []
-        priced = simulation.world.cluster is None and not any(
-            text in view.slice for text in ("does not exist", " 0 hosts")
-        )
-        wrong += [frame] if priced != bool(view.cost) else []
+        priced = simulation.world.cluster is None and "does not exist" not in view.slice
+        wrong += [frame] if priced != bool(view.cost) and " 0 hosts" not in view.slice else []  # not yet, or already
         steps = {host.worker: host.progress.step if host.progress else -1 for host in view.hosts}
         left = len(steps) - len(shown)
         fits = len(lines) <= rows if left == 0 else len(lines) == rows and f"and {left} more" in lines
