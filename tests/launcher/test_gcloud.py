@@ -11,13 +11,13 @@ import pytest
 
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
-from launcher.gcloud.calls import call_gcloud, run_gcloud
+from launcher.gcloud.calls import call_gcloud, delete_until_gone, run_gcloud
 from launcher.gcloud.errors import Busy, PermissionDenied, ResourceNotFound, Unavailable
 from launcher.gcloud.retry import Retry
 from launcher.shell import Result
 from launcher.tpu_vm import commands
 from launcher.tpu_vm.ssh.addresses import Address, parse_dry_run
-from tests.launcher.emulated_gcloud import BUSY, Clock, Cloud
+from tests.launcher.emulated_gcloud import BUSY, DENIED, UNAVAILABLE, Clock, Cloud
 from tests.launcher.run_files import SLICE, load_text
 
 
@@ -35,6 +35,18 @@ def test_another_operation_is_waited_for_a_minute(busy: int, raises: bool) -> No
     with pytest.raises(Busy) if raises else contextlib.nullcontext():
         assert call_gcloud(machine, ["gcloud"], timeout=5) == "done"
     assert (clock.now - begun >= 60) is raises
+
+
+def test_a_deletion_is_repeated_after_each_look_and_a_new_error_is_told_once() -> None:
+    errors, said, clock = iter([UNAVAILABLE, UNAVAILABLE, "ALREADY_EXISTS: request", "", DENIED]), list[str](), Clock()
+    looks = iter([("slice s", ["delete"])] * 3 + [("slice s", None), ("slice s", ["delete"]), None, ("s", ["delete"])])
+    machine, begun = Mock(clock=clock), clock.now
+    machine.run.side_effect = lambda argv, **_: Result(tuple(argv), int((text := next(errors)) != ""), "", text)
+    delete_until_gone(machine, said.append, looks.__next__, clock.now + 60)
+    assert [text.split("ed yet: ")[1][:20] for text in said] == ["gcloud: UNAVAILABLE:", "ALREADY_EXISTS: requ"]
+    assert clock.now - begun == 4 * 2.0, "no pause after a deletion that succeeds"
+    with pytest.raises(PermissionDenied):
+        delete_until_gone(machine, said.append, looks.__next__, clock.now + 60)
 
 
 def test_the_accelerator_type_zone_and_project_are_always_given(config: Config) -> None:
