@@ -57,7 +57,7 @@ def _print(finding: Finding, before: str = "") -> None:
 
 
 def show_devices(config: Config, as_json: bool = False) -> None:
-    """Checks the devices of the slice and prints a row for each host; exits with Exit.DEVICES if a check fails."""
+    """Checks devices in a container on each host, and prints a row a host; exits with Exit.DEVICES if a check fails."""
     from launcher.device_check import COLUMNS, check_devices
 
     results = check_devices(config, run_context())

@@ -125,7 +125,8 @@ def main() -> None:
 
 
 def _interrupt(number: int, _frame: object) -> None:
-    """Handles SIGTERM, and SIGHUP once, as Ctrl-C: ends local children; what runs on hosts goes on."""
+    """Raises KeyboardInterrupt for SIGTERM or SIGHUP, as Ctrl-C does. After SIGHUP ignores others, and no longer writes
+    to a terminal, which is gone."""
     if number == signal.SIGHUP:
         signal.signal(number, signal.SIG_IGN)  # shells repeat it
         for stream in (sys.stdout, sys.stderr):

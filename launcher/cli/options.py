@@ -38,12 +38,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--file")) -> Function:
-    """Returns the command with the shared options: it loads the file and calls `function` with its configuration.
-
-    A run of a bucket, gs://bucket/runs/ID, may be named in place of the file, or by --run: it is imported, and has its
-    configuration. Refuses a missing file and an unsupported provider (BadInput); --emulated sets the emulator's
-    endpoints meanwhile. `function` takes the configuration first; `file_flags` are the flags that name the file.
-    """
+    """Returns the command with the shared options: it loads the file and calls `function` with its configuration first,
+    or None for a folder of runs. A run gs://bucket/runs/ID, named in place of the file or by --run, is imported, and
+    its own configuration is used. Refuses a missing file and an unsupported provider (BadInput). With --emulated,
+    `function` reaches the emulator. `file_flags` name the file."""
 
     def wrapped(
         context: click.Context, /, path: str, overrides: tuple[str, ...], provider: str, emulated: bool, **options: Any

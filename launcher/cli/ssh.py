@@ -97,7 +97,7 @@ def open_tunnel(
         port: On the host.
         local: Here, on 127.0.0.1.
         text: Printed once the tunnel listens.
-        on_start: Takes a function that ends the tunnel.
+        on_start: Called with a function that ends the tunnel.
     """
     forward = ["-N", "-oExitOnForwardFailure=yes", f"-L127.0.0.1:{local}:localhost:{port}"]
     output: list[str] = []

@@ -86,6 +86,7 @@ def supervise(
 
 
 def _require_bucket(url: str) -> None:
+    """Raises BadInput for a URL outside of any bucket."""
     if not storage.is_remote(url):
         raise BadInput(f"{url}: name the folder of the runs in their bucket, gs://bucket/runs")
 
@@ -122,7 +123,7 @@ def list_runs_of(folder: str, *, as_json: bool) -> None:
 
 def _row(url: str, scratch: Path) -> dict[str, Any] | None:
     """Imports a run into `scratch` and returns its cells in `list_runs_of`, by column; None for a folder without a
-    ledger. Raises as `import_run`, and StorageError."""
+    ledger. Raises BadInput, LaunchError or StorageError."""
     if not RunBucket.of_run(url).has_run():
         return None
     ledger = import_run(scratch, machine(), url, overlays=False)
@@ -138,6 +139,7 @@ def _row(url: str, scratch: Path) -> dict[str, Any] | None:
 
 
 def _describe(ledger: Ledger) -> str:
+    """Returns where a run stands, in words: "recovering after preempted", its last outcome, or its phase."""
     state = ledger.state
     if state.recovering is not None:
         return f"recovering after {state.recovering.after}"

@@ -46,6 +46,7 @@ class LeaseState:
 
     @property
     def is_live(self) -> bool:
+        """Returns whether a supervisor has the lease and it has not expired, as far as its age is known."""
         return bool(self.holder) and (self.age is None or self.age < LEASE_SECONDS)
 
 
@@ -57,19 +58,20 @@ class RunBucket:
 
     @classmethod
     def of_run(cls, url: str) -> RunBucket:
-        """Returns the launcher's folder of the run gs://bucket/runs/ID."""
+        """Returns the RunBucket of the run with the URL `url` (gs://bucket/runs/ID). Asks the bucket nothing."""
         return cls(storage.join(url, FOLDER))
 
     @property
     def requests(self) -> str:
-        """Returns the URL of the folder that records the requests for the run's slice."""
+        """Returns the URL of the folder with the recorded requests to create the run's slice."""
         return storage.join(self.url, "requests")
 
     def has_run(self) -> bool:
+        """Returns whether the bucket has the run's run.json, which `upload` writes last."""
         return storage.stat(storage.join(self.url, _RECORD)) is not None
 
     def put_event(self, number: int, text: str) -> str:
-        """Creates an event. Returns `text`, or the event that already had the number. Raises StorageError."""
+        """Creates event `number` with `text`. Returns `text`, or that of an event which had the number before."""
         url = self._event(number)
         try:
             storage.write(url, text.encode(), create_only=True)
@@ -93,7 +95,7 @@ class RunBucket:
 
     def judge_lease(self, clock: Clock, seen: int = 0) -> LeaseState | None:
         """Returns the run's lease; None before the first, or if its generation is `seen`. If the bucket tells no time,
-        blocks for LEASE_SECONDS, and gives a lease that was not renewed meanwhile an age at which it has expired."""
+        waits LEASE_SECONDS and reads again: a lease that was not renewed gets an age at which it has expired."""
         lease = self.read_lease(seen)
         if lease is None or lease.age is not None or not lease.is_live:
             return lease
@@ -116,8 +118,8 @@ class RunBucket:
         return storage.write(storage.join(self.url, "lease.json"), content, replaces=replaces).generation
 
     def upload(self, folder: Path) -> None:
-        """Copies the files of a run's folder to the bucket, those that never change only if they are missing there. Its
-        record is last: a folder without one is no run. Raises StorageError."""
+        """Copies config.yaml and specification.yaml of a run's folder to the bucket, then overlays and last run.json if
+        they are missing there, as these never change. Copies no events. Raises StorageError."""
         for name in _REPLACED:
             storage.write(storage.join(self.url, name), (folder / name).read_bytes())
         overlays = [(path, storage.join(self.url, _OVERLAYS, path.name)) for path in folder.glob("overlay-*.tar.gz")]
@@ -126,8 +128,8 @@ class RunBucket:
                 storage.write(url, path.read_bytes())
 
     def download(self, folder: Path, *, overlays: bool) -> None:
-        """Copies the run's files from the bucket into a folder, its record last; with `overlays`, also the archives of
-        overlays. Raises NotFound if there is no run, another StorageError if the bucket does not answer."""
+        """Copies config.yaml, specification.yaml and last run.json into a folder of this machine, with `overlays` also
+        overlays; no events. Raises NotFound if there is no run, another StorageError if the bucket does not answer."""
         record = storage.read(storage.join(self.url, _RECORD))
         for found in storage.listing(storage.join(self.url, _OVERLAYS)) if overlays else ():
             path = folder / storage.name_of(found.url)

@@ -39,7 +39,7 @@ def spent(entries: Sequence[Entry], now: float) -> float:
 
 
 def is_spent(session: Session) -> bool:
-    """Returns whether the run's budget does not allow to go on: what a save costs is kept back."""
+    """Returns whether the budget stopped the run and its slice may still be there, or `exceeds` is true now."""
     entries, now = session.ledger.entries(), session.machine.clock.time()
     return session.ledger.state.budget_spent or exceeds(session.config, entries, now)
 
@@ -61,7 +61,7 @@ def require_prices(config: Config) -> None:
 
 
 def require_left(session: Session) -> None:
-    """Raises LaunchError, after deleting the slice, if the run's budget is spent."""
+    """If the run's budget is spent, deletes its slice (`take_down`) and raises LaunchError (Exit.STOPPED)."""
     if is_spent(session):
         take_down(session)
         raise LaunchError(
@@ -71,20 +71,21 @@ def require_left(session: Session) -> None:
 
 
 def stop(session: Session, attempt: int) -> None:
-    """Requests the stop of an attempt whose budget is spent, and tells the user: it saves, and no attempt follows."""
+    """Records a stop of an attempt whose budget is spent, which `supervise` carries out, and says so to the user."""
     session.say(f": the budget is spent ({describe(session)}): stopping it, so that it saves")
     _record_stop(session, attempt)
 
 
 def _record_stop(session: Session, attempt: int, created: str = "") -> None:
+    """Records a stop by the budget, for the slice created at `created` ("": the one that the provider knows)."""
     stop_seconds, created = session.config.run.stop_seconds, created or session.provider.identity()[0]
     session.ledger.append(events.RunStopRequested(attempt, stop_seconds, by_budget=True, slice_created=created))
 
 
 def take_down(session: Session, created: str = "") -> None:
-    """Deletes the slice of a run whose budget is spent, after recording when it was created ("": the one there is now);
-    then records that it is gone. Leaves a slice of that name alone that was created later, as a killed process may have
-    deleted the run's, and one on which another run has begun."""
+    """Records a stop by the budget with the creation time of the run's slice (`created`; "": of the slice there is
+    now), deletes the slice and records RecoveryGivenUp. Keeps a slice of the name that was created at another time (a
+    killed process may have deleted the run's), and one on which another run is supervised. Raises LaunchError."""
     ledger, attempt = session.ledger, max(0, session.ledger.state.attempt)
     ledger.confirm()
     if not ledger.state.budget_spent:

@@ -1,5 +1,4 @@
-"""Commands in the live containers of a run: `exec`, `explain`, and Jupyter for `notebook`. They change nothing of the
-run."""
+"""Commands in a run's live containers: `exec`, `explain`, and Jupyter for `notebook`. They do not change the run."""
 
 import contextlib
 import re
@@ -57,7 +56,7 @@ def execute(
 @contextlib.contextmanager
 def live_session(config: Config, context: Context, run_id: str | None) -> Iterator[Session]:
     """Yields the session of a run whose last attempt has not ended, as far as is known here, and closes its provider at
-    the end. Raises BadInput if the run was never started, or its last attempt has ended."""
+    the end. Raises BadInput if there is no such run, it was never started, or its last attempt has ended."""
     ledger = find_run(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
     state = ledger.state
     if state.phase is Phase.NEW:
@@ -100,7 +99,7 @@ def exit_code(reports: Sequence[CommandReport]) -> int:
 
 
 def _masked(session: Session) -> Callable[[int, str], None]:
-    """Returns a function that emits a host's line with secrets' values masked, one line at a time. Tells the user now
+    """Returns a function, for any thread, that emits a host's line with secrets' values masked. Tells the user now
     which secrets can't be masked."""
     if unknown := session.unknown_secrets():
         session.say(f": not masked, as their values are not known here: {', '.join(unknown)}")

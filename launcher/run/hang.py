@@ -138,8 +138,8 @@ def _explain_alike(
     lasting: str,
     found: Callable[[str, Sequence[int], str], Hang],
 ) -> Hang:
-    """Returns the explanation where no host waits for another, or all do, as `found` makes it of a kind, the hosts
-    that differ ([] if none does) and a sentence."""
+    """Returns the explanation if no host waits in a collective, or all do. `found` makes it from a kind, the hosts that
+    differ ([]: none) and a sentence; `lasting` ends the sentence (" for 300 s")."""
     if all(host.kind in ("compile", "collective") and _compiles(lines.get(worker)) for worker, host in hosts.items()):
         hosts = {worker: replace(host, kind="compile", what=f"compiles: {host.what}") for worker, host in hosts.items()}
     kinds = Counter(host.kind for host in hosts.values())
@@ -237,6 +237,7 @@ def _starves(thread: ThreadStack, before: ThreadStack | None) -> bool:
 
 
 def _state_of(stacks: HostStacks, pid: int) -> str:
+    """Returns a process's state as the kernel reports it; "" if the host has no such process."""
     return next((process.state for process in stacks.processes if process.pid == pid), "")
 
 
@@ -255,7 +256,7 @@ def _compiles(line: ProgressLine | None) -> bool:
 
 
 def _step(line: ProgressLine | None) -> str:
-    """Returns where a host is, as told: "step 7, training: "; "" without a line."""
+    """Returns the step and phase of a host's line, to begin a sentence: "step 7, training: "; "" without a line."""
     return "" if line is None else f"step {line.step:,}{f', {line.phase}' if line.phase else ''}: "
 
 
@@ -268,4 +269,5 @@ def _where(hosts: Mapping[int, _HostLook], odd: Sequence[int]) -> str:
 
 
 def _names(workers: Sequence[int]) -> str:
+    """Returns "host 3", or "hosts 3, 5"."""
     return f"host{'s'[: len(workers) > 1]} {', '.join(map(str, workers))}"

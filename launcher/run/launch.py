@@ -70,7 +70,7 @@ def read_extras(request: RunRequest, context: Context) -> tuple[env_file.EnvFile
 
 
 def run(request: RunRequest, context: Context) -> Outcome:
-    """Starts the run's next attempt on every host, watches it, and starts further attempts as the budgets allow.
+    """Starts the next attempt of a new or resumed run on every host, watches it, and others as the budgets allow.
 
     Checks that cost nothing come first, then the image, then the hosts. An attempt that is there already is watched, as
     its specification says (--sync stops it first); `request` counts for an attempt that is started.
@@ -170,9 +170,9 @@ def attach(request: RunRequest, context: Context) -> Outcome:
 def stop(config: Config, context: Context, run_id: str | None, *, grace: int | None) -> list[HostReport]:
     """Stops the run: ends its containers on all hosts (SIGTERM; SIGKILL after the grace) and waits until they ended.
 
-    No attempt follows until the next `tpu-launch run`, whichever process of this machine supervises the run. Without
-    `run_id` stops the newest run of the slice. `grace` is in seconds; None for run.stop_seconds. Raises BadInput if
-    there is no such run, or it was never started; LaunchError if the stop can't be recorded.
+    No attempt follows until the next `tpu-launch run`, whichever process supervises the run. Without `run_id`
+    stops the newest run of the slice. `grace` is in seconds; None for run.stop_seconds. Raises BadInput if there is no
+    such run, or it was never started; LaunchError if the stop can't be recorded.
 
     Returns:
         A report for each host; [] if nothing runs on hosts.
@@ -209,8 +209,8 @@ def _stop_on_hosts(session: Session, grace: int) -> list[HostReport]:
 
 
 def delete_slice(config: Config, context: Context) -> None:
-    """Deletes the slice, after stopping its runs and waiting for the processes of this machine that supervise them, so
-    that none of them recreates the slice. A run that is requested meanwhile is refused."""
+    """Deletes the slice. First stops its runs and waits for the processes that supervise them, a minute beyond
+    run.stop_seconds at most, so that none recreates it. Meanwhile this machine's `tpu-launch run` refuses the slice."""
     with hold_shared(deletion_mark(config)):
         _stop_runs(config, context)
         with contextlib.closing(context.make_provider(config)) as provider:

@@ -33,7 +33,8 @@ Say = Callable[[str], None]
 @contextlib.contextmanager
 def supervising(ledger: Ledger, machine: Workstation, say: Say) -> Iterator[None]:
     """Holds the run's lock and, if it has a bucket, its lease, which a thread renews; copies the run's files there.
-    Raises LaunchError if the bucket does not answer, or (Exit.CONFLICT) if a process of any machine supervises it."""
+    Ends this process when another one has taken the lease. Raises LaunchError if the bucket does not answer, or
+    (Exit.CONFLICT) if a process of any machine supervises the run."""
     with ledger.supervising():
         if ledger.bucket is None:
             yield
@@ -145,6 +146,7 @@ class Lease:
             self._renewed = before
 
     def is_fresh(self) -> bool:
+        """Returns whether the lease was renewed less than 15 s ago, by the monotonic and the wall clock."""
         clock, (monotonic, time) = self._machine.clock, self._renewed
         return max(clock.monotonic() - monotonic, abs(clock.time() - time)) < LEASE_SECONDS / 2
 
@@ -157,6 +159,7 @@ class Lease:
         self._machine.exit(int(Exit.CONFLICT))
 
     def _conflict(self, found: LeaseState | None) -> LaunchError:
+        """Returns the error (Exit.CONFLICT) that names the supervisor that has the lease (`found`; None: unknown)."""
         return LaunchError(
             f"run {self._ledger.run_id} is supervised by {found.holder if found is not None else 'another process'}: "
             "`tpu-launch logs -f` follows it, `tpu-launch stop` stops it",
@@ -164,8 +167,7 @@ class Lease:
         )
 
     def _say_once(self, error: storage.StorageError | LaunchError) -> None:
-        """Says that the lease can't be renewed, or (LaunchError) that the events can't be pulled, unless that was said
-        since `keep` last did both."""
+        """Says, once until `keep` succeeds, that the lease can't be renewed, or (LaunchError) no events be pulled."""
         if (is_of_pull := isinstance(error, LaunchError)) not in self._said:
             self._said.add(is_of_pull)
             waiting = f"run {self._ledger.run_id}: its lease can't be renewed; decisions wait until it is: {error}; "

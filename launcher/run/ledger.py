@@ -91,13 +91,13 @@ class HeldLease(Protocol):
     """How many Supervised events there are while the process holds it."""
 
     def is_fresh(self) -> bool:
-        """Returns whether it was renewed in the last half of its seconds."""
+        """Returns whether the lease was renewed less than 15 s ago, half of the time that it lasts."""
 
     def confirm(self) -> None:
-        """Returns when it is fresh; ends the process when another one has the lease."""
+        """Renews the lease unless it is fresh, and waits until it is; ends this process if another one has it."""
 
     def end(self, supervisor: str) -> NoReturn:
-        """Ends the process, because another one of that name supervises the run."""
+        """Says that `supervisor`, the holder of the lease, supervises the run now, and ends this process."""
 
 
 class Ledger:
@@ -133,7 +133,7 @@ class Ledger:
 
     @functools.cached_property
     def bucket(self) -> RunBucket | None:
-        """The run's folder in its bucket; None where the ledger is on this machine only."""
+        """The run's folder in its bucket; None if the ledger is on this machine only, or run.json is damaged."""
         with contextlib.suppress(BadInput):
             if url := self.record.bucket:
                 return RunBucket(url)
@@ -141,12 +141,13 @@ class Ledger:
 
     @property
     def state(self) -> RunState:
-        """Where the run stands now, by the events that all processes of this machine recorded. Raises as `entries`."""
+        """Where the run stands by the events in this machine's file. Raises BadInput for another version's event."""
         return self._read_on().state
 
     def append(self, event: RunEvent, *, patience: float = _FULL_DISK_SECONDS) -> None:
-        """Records an event, which must not hold secrets: the file is kept. Retries for `patience` seconds, on a full
-        disk for example; then raises NotRecorded. A supervisor waits for its run's bucket without end."""
+        """Records an event, which must not hold secrets, in the bucket, if there is one, and in the file. Retries for
+        `patience` seconds, then raises NotRecorded; a holder of the lease waits for the bucket without end (`patience`
+        0: not at all). Ends this process if another one has the lease."""
         deadline = self.clock.monotonic() + patience
         document = Entry(format_time(self.clock.time()), event).document()
         line = json.dumps(document | ({"by": self._writer} if self.bucket else {}))
@@ -179,8 +180,7 @@ class Ledger:
             self._unrecorded.add(event.kind)
 
     def confirm(self) -> None:
-        """Returns when this process may decide: it holds the run's lease, or there is none. Ends the process when
-        another one has the lease."""
+        """If this process has the run's lease, waits until it is fresh; ends the process if another one has it."""
         if self.lease is not None:
             self.lease.confirm()
 
@@ -200,7 +200,7 @@ class Ledger:
             raise LaunchError(f"run {self.run_id}: its events can't be read: {from_disk(error) or error}") from None
 
     def publish(self) -> None:
-        """Copies specification and overlay to the bucket, if there is one, for other machines. Raises LaunchError."""
+        """Copies config, specification, overlays and run.json to the bucket, if there is one. Raises LaunchError."""
         if self.bucket is not None:
             self.confirm()
             try:
@@ -209,8 +209,8 @@ class Ledger:
                 raise LaunchError(f"run {self.run_id} can't be written to its bucket: {error}") from None
 
     def _record(self, line: str, number: int) -> None:
-        """Creates an event in the bucket, after those of other processes, and appends it to the file. `number` was the
-        next when it was first tried: the bucket may have it since, and the file too. Raises OSError, StorageError."""
+        """Appends an event to the file. Before that creates it in the bucket, if there is one, as `number` or the next
+        free one, and appends other processes' events up to there. Raises OSError, StorageError."""
         if self.bucket is None:
             self._write(line)
             return
@@ -227,15 +227,15 @@ class Ledger:
                 self._write(line)
 
     def _is_waiting_for_bucket(self, error: Exception) -> bool:
-        """Returns whether this process holds the lease, after waiting until it can be renewed."""
+        """If the bucket has failed and this process has the lease, waits until that is renewed and returns True; else
+        returns False. Ends this process if another one has the lease."""
         if self.lease is None or not isinstance(error, storage.StorageError):
             return False
         self.confirm()
         return True
 
     def _check_supervisor(self) -> None:
-        """Ends this process if it held the lease and another one has recorded that it supervises the run, also if
-        another command of this machine has pulled that event."""
+        """Ends this process if it had the lease and the file has a later Supervised event, of another process."""
         state = self.state
         if self.lease is not None and state.supervisions > self.lease.supervisions:
             self.lease.end(state.supervisor)
@@ -253,7 +253,7 @@ class Ledger:
             yield
 
     def _write(self, line: str) -> None:
-        """Appends the line of an event, or its end if only that did not fit; ends a cut line before. Raises OSError."""
+        """Appends an event's line, or only its newline if the rest is there; ends a cut line before. Raises OSError."""
         with open(os.open(self._events, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+b", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             last = os.pread(file.fileno(), len(line), max(0, size - len(line))).decode(errors="replace")
@@ -268,11 +268,11 @@ class Ledger:
         _append(self.progress_file(attempt), encode(line))
 
     def keep_hosts(self, attempt: int, step: int, seconds: Mapping[int, float]) -> None:
-        """Appends the seconds a step of each host. Does nothing on a full disk."""
+        """Appends the seconds that a step took each host, for `draw_hosts`. Does nothing on a full disk."""
         _append(self.folder / f"hosts-{attempt}.jsonl", json.dumps({"step": step, "seconds": seconds}))
 
     def draw_hosts(self, attempt: int) -> None:
-        """Draws the heat map of hosts by steps, if seconds were kept. Does nothing on a full disk."""
+        """Writes hosts-<attempt>.svg, a heat map of the kept seconds, if there are any and the disk is not full."""
         with contextlib.suppress(OSError, ValueError):
             text = (self.folder / f"hosts-{attempt}.jsonl").read_text(encoding="utf-8")
             picture = draw_hosts([json.loads(line) for line in text.splitlines()])
@@ -293,9 +293,8 @@ class Ledger:
         return self._read_on().entries
 
     def _read_on(self) -> _Read:
-        """Returns all entries, after reading what was appended since the last call.
-
-        A file that became shorter is read anew. An incomplete last line counts if it parses, and is read again."""
+        """Returns all entries and the run's state, after reading what was appended since the last call. Reads a file
+        that became shorter anew. An incomplete last line counts if it parses, and is read again."""
         before = self._read
         try:
             size = os.stat(self._events).st_size
@@ -388,7 +387,7 @@ class Ledger:
 
 
 def _is_earlier_try(found: str, line: str) -> bool:
-    """Returns whether two lines are of one event of one process, which could not be copied when it was first made."""
+    """Returns whether two lines differ in their times alone: one event, which its process tried to record twice."""
     return bool(json.loads(found) | {"time": ""} == json.loads(line) | {"time": ""})
 
 

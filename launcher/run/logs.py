@@ -139,6 +139,7 @@ class HostLog:
 
     @property
     def _open_file(self) -> Path:
+        """Returns the path of the file beside the log with the times of open lines."""
         return self.path.with_suffix(".open")
 
     def append_new(self, lines: Sequence[LogLine], since: str | None = None, open: Iterable[str] = ()) -> list[LogLine]:
@@ -176,7 +177,7 @@ class HostLog:
             self.kept_open = times
 
     def _append(self, data: bytes) -> None:
-        """Writes all of the data or nothing."""
+        """Appends all of the data to the log or, before it raises OSError, nothing."""
         with open(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             try:
@@ -211,7 +212,7 @@ def next_page(observation: Observation) -> str:
 
 
 def tail(path: Path, size: int) -> list[LogLine]:
-    """Returns the whole lines in the last `size` bytes of a host's log file."""
+    """Returns the whole lines in the last `size` bytes of a host's log file, which must exist."""
     start = max(0, path.stat().st_size - size)
     lines, _ = read_from(path, start)
     return lines[1:] if start else lines  # the first may be cut

@@ -30,7 +30,7 @@ class HostsProgress:
 
     @property
     def step_seconds(self) -> float | None:
-        """Returns the median seconds of the last steps of a host; None if none tells it."""
+        """Returns the median seconds of the last steps of the first host that tells them; None if none does."""
         return next(filter(None, (view.line.step_seconds for view in self.views.values())), None)
 
     def moved(self, default: float) -> float:

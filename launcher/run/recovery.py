@@ -48,11 +48,9 @@ class Decision:
 
 
 def decide(verdict: Verdict, spent: Retries, budgets: Retries, *, stop_requested: bool) -> Decision:
-    """Decides whether another attempt follows one that ended with `verdict`, which `spent` does not count yet.
-
-    A finished or stopped run, a deleted slice and bad input are never retried. Preemptions start again at once within
-    their budget, failures after a delay that doubles.
-    """
+    """Decides whether another attempt follows one that ended with `verdict`, which `spent` does not count yet. Never
+    after a finished or stopped run, a deleted slice or bad input; after a preemption at once, after a failure with a
+    delay that doubles, both within their budget."""
     kind = verdict.kind
     assert kind.ended
     if kind is Kind.FINISHED:

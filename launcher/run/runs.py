@@ -43,8 +43,8 @@ def runs_on_slice(config: Config, home: Path, machine: Workstation) -> list[Ledg
 def find_run(
     home: Path, machine: Workstation, run_id: str | None, *, slice_name: str | None = None, provider: str | None = None
 ) -> Ledger:
-    """Returns the run of that id, or the newest one (`run_id` None), of that slice and provider (None: any), with the
-    events that its bucket has. Raises BadInput when there is none, or the named run is damaged."""
+    """Returns the run of that id, or the newest one (`run_id` None), of that slice and provider (None: any), after
+    pulling its bucket's events, if the bucket answers. Raises BadInput when there is none, or it is damaged."""
     return pull_known(_find(home, machine, run_id, slice_name, provider), machine)
 
 
@@ -90,12 +90,9 @@ def resolve_run(
     new: bool,
     say: Callable[[str], None],
 ) -> Ledger:
-    """Returns the run to resume, or a new one, whose folder is made with `requested` and `overlay`.
-
-    Resumed is the run of `run_id`, or else the newest run on the slice, unless it has finished, its configuration hash
-    differs, or `new` is set. Raises BadInput if there is no run of that id, or it has another configuration hash;
-    LaunchError if a new run's bucket does not answer.
-    """
+    """Returns the run to resume, or makes the folder of a new one with `requested` and `overlay`. Resumes the run of
+    `run_id`, else the newest run on the slice, unless it has finished, its configuration hash differs, or `new` is set.
+    Raises BadInput if `run_id` is no run, or has another hash; LaunchError if a new run's bucket does not answer."""
     config_hash = specification.hash_configuration(config)
     if run_id is not None:
         ledger = find_run(home, machine, run_id, provider=config.provider)
@@ -127,8 +124,7 @@ def resolve_run(
 
 def _folder_in_bucket(config: Config, run_id: str, say: Callable[[str], None]) -> str:
     """Writes config.yaml into a new run's launcher folder in its bucket, and returns the folder's URL; "" if the output
-    is not in a bucket, or (said to the user) this account may not create and replace objects there. Raises
-    LaunchError."""
+    is in none, or (said to the user) this account may not create and replace objects there. Raises LaunchError."""
     if config.trainer is None or not storage.is_remote(config.trainer.output):
         return ""
     url = storage.join(config.trainer.output, run_id, bucket.FOLDER)

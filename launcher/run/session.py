@@ -30,7 +30,7 @@ class RunStopped(LaunchError):
 
     @classmethod
     def of(cls, run_id: str) -> RunStopped:
-        """Returns the error of a run. Code that adds to a LaunchError's message calls the constructor."""
+        """Returns the error that says that the run was stopped, and which command resumes it."""
         return cls(f"run {run_id} was stopped (`tpu-launch stop` or `down`); `tpu-launch run` resumes it")
 
 
@@ -146,7 +146,7 @@ class Session:
         return self.secrets.missing(self.specification)
 
     def with_image(self, image: str) -> Session:
-        """Writes the specification with the image, and returns the session that uses it."""
+        """Writes the specification with the image, here and in the bucket, and returns the session that uses it."""
         spec = self.specification.model_copy(update={"image": image})
         specification.write(self.ledger.folder, spec)
         self.ledger.publish()

@@ -107,11 +107,8 @@ def describe(
 
 
 def resume(before: Specification, requested: Specification) -> Specification:
-    """Returns the specification of a run that `tpu-launch run` resumes.
-
-    The command line wins over the earlier specification. Secrets and an overlay that it does not repeat are kept, so
-    that the run goes on as the same program.
-    """
+    """Returns the specification of a run that `tpu-launch run` resumes: `requested`, with the secrets, env file and
+    overlay of `before` that it does not give anew, so that the run goes on as the same program."""
     return requested.model_copy(
         update={
             "run": before.run,

@@ -29,6 +29,7 @@ class Frame:
 
     @property
     def place(self) -> str:
+        """Returns "file.py:12", without the file's folder."""
         return f"{self.file.rpartition('/')[2]}:{self.line}"
 
 
@@ -47,7 +48,7 @@ class ThreadStack:
 
     @property
     def waits_for_gil(self) -> bool:
-        """Returns whether it waits for Python's lock: CPython does so with this call, and takes its locks otherwise."""
+        """Returns whether its native calls show a wait for Python's lock (GIL): a timed one, outside of any library."""
         return "pthread_cond_timedwait (libc.so.6)" in self.native and all(map(_PLAIN.search, self.native))
 
 
@@ -105,7 +106,7 @@ def _judge_memory(facts: str) -> str:
 
 def parse_stacks(output: str) -> HostStacks:
     """Parses the output of stacks.sh: processes, source lines, and how the host is short of memory. A thread that the
-    output has twice becomes one (`_merge`). Without a process, `problem` is the output's last line."""
+    output has twice becomes one, with the native calls of its second stack. Without a process, `problem` says why."""
     processes: list[ProcessStacks] = []
     threads: dict[str, ThreadStack] = {}  # of the last process, by id
     opened: ThreadStack | None = None
@@ -249,7 +250,7 @@ def _match(patterns: Sequence[tuple[Waits, re.Pattern[str]]], text: str) -> Wait
 
 
 def places(stacks: HostStacks) -> Iterator[tuple[ProcessStacks, ThreadStack, Place]]:
-    """Yields the place of each thread, main threads first."""
+    """Yields each thread with its process and its place, threads named MainThread first."""
     threads = [(process, thread) for process in stacks.processes for thread in process.threads]
     for process, thread in sorted(threads, key=lambda each: each[1].name != "MainThread"):
         yield process, thread, locate(thread, stacks.sources)

@@ -46,13 +46,13 @@ class ProgressView:
         return statistics.median(seen) if seen else 0.0
 
     def limit(self, seconds: float) -> float:
-        """Returns the seconds without progress that are normal in this phase. `seconds`: of training, at least."""
+        """Returns how many seconds without progress are normal in its phase: in training at least `seconds`."""
         trains = self.line.phase == TRAINING or (not self.line.phase and len(self.steps) > 1)
         least = seconds if trains else seconds * _PHASE_FACTORS.get(self.line.phase, _PHASE_FACTORS[START])
         return max(least, SLOW_STEPS * self.step_seconds, self.line.save_seconds, self.line.limit)
 
     def later(self, seconds: float) -> ProgressView:
-        """Returns the view as if everything had been seen so much later."""
+        """Returns the view with `asked` and `moved` so many seconds later."""
         return replace(self, asked=self.asked + seconds, moved=self.moved + seconds)
 
 
@@ -99,7 +99,7 @@ def judge_stall(views: Mapping[int, ProgressView], limit: float, quiet: float) -
 
 
 def describe_limits(stall_minutes: float | None) -> Sequence[str]:
-    """Returns what counts as a stall, for `plan`."""
+    """Returns two sentences, for `plan`, that say what counts as a stall with this run.stall_minutes."""
     minutes = DEFAULT_SECONDS / 60 if stall_minutes is None else stall_minutes
     without = "never hangs" if stall_minutes is None else f"hangs after {minutes:g} minutes without output"
     return [

@@ -34,7 +34,8 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
 
     Raises:
         BadInput: A secret or the overlay is missing; no attempt has begun.
-        LaunchError: The attempt runs on no host that could be reached; `events.Orphaned` names the others.
+        LaunchError: The attempt runs on no host that could be reached; `events.Orphaned` names the others. If it is a
+            NotRecorded, the attempt may run, and the ledger does not say so.
         RunStopped: The user stopped the run.
     """
     ledger, spec, config, provider = session.ledger, session.specification, session.config, session.provider
@@ -156,16 +157,16 @@ def require_all(reports: Sequence[HostReport], verb: str) -> None:
 
 
 def end_everywhere(session: Session, attempt: int, workers: Sequence[int], *, grace: int = 1) -> None:
-    """Ends and removes an attempt's containers. Records hosts where that failed, to be reaped before the next start."""
+    """Ends and removes an attempt's containers on `workers` (SIGKILL after `grace` s). Records Orphaned for the hosts
+    where that failed: the next start on the slice removes these containers."""
     reports = stop_hosts(session, attempt, workers, grace=grace, remove=True)
     if left := tuple(report.worker for report in reports if not report.ok):
         session.ledger.append(events.Orphaned(attempt, session.container(attempt), left))
 
 
 def _reap_orphans(session: Session) -> None:
-    """Removes containers that earlier attempts, of any run on the slice, left on hosts that were out of reach: such a
-    container goes on working, and holds the TPU. Says nothing of those that can't be removed now: the next start tries
-    again."""
+    """Removes containers that earlier attempts, of any run on the slice, left on hosts that were out of reach, where
+    they hold the TPU, and records Reaped. Silently leaves those that can't be removed now to the next start."""
     for ledger in runs_on_slice(session.config, session.context.home, session.machine):
         for orphan in ledger.state.orphans:
             with contextlib.suppress(LaunchError):
@@ -180,11 +181,9 @@ def _reap_orphans(session: Session) -> None:
 
 
 def observe_phase(session: Session) -> Phase:
-    """Asks every host once for the open attempt, and returns the run's phase with what they answered.
-
-    A missing answer says nothing: a host may be away for a moment while the run goes on. So the answers are waited for
-    only until one tells that the phase stays, and 10 s and half a second a host at most.
-    """
+    """Asks every host once for the open attempt, and returns the run's phase with what they answered. Waits only until
+    an answer shows that the phase stays, 10 s and half a second a host at most. A missing answer leaves the phase as it
+    is: a host may be away for a moment while the run goes on."""
     state, clock, threads = session.ledger.state, session.machine.clock, session.machine.threads
     # Lines matter only where the start may have been interrupted.
     since = format_time(clock.time()) if state.phase is Phase.RUNNING else None
@@ -211,11 +210,8 @@ def observe_phase(session: Session) -> Phase:
 
 
 def _may_lack_secrets(session: Session, answer: Observation, container: ContainerState) -> bool:
-    """Returns whether a container waits, or did so to its end, for secrets or an overlay that died with the launcher
-    that started it.
-
-    One that may wait runs, has written no line, and was started more recently than it waits for secrets.
-    """
+    """Returns whether a container waits, or waited to its end, for secrets or an overlay that died with its launcher. A
+    running one may wait if it has written no line and started more recently than it waits for secrets."""
     config, spec = session.config, session.specification
     waits = session.provider.host_count > 1 or bool(spec.secrets) or spec.overlay is not None
     if not session.provider.capabilities.sends_secrets or not waits:

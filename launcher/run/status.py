@@ -1,4 +1,4 @@
-"""Reads a run without changing it: `status`, `logs` and `events`."""
+"""Reads a run: `status`, `events`, and `logs`, which may fetch lines into the run's folder. Hosts stay unchanged."""
 
 import contextlib
 from collections.abc import Mapping, Sequence

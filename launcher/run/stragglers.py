@@ -112,8 +112,9 @@ class Watch:
     def observe(
         self, lines: Mapping[int, ProgressLine], now: float
     ) -> tuple[Watch, Straggler | None, Straggler | None]:
-        """Returns the watch with these lines as its new window, or itself until WINDOW_SECONDS and two hosts' steps
-        later; then the straggler that began and the one that ended in WINDOWS windows, or None. `now`: monotonic."""
+        """Returns the next watch, and the straggler that has begun and the one that has ended now, or None. `lines` end
+        a window if WINDOW_SECONDS have passed and two hosts made steps since it began; else the watch stays. A
+        straggler begins when the last WINDOWS windows show it, and ends when none of them does. `now`: monotonic."""
         if (window := self.window) is None:
             return Watch(self.current, dict(lines), now, self.recent), None, None
         moved = sum(worker not in window or line.step != window[worker].step for worker, line in lines.items())

@@ -113,7 +113,7 @@ def supervise(session: Session, attempt: int) -> Verdict:
 def _write_post_mortem(
     session: Session, attempt: int, reachable: Sequence[int], secrets: Mapping[str, str], unknown: Sequence[str]
 ) -> None:
-    """Writes the archive of a failed attempt, without the values of `secrets`. If that fails, says so and goes on."""
+    """Writes the archive of a failed attempt, `secrets` masked; records and says its path, or why it can't."""
     say = session.context.output.say
     evidence = session.provider.evidence(session.container(attempt), reachable)
     try:
@@ -146,8 +146,8 @@ def explain(verdict: Verdict) -> list[str]:
 
 
 def stop_hosts(session: Session, attempt: int, workers: Sequence[int], *, grace: int, remove: bool) -> list[HostReport]:
-    """Calls `Provider.stop` for an attempt. Reports each host as failed if not even addresses can be looked up. Ends
-    this process when another one has the run's lease."""
+    """Stops an attempt's containers on `workers` (SIGKILL after `grace` s); with `remove`, removes them. If the
+    provider fails, reports that for each host. Ends this process when another one has the run's lease."""
     session.ledger.confirm()
     try:
         return session.provider.stop(session.container(attempt), grace=grace, remove=remove, workers=workers)
@@ -218,8 +218,8 @@ class _Supervision:
         self.disk_full = False  # this machine's, so that lines wait on their hosts
 
     def watch(self) -> tuple[Verdict, list[int]]:
-        """Starts a task that polls each host, and one that stops hosts if the user stops the run. Returns the verdict
-        that ends the attempt, and the hosts that answer. Raises StartInterrupted."""
+        """Polls all hosts, each in a task, and delivers their lines until a verdict ends the attempt; after a stop of
+        the run also stops the hosts. Returns the verdict, and the hosts that answer. Raises StartInterrupted."""
         for worker in self.session.workers:
             self.threads.start(self._poll_repeatedly, worker)
         try:
@@ -289,7 +289,7 @@ class _Supervision:
         return replace(verdict, cause=cause)
 
     def fetch_rest(self, workers: Sequence[int]) -> None:
-        """Delivers the last lines of these hosts. Each host's task holds one observation at a time."""
+        """Delivers the last lines of these hosts, from all at once, holding one observation of each in memory."""
         turn = self.threads.lock()
         self.threads.map(lambda worker: self._fetch_rest_of(worker, turn), workers, at_once=_AT_ONCE)
 
@@ -316,8 +316,9 @@ class _Supervision:
             self.views[worker] = replace(view, seen=seen, failing_since=view.failing_since + still)
 
     def _receive(self) -> None:
-        """Handles one observation or state of the slice, if one arrives within 0.25 s. New lines, lines that grow, new
-        progress and a host that is out of reach all count as output (`last_line`)."""
+        """Takes an answer from the inbox, if one comes within 0.25 s: delivers a host's lines and updates its view, or
+        takes over the slice's state. New lines, lines that grow, new progress and a host that is out of reach count as
+        output (`last_line`). Raises StartInterrupted."""
         answer = self.inbox.get(timeout=_INBOX_SECONDS)
         if answer is None:
             return
@@ -418,7 +419,7 @@ class _Supervision:
                 budget.stop(self.session, self.attempt)
 
     def _poll_all_now(self) -> None:
-        """Polls every other host now, once, so that a host in a long poll does not count as silent."""
+        """Polls each host not seen to end, once an attempt, in tasks: one in a long poll must not count as silent."""
         if self.polled_all:
             return
         self.polled_all = True
@@ -505,7 +506,7 @@ class _Supervision:
             self.inbox.put(answer)
 
     def _ask_for_slice(self, wait: Callable[[float], object]) -> SliceAnswer | None:
-        """Returns the API's answer; None without one. Asks twice, after a `wait`, before it calls the slice gone."""
+        """Returns the API's answer; None without one. Asks again after a `wait` before it says gone or recreated."""
         try:
             slice_state = self.provider.describe()
             if slice_state is None or slice_state.state == "CREATING":  # a stale answer must not end a run

@@ -67,7 +67,8 @@ def _verdict(ended: events.Ended) -> Verdict | None:
 
 def take_over(ledger: Ledger, context: Context) -> Outcome | None:
     """Supervises a run to its end: watches the attempt that is running, or starts the next one, by the run's
-    specification and budgets. Returns how the last attempt ended; None if nothing was left to do.
+    specification and budgets. If run.budget is spent, deletes the slice and starts none. Returns how the last attempt
+    ended; None if it watched none.
 
     Raises:
         LaunchError: Another process supervises the run (Exit.CONFLICT), or the run could not be recovered.
@@ -144,7 +145,8 @@ class Supervisor:
     _children: dict[str, _Child] = field(default_factory=dict)
 
     def watch(self) -> None:
-        """Looks for unsupervised runs every 15 s. On KeyboardInterrupt ends its processes, which leave their leases."""
+        """Starts a process for each unsupervised run, looking every 15 s. Ctrl-C ends them, which releases the
+        leases."""
         say, clock = self.context.output.say, self.context.machine.clock
         say(f"supervising the runs of {self.folder}")
         try:
