@@ -125,8 +125,7 @@ def main() -> None:
 
 
 def _interrupt(number: int, _frame: object) -> None:
-    """Raises KeyboardInterrupt for SIGTERM or SIGHUP, as Ctrl-C does. After SIGHUP ignores others, and no longer writes
-    to a terminal, which is gone."""
+    """Raises KeyboardInterrupt for SIGTERM and the first SIGHUP; after a SIGHUP writes nothing to the terminal."""
     if number == signal.SIGHUP:
         signal.signal(number, signal.SIG_IGN)  # shells repeat it
         for stream in (sys.stdout, sys.stderr):

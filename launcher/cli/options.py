@@ -136,7 +136,7 @@ def _options(file_flags: tuple[str, ...]) -> list[Callable[[Any], Any]]:
 
 
 def file_option(help: str, default: Path | None = None) -> Callable[[Function], Function]:
-    """Returns the option -f of a command that has not the shared ones."""
+    """Returns the decorator that adds -f FILE, with the text `help`, to a command without the shared options."""
     shown = default is not None
     return click.option(
         "-f", "--file", "path", type=click.Path(path_type=Path), default=default, show_default=shown, help=help
@@ -162,7 +162,7 @@ def machine() -> Workstation:
 
 
 def open_provider(config: Config) -> Provider:
-    """Makes the configuration's provider, which says its lines on this terminal; the caller closes it."""
+    """Returns a new provider of the configuration, which says its lines on this terminal; the caller closes it."""
     return make_provider(config, terminal.say, machine())
 
 

@@ -91,6 +91,7 @@ class RunBucket:
         return [text.decode() for text in texts]
 
     def _event(self, number: int) -> str:
+        """Returns the URL of the event with a number, which may not exist."""
         return storage.join(self.url, "events", f"{number:08d}.json")
 
     def judge_lease(self, clock: Clock, seen: int = 0) -> LeaseState | None:

@@ -100,6 +100,7 @@ def explain_stall(
     with the explanation as its cause and what the other hosts do as symptoms; without stacks, the given verdict.
 
     Args:
+        verdict: STALLED. If its cause names a host, only the stacks of that host are explained.
         progress: Newest line of each host that tells it.
         since: When the last progress was made, by the monotonic clock.
     """

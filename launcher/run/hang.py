@@ -220,7 +220,7 @@ def _look_at_processes(first: HostStacks, second: HostStacks) -> _HostLook:
 
 
 def _choose(candidates: Sequence[tuple[ProcessStacks, ThreadStack, Place]]) -> Place:
-    """Returns the most telling place of a host: that of a main thread; if all of these wait for data, other threads or
+    """Returns the most telling place of a host: a main thread's; if all main threads wait for data, other threads or
     processes, that of another thread which is in code or waits for storage or a lock, if there is one."""
     mains = [place for _, _, place in candidates if place.thread == "MainThread"] or [candidates[0][2]]
     for wanted in (Waits.CODE, Waits.COMPILER, Waits.BUSY, Waits.STORAGE, Waits.LOCK, Waits.COLLECTIVE):

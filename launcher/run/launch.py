@@ -172,10 +172,8 @@ def stop(config: Config, context: Context, run_id: str | None, *, grace: int | N
 
     No attempt follows until the next `tpu-launch run`, whichever process supervises the run. Without `run_id`
     stops the newest run of the slice. `grace` is in seconds; None for run.stop_seconds. Raises BadInput if there is no
-    such run, or it was never started; LaunchError if the stop can't be recorded.
-
-    Returns:
-        A report for each host; [] if nothing runs on hosts.
+    such run, or it was never started; LaunchError if the stop can't be recorded. Returns a report for each host; [] if
+    nothing runs on hosts.
     """
     ledger = _find(config, context, run_id)
     supervised = ledger.supervised()
@@ -362,7 +360,7 @@ def _last_image(config: Config, context: Context) -> str | None:
 
 
 def explain_interrupt(config: Config, context: Context) -> None:
-    """Says what Ctrl-C means now: a start was interrupted, a run goes on, or nothing runs on the slice."""
+    """Says what an interrupted `run` leaves: an interrupted start, a run that goes on, or nothing on the slice."""
     say = context.output.say
     runs = runs_on_slice(config, context.home, context.machine)
     phases = [(ledger.run_id, ledger.state.phase) for ledger in runs if ledger.state.phase.is_open]

@@ -167,7 +167,7 @@ class Lease:
         )
 
     def _say_once(self, error: storage.StorageError | LaunchError) -> None:
-        """Says, once until `keep` succeeds, that the lease can't be renewed, or (LaunchError) no events be pulled."""
+        """Says once, until `keep` succeeds, that the lease can't be renewed (LaunchError: events can't be pulled)."""
         if (is_of_pull := isinstance(error, LaunchError)) not in self._said:
             self._said.add(is_of_pull)
             waiting = f"run {self._ledger.run_id}: its lease can't be renewed; decisions wait until it is: {error}; "

@@ -261,6 +261,7 @@ class Ledger:
             write_whole(file, ("\n" if last == line else f"{start}{line}\n").encode())
 
     def progress_file(self, attempt: int) -> Path:
+        """Returns the path of an attempt's kept lines of progress, which may not exist."""
         return self.folder / f"progress-{attempt}.jsonl"
 
     def keep_progress(self, attempt: int, line: ProgressLine) -> None:
@@ -345,9 +346,9 @@ class Ledger:
         return path
 
     def supervised(self) -> bool | None:
-        """Returns whether a process of this machine holds the run's lock or, of an unfinished run, one of another
-        machine its lease; None if that can't be told: the bucket does not answer, or there is no bucket and the file
-        system has no locks. Warns of a file system without locks."""
+        """Returns whether a process supervises the run: one of this machine holds its lock or, for an unfinished run,
+        one of another machine its lease. None if that can't be told: the bucket does not answer, or there is none and
+        the file system has no locks, of which it warns."""
         held = is_held(self.folder / "lock", exclusively=True)
         if held or self.bucket is None or self.state.phase is Phase.FINISHED:
             return held

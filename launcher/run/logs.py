@@ -219,8 +219,8 @@ def tail(path: Path, size: int) -> list[LogLine]:
 
 
 def read_from(path: Path, offset: int) -> tuple[list[LogLine], int]:
-    """Returns whole lines of a host's log file from byte `offset` on, at most `_PIECE_BYTES` or one longer line, and
-    the offset after them; [] at the end, and if there is no file yet."""
+    """Returns whole lines of a host's log file from byte `offset` on, at most 4 MB or one longer line, and the offset
+    after them; [] at the end, and if there is no file yet."""
     if not path.exists():
         return [], offset
     with open(path, "rb") as file:

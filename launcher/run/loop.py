@@ -39,7 +39,7 @@ def run_attempts(
 ) -> Outcome:
     """Starts the next attempt, watches it, then further attempts as the budgets allow. Returns how the last one ended.
 
-    Goes on with a recovery that an earlier process began, at no cost to the budgets.
+    Continues an earlier process's recovery, at no cost to retry budgets. Deletes the slice once run.budget is spent.
 
     Args:
         session: The run. Its specification names the image.
@@ -148,6 +148,7 @@ def _recover(session: Session, attempt: int, verdict: Verdict) -> int | None:
 
 
 def _say_stopped(session: Session) -> None:
+    """Says that the run was stopped, how to resume it, and what is still billed, for which it asks the API."""
     session.say(f": it was stopped: no attempt follows; {_describe_bill(session)}`tpu-launch run` resumes it")
 
 
@@ -187,8 +188,8 @@ class _Recovery:
             pass  # the next round asks again
 
     def run(self) -> int:
-        """Repeats rounds (`_try`), with a pause after each failed one, until the next attempt runs; returns its number.
-        Raises LaunchError, which says what is billed, if `decide_round` gives up, and RunStopped after a stop."""
+        """Repeats rounds, with a pause after each failed one, until the next attempt runs; returns its number. Raises
+        LaunchError, which says what is billed, if `decide_round` gives up, and RunStopped after a stop."""
         while True:
             try:
                 return self._try()
@@ -292,9 +293,9 @@ class _Recovery:
         self.wait(decision.delay, settle=False)
 
     def _delete_slice_if_bad(self) -> None:
-        """Deletes a slice whose hosts can't be used or one of whose hosts fails repeatedly, if run.replace_after allows
-        it, `_find_proof` has a proof, and no other slice has its name by now. Also finishes a deletion that a killed
-        process had recorded."""
+        """Records SliceReplaced and deletes the slice if its hosts can't be used or one of them fails repeatedly, if
+        run.replace_after allows it, `find_proof` gives a proof, and no other slice has its name by now; else keeps it.
+        Also finishes a deletion that a killed process had recorded."""
         session = self.session
         worker, count = bad_host(session.ledger.events())
         limit = session.config.run.replace_after

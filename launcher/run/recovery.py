@@ -141,12 +141,12 @@ def bad_host(events: Sequence[RunEvent]) -> tuple[int, int]:
 
 
 def last_slice_created(events: Sequence[RunEvent]) -> str:
-    """Returns when the slice was created on which an attempt last started; "" if that is not known."""
+    """Returns the creation time of the slice on which an attempt last started; "" if that is not known."""
     return next((event.slice_created for event in reversed(events) if isinstance(event, Started)), "")
 
 
 def unfinished_replacement(events: Sequence[RunEvent]) -> str:
-    """Returns when the slice was created that is to be replaced; "" if no SliceReplaced follows the last attempt."""
+    """Returns the creation time of the slice of a SliceReplaced that no attempt has followed; "" if there is none."""
     last = next((event for event in reversed(events) if isinstance(event, SliceReplaced | AttemptBegan)), None)
     return last.slice_created if isinstance(last, SliceReplaced) else ""
 

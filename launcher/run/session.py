@@ -103,7 +103,7 @@ class Session:
         return CheckedClock(self.machine.clock, self.check_stop)
 
     def say(self, text: str) -> None:
-        """Says "run ID" and the text, which begins with ":" or ","."""
+        """Tells the user "run ID" followed by the text, which begins with ":" or ","."""
         self.context.output.say(f"run {self.ledger.run_id}{text}")
 
     def check_stop(self) -> None:

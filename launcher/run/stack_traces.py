@@ -224,8 +224,8 @@ class Place:
 
 
 def locate(thread: ThreadStack, sources: Mapping[tuple[str, int], str]) -> Place:
-    """Returns the innermost call of the program's own code, with what it waits for: the kind of the first library call
-    inside it (`_KINDS`), else of its source line (`_BY_SOURCE`), else CODE. Without own code, the outermost call."""
+    """Returns the innermost call of the program's own code, and what it waits for, by its native calls, by the library
+    calls inside it, or else by its source line; CODE if none of these tells. Without own code, the outermost call."""
     calls = "\n".join(thread.native)
     waits = _match(((Waits.COMPILER, _COMPILER),), calls)
     native = next((call for call in thread.native if not _PLAIN.search(call)), "")

@@ -57,7 +57,7 @@ class ProgressView:
 
 
 def update(view: ProgressView | None, line: ProgressLine, now: float) -> ProgressView:
-    """Returns the view after a host's newest line was read."""
+    """Returns the view of a host with its newest line, which was read at `now`; `view` is None for its first line."""
     if view is None:
         return ProgressView(line, now, now, ((now, line.step),))
     before = view.line

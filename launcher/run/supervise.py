@@ -113,7 +113,7 @@ def supervise(session: Session, attempt: int) -> Verdict:
 def _write_post_mortem(
     session: Session, attempt: int, reachable: Sequence[int], secrets: Mapping[str, str], unknown: Sequence[str]
 ) -> None:
-    """Writes the archive of a failed attempt, `secrets` masked; records and says its path, or why it can't."""
+    """Writes the archive of a failed attempt, `secrets` masked; records and says its path, or says why not."""
     say = session.context.output.say
     evidence = session.provider.evidence(session.container(attempt), reachable)
     try:
@@ -289,7 +289,7 @@ class _Supervision:
         return replace(verdict, cause=cause)
 
     def fetch_rest(self, workers: Sequence[int]) -> None:
-        """Delivers the last lines of these hosts, from all at once, holding one observation of each in memory."""
+        """Delivers the last lines of these hosts, 64 at a time, holding one observation of each in memory."""
         turn = self.threads.lock()
         self.threads.map(lambda worker: self._fetch_rest_of(worker, turn), workers, at_once=_AT_ONCE)
 

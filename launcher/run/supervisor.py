@@ -201,7 +201,7 @@ class Supervisor:
         return False
 
     def _start(self, name: str, child: _Child) -> None:
-        """Starts `tpu-launch supervise` for the run, and keeps its result and its `end` in `child`."""
+        """Starts `tpu-launch supervise` for the run, says its lines, and keeps its result and `end` in `child`."""
         say, machine = self.context.output.say, self.context.machine
         argv = [sys.executable, "-m", "launcher.cli", "supervise", storage.join(self.folder, name)]
 

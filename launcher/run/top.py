@@ -139,7 +139,7 @@ def _hosts(hosts: Sequence[HostStatus], columns: int) -> list[str]:
 
 
 def _doing(line: ProgressLine) -> str:
-    """Returns the phase, and in training the part of the step that takes long."""
+    """Returns the phase or, if a part of a training step takes long, that part and for how long."""
     slow = line.phase == TRAINING and line.doing_seconds > max(10.0, 3 * line.step_seconds)
     return f"{line.doing} {costs.duration(line.doing_seconds)}" if slow else line.phase
 

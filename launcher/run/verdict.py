@@ -229,7 +229,7 @@ def judge(
 
 
 def _trust_end(view: HostView) -> HostView:
-    """Returns the view of a host that finished before it rebooted as if it had not rebooted."""
+    """Returns a host's view as if it had not rebooted, if its container had finished before; else the given view."""
     state = view.container
     if state is None or not (state.ended_before_reboot and state.exit_code == TrainerExit.FINISHED):
         return view
