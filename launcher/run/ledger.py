@@ -340,7 +340,7 @@ class Ledger:
         return folder / f"host-{worker}.log"
 
     def write_stack(self, attempt: int, name: str, text: str) -> Path:
-        """Writes the stack traces of one host's processes, or their explanation, and returns the path."""
+        """Writes NAME.txt, the stack traces of one host's processes or their explanation, and returns its path."""
         path = self.folder / "stacks" / f"attempt-{attempt}" / f"{name}.txt"
         write_private(path, text)
         return path

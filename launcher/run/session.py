@@ -107,8 +107,8 @@ class Session:
         self.context.output.say(f"run {self.ledger.run_id}{text}")
 
     def check_stop(self) -> None:
-        """Raises RunStopped when the user has stopped the run, in this process or another one. Ends this process when
-        another one has the run's lease."""
+        """Raises RunStopped when the user has stopped the run, in this process or another one. Before that waits until
+        this process's lease, if it has one, is fresh; ends this process when another one has the lease."""
         self.ledger.confirm()
         if self.ledger.state.stop_requested:
             raise RunStopped.of(self.ledger.run_id)

@@ -209,7 +209,7 @@ def describe_event(entry: Entry) -> str:
 
 
 def _describe_details(event: events.RunEvent) -> str:
-    """Returns the most telling field of an event, as text; "" without one."""
+    """Returns the first of an event's outcome, problem, reason, path and holder, or its figures; "" without any."""
     if isinstance(event, events.Recovered):
         seconds = event.seconds
         parts = ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items())
@@ -300,7 +300,8 @@ class _Fetcher:
 
     def fetch(self) -> None:
         """Appends each host's new lines to its file, and updates `more`, `containers_ended` and `silent`. While another
-        process holds the run's lock, fetches nothing; after a minute of that, a supervisor is there: not `silent`."""
+        process holds the run's lock, fetches nothing; after a minute of that, takes it for a supervisor: not
+        `silent`."""
         pages, self._next_page, self.containers_ended = self._next_page, {}, False
         try:
             with self._ledger.supervising(patience=0.0):

@@ -70,10 +70,10 @@ class StartInterrupted(BadInput):
 
 
 def supervise(session: Session, attempt: int) -> Verdict:
-    """Watches an attempt to its end, ends it on every host, records how it ended, and removes its containers.
+    """Watches an attempt to its end, ends it on the hosts that answer, records its end, and removes its containers.
 
     Explains a stall before it ends the attempt, and writes a post-mortem of an attempt that failed. KeyboardInterrupt
-    leaves everything running.
+    leaves everything running. Records as Orphaned the hosts on which a container may be left.
 
     Raises:
         StartInterrupted: A host whose container was not seen to start reports that it never started, or a cluster that
