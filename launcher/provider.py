@@ -239,7 +239,7 @@ class Provider(Protocol):
         """The number of hosts of the slice, as it was last seen; as configured before it exists."""
 
     def withdraw_unused(self) -> None:
-        """Withdraws unused requests of earlier commands of this machine. Raises LaunchError while another one asks."""
+        """Withdraws requests for slices that earlier commands here left open. Raises LaunchError while another asks."""
 
     def connect(self) -> None:
         """Starts to open connections to the hosts in the background. Does not wait, and reports no failure."""
@@ -265,9 +265,9 @@ class Provider(Protocol):
         """Deletes the slice, if it exists, and returns when the API says that it is gone."""
 
     def start(self, attempt: Attempt, clock: Clock | None = None) -> list[HostReport]:
-        """Starts the attempt's container on every host; leaves one alone that runs or has run. `detail`: the image id.
-        On several TPU VMs no command begins unless all hosts have started the same image; each pod begins by itself.
-        Waits for nodes use `clock` (None: the machine's), whose `sleep` may raise to end the start."""
+        """Starts the attempt's container on every host; leaves one alone that runs or has run. Returns reports with the
+        image id as `detail`. On several TPU VMs no command begins unless all hosts have started the same image; each
+        pod begins by itself. Waits for nodes use `clock` (None: the machine's), whose `sleep` may raise to end them."""
 
     def observe(
         self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
@@ -282,8 +282,8 @@ class Provider(Protocol):
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
     ) -> list[HostReport]:
-        """Stops a container on `workers` (None: all hosts): SIGTERM, then SIGKILL after `grace` seconds. A missing
-        container counts as stopped."""
+        """Stops a container on `workers` (None: all hosts): SIGTERM, then SIGKILL after `grace` seconds; deletes it if
+        `remove`. Returns a report of each host; a missing container counts as stopped."""
 
     def execute(
         self,

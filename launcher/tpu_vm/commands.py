@@ -126,11 +126,9 @@ METADATA_DELIMITER = "::::"  # between values of gcloud's --metadata; does not o
 
 def idle_shutdown_script(config: Config) -> str:
     """Returns the startup script by which host 0 deletes its own slice when no run has been on it for
-    `slice.abandoned_hours`: the last guard against a forgotten slice. "" when that is not set.
-
-    Google's guest agent runs it at every boot. It calls the Cloud TPU API with the token of the host's service account,
-    which needs roles/tpu.admin; failures are logged to /var/log/tpu-launch-abandoned.log.
-    """
+    `slice.abandoned_hours`: the last guard against a forgotten slice. "" when that is not set. Google's guest agent
+    runs it at every boot. It calls the Cloud TPU API with the token of the host's service account, which needs
+    roles/tpu.admin; failures are logged to /var/log/tpu-launch-abandoned.log."""
     hours = config.slice.abandoned_hours
     if hours is None:
         return ""

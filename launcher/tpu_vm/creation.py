@@ -30,8 +30,7 @@ Say = Callable[[str], None]
 
 
 def create(config: Config, say: Say, machine: Workstation) -> SliceState:
-    """Returns the slice when it is READY: creates it when it is missing, waits when it is under way.
-
+    """Returns the slice when READY: creates a missing one, starts a stopped one, replaces a preempted one, else waits.
     Passes over zones without capacity; after the last one, tries all again for slice.stockout_minutes, with growing
     pauses.
 
@@ -138,7 +137,7 @@ class _Creation:
             )
 
     def with_bill(self, error: LaunchError) -> LaunchError:
-        """Returns the error, with `add_bill` if it may leave a slice behind that the error does not name yet."""
+        """Returns the error, with a line about the bill if it may leave a slice behind and does not say so yet."""
         was_requested = self.creates and self.config.slice.queued is None
         is_left = self.exists or (error.transient and (was_requested or self.exists is None))
         if not is_left or isinstance(error, Conflict) or "`tpu-launch down`" in str(error):
@@ -246,7 +245,7 @@ class _Creation:
                 raise  # else the next description tells whether it starts
 
     def _wait_for_deletion(self, node: SliceState) -> None:
-        """Waits until a DELETING node is gone; resets the deadline. Raises Conflict once this command created it."""
+        """Waits until a DELETING node is gone; resets the deadline. Raises Conflict if this command requested it."""
         if self.creates:
             raise Conflict(
                 f"slice {node.name} is being deleted by another command while this one waits for it; `tpu-launch up` "
@@ -257,7 +256,8 @@ class _Creation:
         self.deadline = self._from_now(self.config.slice.create_minutes * 60)
 
     def _replace(self, node: SliceState) -> None:
-        """Deletes a lost node with its request; resets the deadline. Raises Preempted once this command created it."""
+        """Deletes a lost node and its queued resource; resets the deadline. Raises Preempted if this command made
+        it."""
         if self.creates:
             raise Preempted(
                 f"slice {node.name} became {node.state} while it was being created; run `tpu-launch up` again"

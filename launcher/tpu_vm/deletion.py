@@ -25,10 +25,9 @@ Say = Callable[[str], None]
 
 def delete(config: Config, say: Say, machine: Workstation) -> bool:
     """Deletes the slice in every zone, with its queued resource, and waits until the API says that both are gone.
-    Returns whether there was one. A zone that does not answer keeps no slice in another zone alive.
-
-    Deletes a queued resource first, with force: that takes along a node granted in the meantime. Looks again while a
-    create request of this machine may still arrive. Forgets the local hints at the end.
+    Returns whether there was one. A zone that does not answer keeps no slice in another zone alive. Deletes a queued
+    resource first, with force: that takes along a node granted in the meantime. Looks again while a create request of
+    this machine may still arrive. Records the end of open requests, and forgets the local hints.
 
     Raises:
         NotOurs: Another owner's slice has the name, and there is none of ours.
@@ -48,9 +47,9 @@ def delete_places(
     config: Config, places: Sequence[Config], say: Say, machine: Workstation, *, all_requests: bool = False
 ) -> bool:
     """Deletes the slices of these candidates at once; returns whether there was one. Looks again while a create request
-    may still arrive; without `all_requests`, only while it is in flight once a place answers. Leaves another
-    owner's slice alone, and raises NotOurs for it only without `all_requests` and if nothing was deleted. Raises as
-    `delete`."""
+    of this machine may still arrive; without `all_requests`, a look that finds a slice, or fails, is the last one
+    unless a request is in flight. Leaves another owner's slice alone, and raises NotOurs for it only without
+    `all_requests` and if nothing was deleted. Raises as `delete`."""
 
     def delete_there(placed: Config) -> bool | LaunchError:
         try:
@@ -103,11 +102,8 @@ class _InFlightCreates:
         self.was_in_flight = slice_hints.is_create_in_flight(self.config)
 
     def wait(self) -> bool:
-        """Waits until the next look is due. Returns False when the last look has shown all that can still come.
-
-        Raises:
-            CommandTimeout: A create request is in flight for more than five minutes.
-        """
+        """Waits 5 s and returns True while a create request may show up after the last look; else returns False at
+        once. Raises CommandTimeout if one is in flight for more than five minutes."""
         now, name = self.machine.clock.monotonic(), self.config.slice.name
         if self.was_in_flight:
             self.visible_by = now + slices.LAG_SECONDS
@@ -148,9 +144,8 @@ def look_and_delete(config: Config, say: Say, machine: Workstation) -> bool:
 def delete_in_zone(
     config: Config, request: queued.Request | None, node: SliceState | None, say: Say, machine: Workstation
 ) -> None:
-    """Deletes the queued resource and node that were found in one zone, and waits until they are gone.
-
-    Also deletes a node that the queued resource was granted meanwhile; leaves a node that has replaced the one found.
+    """Deletes the queued resource and node that were found in one zone, and waits until they are gone. Also deletes a
+    node that the queued resource was granted meanwhile; leaves a node that has replaced the one found.
 
     Raises:
         NotOurs: One of them has another owner's labels; it is not deleted.

@@ -26,7 +26,7 @@ _FAILED = "failed"
 
 
 def parse_reports(output: str, word: str, workers: Iterable[int]) -> list[HostReport]:
-    """Returns a report of every worker: ok when the host reported `word`; a failure when it reported nothing."""
+    """Returns a report of every worker: ok when the host reported `word`, else a failure, also for a silent host."""
     reports = {}
     for line in output.splitlines():
         match = re.match(r"tpu-launch (\d+) (\S+) ?(.*)", line.strip())

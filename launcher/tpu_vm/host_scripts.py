@@ -74,18 +74,17 @@ def container_environment(attempt: Attempt, hosts: Sequence[str], accelerator_ty
 
 
 def huge_pages_file(accelerator_type: str) -> str:
-    """Returns the kernel's switch of huge pages where they speed up libtpu's start (v5e and newer); else ""."""
+    """Returns the path of the kernel's huge pages switch where it speeds up libtpu's start (v5e and newer); else ""."""
     return "" if accelerator(accelerator_type).generation.name in _WITHOUT_HUGE_PAGES else HUGE_PAGES
 
 
 def start_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> str:
     """Returns the script that removes containers of older attempts, pulls the image, creates the container and starts
     it unless it ran already. It reports `started <image id> <Unix seconds> <huge pages>`, `moved` (the host has another
-    address than in `hosts`), `busy <run id>` or `failed <reason>`.
-
-    It pulls an image named by digest unless the host has it, with the token of the host's service account from Google's
-    registries and without credentials from others. An image named by its id must be on the host. It switches on
-    transparent huge pages where they help; without permission, it reports their setting."""
+    address than in `hosts`), `busy <run id>` or `failed <reason>`. It pulls an image named by digest unless the host
+    has it, with the token of the host's service account from Google's registries and without credentials from others.
+    An image named by its id must be on the host. It switches on transparent huge pages where they help; without
+    permission, it reports their setting."""
     registry = attempt.image.split("/")[0]
     return render(
         "start",
@@ -107,6 +106,7 @@ def start_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) 
 
 
 def _file_line(name: str, content: bytes) -> str:
+    """Returns the line by which start.sh gets a file: its name, and its content in base64."""
     assert re.fullmatch(r"[\w.-]+", name), name
     return f"{name} {base64.b64encode(content).decode()}"
 
@@ -119,12 +119,12 @@ def overlay_script(attempt: Attempt) -> str:
 
 
 def check_engine_script() -> str:
-    """Returns the script that reports `up` when the host's container engine answers."""
+    """Returns the script that reports `up` if the host's container engine answers, else `forbidden` or `failed`."""
     return render("check_engine")
 
 
 def secrets_script(attempt: Attempt) -> str:
-    """Returns the script that passes its input (`secrets_input`) to the container, once; it reports `delivered`."""
+    """Returns the script that passes its input (`secrets_input`) to the container; reports `delivered` or `failed`."""
     return render("deliver_secrets", container=attempt.container, receive=load("receive_secrets"))
 
 
@@ -184,6 +184,6 @@ def evidence_script(container: str) -> str:
 
 
 def stop_script(container: str, grace: int, *, remove: bool) -> str:
-    """Returns the script that stops a container: SIGTERM once, SIGKILL after `grace` seconds; it deletes the container
-    if `remove`, or if that never started. It reports `stopped`, for a missing one too."""
+    """Returns the script that stops a container (SIGTERM once, SIGKILL after `grace` seconds) and keeps start.sh from
+    creating it later; it deletes one that never started, or any if `remove`. It reports `stopped`, without one too."""
     return render("stop", container=container, grace=grace, remove=remove)

@@ -74,7 +74,7 @@ class OwnedSlice:
         }
 
     def row(self, now: float) -> list[str]:
-        """Returns the cells below COLUMNS. `now`: Unix seconds."""
+        """Returns the cells of its row in the table with the headings COLUMNS. `now`: Unix seconds."""
         cost = self.cost(now)
         expires = "never" if self.expires is None else costs.duration(self.expires - now)
         if self.expires is not None and self.expires < now:
@@ -177,7 +177,7 @@ def _make(
 
 
 def find_leftovers(slices: Sequence[OwnedSlice], now: float, *, owner: Owner | None) -> list[OwnedSlice]:
-    """Returns the leftovers of `owner`, or of all owners (None), at `now` (Unix seconds)."""
+    """Returns the slices of `owner` (None: of all owners) that are dead, or expired at `now` (Unix seconds)."""
     return [
         slice_
         for slice_ in slices

@@ -71,12 +71,15 @@ class TpuVm:
         return state
 
     def identity(self) -> tuple[str, str]:
+        """Returns when the slice was created, and host 0's address; "" and "" if unknown. Asks nothing."""
         return self._connections.identity()
 
     def withdraw_unused(self) -> None:
+        """Withdraws the requests for candidates that a killed command left open. Raises Conflict while another asks."""
         candidates.withdraw_unused(self._wanted, self.say, self._machine)
 
     def known_ready(self) -> bool:
+        """Returns whether an earlier command saw this slice READY, and nothing has contradicted it since."""
         return self._connections.has_known_slice
 
     def create(self, clock: Clock | None = None) -> None:
@@ -120,7 +123,7 @@ class TpuVm:
     def start(self, attempt: Attempt, clock: Clock | None = None) -> list[HostReport]:
         """Starts the containers by one gcloud call (again if kept addresses were those of an earlier slice), and
         delivers overlay and secrets, for which their commands wait. Returns the reports of the first step that failed
-        on a host, else those of the start. Raises LaunchError if hosts have different images."""
+        on a host, else those of the start. Raises LaunchError if hosts have different images, or none answers."""
         reports = self._start_containers(attempt)
         if any(report.detail.startswith(host_output.MOVED) for report in reports):
             self._connections.forget()  # they were kept of an earlier slice of this name
@@ -178,11 +181,12 @@ class TpuVm:
         return observation
 
     def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:
+        """Returns a container's state and its newest `lines` log lines, without waiting."""
         return self._observe(worker, host_scripts.observe_script(container, None, tail=lines))[0]
 
     def _observe(self, worker: int, script: str, patience: float = 0.0) -> tuple[Observation, LogWindow]:
-        """Runs a script that shows a container's state and log, and waits for news for `patience` seconds, on a host,
-        by gcloud if ssh is refused. Returns the observation."""
+        """Runs observe.sh, which waits up to `patience` seconds for the container's end, on a host, by gcloud if ssh is
+        refused. Returns the observation, with a `problem` if the host was not reached, and the log that it is from."""
         result = None
         if not self._connections.gcloud_only:
             result = self._connections.run(worker, script, timeout=_COMMAND_SECONDS + patience)
@@ -300,9 +304,8 @@ class TpuVm:
         return [f"host {report.worker}: {report.detail}" for report in reports if not report.ok]
 
     def _run_through_gcloud(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
-        """Runs a script on all hosts by one gcloud call. Returns a report of each host, ok if it printed `word`, a
-        failure if it printed nothing. Raises the error of gcloud (`explain_error`) if gcloud failed and no host
-        reported."""
+        """Runs a script on all hosts by one gcloud call. Returns a report of each host, ok if it printed `word`, else a
+        failure. Raises the error that gcloud's message means if gcloud failed and no host reported."""
         argv = commands.ssh_command(self.config, script)
         result = self._machine.run(argv, timeout=timeout)
         if not result.ok and not host_output.has_reports(result.stdout):
@@ -310,15 +313,15 @@ class TpuVm:
         return host_output.parse_reports(result.stdout, word, self._workers)
 
     def _send(self, script: str, stdin: str, word: str, *, timeout: float) -> list[HostReport]:
-        """Runs a script with standard input on every host; one that prints `word` is ok. It may run twice."""
+        """Runs a script with `stdin` on all hosts, perhaps twice. Returns reports, ok where it printed `word`."""
         results = self._run_all(script, self._workers, stdin, timeout=timeout)
         return [_to_report(result, word) for result in results]
 
     def _run_all(
         self, script: str, workers: Sequence[int], stdin: str | None = None, *, timeout: float, again: bool = True
     ) -> list[HostResult]:
-        """Runs a script on hosts, `again` on those that were not reached: a container must not go on because a
-        connection failed once. Runs it through gcloud if that is set, and on hosts that refuse ssh."""
+        """Runs a script on hosts, and `again` on those not reached: a container must not go on because a connection
+        failed once. Uses gcloud if that is set, and on hosts that refuse ssh. Returns the results in worker order."""
         results: dict[int, HostResult] = {}
         left = workers
         if not self._connections.gcloud_only:

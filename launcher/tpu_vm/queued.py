@@ -62,6 +62,7 @@ class Request:
 
 def _base(config: Config, verb: str) -> list[str]:
     # --zone always: without it `create --reserved` asks for a reservation in "locations/None" (SDK 528).
+    """Returns the gcloud command for a verb on the request; alpha's for a create whose capacity only alpha has."""
     placed = slice_hints.in_current_place(config)
     ends = [f"--project={config.project}", f"--zone={placed.zone}", "--quiet"]
     track = ["alpha"] if verb == "create" and _alpha_flags(placed) else []

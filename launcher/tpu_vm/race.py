@@ -190,10 +190,10 @@ class Race:
         self.entries[request.candidate] = _Entry(request, over, self.machine.clock.monotonic(), answer)
 
     def _collect(self) -> SliceState | None:
-        """Handles requests that have ended: `_refuse` for each failed one. Takes (`_take`) and returns the granted
-        slice that is first in the file's order; None if none is granted and, after withdrawing the candidates behind
-        it, while those before it may be granted (two minutes). Raises Conflict after a `down`, and what is no
-        LaunchError."""
+        """Looks at the requests that have ended, and ends or retries those that failed (`_refuse`). Returns the granted
+        slice that is first in the file's order, after recording it and withdrawing all others; None if none is granted,
+        and for up to two minutes while candidates before it may be: then withdraws only those behind it. Raises
+        Conflict after a `down`, and any error of a request that is no LaunchError."""
         best: _Entry | None = None
         for candidate, entry in [(each, self.entries[each]) for each in self.left if each in self.entries]:
             self.record.require_open(entry.request)
@@ -274,7 +274,7 @@ class Race:
 
     def _make_room(self) -> None:
         """Withdraws the oldest request after ten minutes without a grant, and waits for its deletion, if
-        slice.price_limit leaves no room for a candidate that is due. The request's own one is due ten minutes later."""
+        slice.price_limit leaves no room for a candidate that is due. The withdrawn one is due ten minutes later."""
         now, room = self.machine.clock.monotonic(), self._room()
         due = [item for item in self.left if item not in self.entries and self.next_ask[item] <= now]
         oldest = min(self.entries.values(), key=lambda entry: entry.begun, default=None)

@@ -99,7 +99,7 @@ class RequestRecord:
         return [request for request in self.read() if request.ended is None]
 
     def ask(self, candidate: Candidate, node: str, now: float) -> Recorded:
-        """Records and returns a request that is about to be made. Raises OSError or LaunchError if that fails."""
+        """Records and returns a new request before it is made. Raises OSError or LaunchError if that is impossible."""
         number = max((request.number for request in self.read()), default=0) + 1
         return self._ask(Recorded(number, candidate, node, now))
 
@@ -180,7 +180,7 @@ class RequestRecord:
         moving.unlink(missing_ok=True)
 
     def adopt(self, url: str) -> None:
-        """Makes a bucket's folder the record, unless this machine has one. Raises OSError."""
+        """Records in a bucket's folder from now on, if this machine has no record; copies nothing. Raises OSError."""
         if not self._folder.exists():
             home.write_private(self._folder / _BUCKET, url)
 
@@ -193,7 +193,7 @@ class RequestRecord:
 
     @contextlib.contextmanager
     def try_lock(self) -> Iterator[bool]:
-        """Takes the lock for asking and withdrawing, unless another process has it. Yields whether this one has it."""
+        """Holds the record's lock inside the block, unless another process has it. Yields whether this one has it."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._folder / "lock"
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:

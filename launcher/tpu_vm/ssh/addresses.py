@@ -66,7 +66,7 @@ def parse_dry_run(text: str) -> list[Address]:
 
 
 def load(config: Config) -> KnownSlice | None:
-    """Returns the kept addresses of the slice; None when there are none for this configuration."""
+    """Returns the kept addresses of the slice; None if there are none for this configuration, or they are damaged."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         content = json.loads(_file(config).read_text())
         if content["of"] == _fingerprint(config):

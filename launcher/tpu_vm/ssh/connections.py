@@ -58,7 +58,7 @@ class SliceConnections:
             return self._known is not None
 
     def note_state(self, state: SliceState | None) -> None:
-        """Keeps the API's description of the slice; drops hint and connections when they are of another slice."""
+        """Keeps the API's description of the slice; if it is another slice, drops kept addresses and connections."""
         with self._lock:
             self._state, known, self._located, self._unlisted = state, self._known, True, None
             another = state is not None and self._created not in ("", state.created)
@@ -83,7 +83,7 @@ class SliceConnections:
             return (self._known.created, self._known.internal[0]) if self._known is not None else ("", "")
 
     def forget(self) -> None:
-        """Drops the hint, on disk too, and closes the connections."""
+        """Drops the kept addresses, on disk too, and closes the connections."""
         with self._lock:
             pool, self._pool = self._pool, None
             self._known = self._unverified = None
@@ -92,7 +92,7 @@ class SliceConnections:
             pool.close()
 
     def close(self) -> None:
-        """Closes the connections; the next command opens them again."""
+        """Waits for connections that are being opened, and closes all; the next command opens new ones."""
         self._wait_connected()
         with self._lock:
             pool, self._pool, self._unverified = self._pool, None, None
@@ -102,7 +102,7 @@ class SliceConnections:
     # -- commands -----------------------------------------------------------------------------------------------------
 
     def connect_in_background(self) -> None:
-        """Starts to connect to all hosts and returns at once. A failure is retried by the first command."""
+        """Starts to connect to all hosts, unless `gcloud_only`; returns at once. The next command retries failures."""
         if not self.gcloud_only:
             self._connecting = self._machine.threads.submit(lambda: self._open_pool().connect_all())
 
@@ -144,8 +144,8 @@ class SliceConnections:
     def run_through_gcloud(
         self, worker: int, script: str, stdin: str | None = None, *, timeout: float = 0.0
     ) -> HostResult:
-        """Runs a script on one host through gcloud, for workstations whose own ssh connections are refused. A script
-        that fails counts as not reached. `timeout`: seconds for the script; gcloud has 40 s more."""
+        """Runs a script on one host through gcloud, for hosts that refuse our ssh. A failed or late script counts as
+        not reached. `timeout`: its seconds; gcloud has 40 more. Raises LaunchError if the slice can't be described."""
         with self._listing:
             self._locate()
         command = commands.ssh_command(self.config, script, worker=str(worker))
@@ -168,8 +168,8 @@ class SliceConnections:
         )
 
     def replacement_of(self, pool: ConnectionPool) -> ConnectionPool | None:
-        """Returns connections to the current addresses, when hosts of `pool` did not answer at kept ones and gcloud
-        (asked once) gives others, or another thread has replaced the pool; else None."""
+        """Returns connections to use instead of a pool with hosts that do not answer, else None: another thread's, or
+        new ones if gcloud (asked once) gives other addresses than kept ones. Then forgets those and closes `pool`."""
         with self._replacing:
             with self._lock:
                 if self._pool is not pool:
@@ -201,8 +201,8 @@ class SliceConnections:
                 connecting.result()
 
     def _open_pool(self) -> ConnectionPool:
-        """Returns the pool; makes it, unconnected, from kept addresses or else gcloud's. Raises LaunchError,
-        the last one while gcloud has failed just now: a reader of each host may ask again and again."""
+        """Returns the pool; makes it, unconnected, from kept addresses or else gcloud's. Raises LaunchError if gcloud
+        fails, and for 5 s afterwards the same without asking: there may be a caller for each host."""
         clock = self._machine.clock
         with self._listing:
             with self._lock:
@@ -234,6 +234,6 @@ class SliceConnections:
         return current
 
     def _locate(self) -> None:
-        """Describes the slice unless that was done, or a command here has seen its candidate. Raises LaunchError."""
+        """Describes the slice once, unless the zone of its candidate is known here. Raises LaunchError."""
         if not self._located:
             self.note_state(slices.describe(self._wanted, self._machine))

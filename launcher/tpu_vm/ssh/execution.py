@@ -64,14 +64,14 @@ class Execution:
         return [through_gcloud.get(report.worker, report) for report, _ in reports]
 
     def _follow(self, worker: int, follow: Callable[..., HostResult]) -> tuple[CommandReport, HostResult]:
-        """Runs the command on one host through `follow`; it ends with the connection."""
+        """Runs the command on one host by `follow`, and ends it with the connection. Returns report and result."""
         lines = _Lines(worker, self._on_line, self._last)
         script = self._script(held=True)
         result = follow(worker, script, timeout=self._seconds + _ANSWER_SECONDS, on_line=lines.take)
         return self._report(worker, lines, result), result
 
     def _run_through_gcloud(self, workers: Sequence[int]) -> list[CommandReport]:
-        """Runs the command with one gcloud call a host, passing on lines at its end; if interrupted, ends it there."""
+        """Runs the command by a gcloud call a host; its lines come at its end. If interrupted, ends it on the hosts."""
         script = self._script(held=False)
         try:
             results = self._connections.run_all_through_gcloud(script, workers, timeout=self._seconds)
@@ -88,6 +88,7 @@ class Execution:
         return reports
 
     def _script(self, *, held: bool) -> str:
+        """Returns the script for a host; `held`: it ends the command when its standard input ends."""
         return host_scripts.execute_script(self._container, self._command, self._mark, seconds=self._seconds, held=held)
 
     def _report(self, worker: int, lines: _Lines, result: HostResult) -> CommandReport:

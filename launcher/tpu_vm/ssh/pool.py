@@ -51,7 +51,8 @@ class ConnectionPool:
         return sorted(self.addresses)
 
     def run(self, worker: int, script: str, *, timeout: float, stdin: str | None = None) -> HostResult:
-        """Runs a script on a host. Failures of the network or the host are in the result.
+        """Runs a script on a host, again if a connection that was idle for 10 s proves dead. Failures of the network or
+        the host are in the result.
 
         Args:
             script: Text for `sh -c`; must be safe to run twice.
@@ -83,8 +84,8 @@ class ConnectionPool:
         return HostResult(worker, code, out, err)
 
     def follow(self, worker: int, script: str, *, timeout: float, on_line: Callable[[str], None]) -> HostResult:
-        """Runs a script on a host, once, and passes its lines to `on_line` as they come; its standard input ends with
-        the connection. The result has no output. `timeout` in seconds, as for `run`."""
+        """Runs a script on a host, once, and passes each line of its output to `on_line` as it comes; its standard
+        input ends with the connection. Returns a result without output. Failures and `timeout` are as for `run`."""
         connection: HostConnection | None = None
         try:
             connection = self._connect(worker)
@@ -100,7 +101,7 @@ class ConnectionPool:
     def run_all(
         self, script: str, *, timeout: float, workers: Sequence[int] | None = None, stdin: str | None = None
     ) -> list[HostResult]:
-        """Runs a script on all hosts, or on `workers`, at once. Returns the results in worker order."""
+        """Runs a script, as `run` does, on all hosts or on `workers` at once. Returns the results in worker order."""
         chosen = self.workers if workers is None else sorted(workers)
         return self._machine.threads.map(
             lambda worker: self.run(worker, script, timeout=timeout, stdin=stdin), chosen, at_once=_AT_ONCE
@@ -122,7 +123,7 @@ class ConnectionPool:
         self._machine.threads.map(connect, self.workers, at_once=_AT_ONCE)
 
     def close(self) -> None:
-        """Closes all connections; the next command opens its own again."""
+        """Closes all connections; the next command on a host opens its connection again."""
         for connection in list(self._connections.values()):
             connection.close()
 

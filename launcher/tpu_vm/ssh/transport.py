@@ -82,7 +82,7 @@ class SshClient:
         self._host_keys: dict[tuple[str, float], HostKeys] = {}  # by file and its modification time
 
     def connect(self, address: Address) -> SshConnection:
-        """Opens a connection. Raises ConnectionFailed (`refused` for a bad key or host key)."""
+        """Opens a connection. Raises ConnectionFailed (`refused` for an unknown host key or a rejected user key)."""
         try:
             with _failures():
                 return SshConnection(self._open(address))
