@@ -141,7 +141,7 @@ def since(config: Config, created: str, now: float) -> str:
 
 
 def check(config: Config) -> None:
-    """Raises BadInput if the slice costs more than max_cost_per_hour or price_limit, or has one and no known price."""
+    """Raises BadInput if the price an hour exceeds max_cost_per_hour or price_limit, or is unknown with one set."""
     cost = per_hour(config.slice.accelerator_type, config.zone, config.slice.capacity)
     for keys, limit in (
         ("slice.max_cost_per_hour, --max-cost", config.slice.max_cost_per_hour),

@@ -49,7 +49,7 @@ class DeviceReport:
         return {"worker": self.worker, "ok": self.ok, "facts": dict(self.facts), "problems": problems}
 
     def row(self) -> list[str]:
-        """Returns the cells below COLUMNS; "-" for a fact that the host did not report."""
+        """Returns the cells of its row in the table with the headings COLUMNS; "-" for what the host did not report."""
         facts = self.facts
         memory, free = facts.get("memory_bytes"), facts.get("disk_free_bytes")
         write, read = facts.get("bucket_write_mb_s"), facts.get("bucket_read_mb_s")
@@ -69,9 +69,8 @@ class DeviceReport:
 
 
 def check_devices(config: Config, context: Context, seconds: float = SECONDS) -> list[DeviceReport]:
-    """Checks the devices of all hosts of a READY slice, in containers of the run's image, which are removed.
-
-    Builds the image if necessary. Waits for answers until `seconds` after the start. Returns a report for each host.
+    """Checks the devices of all hosts of a READY slice, in containers of the run's image, which are removed. Builds the
+    image if necessary. Waits for answers until `seconds` after the start. Returns a report for each host.
 
     Raises:
         LaunchError: A run is on the slice (CONFLICT), the slice is not READY, or there is no image.

@@ -67,8 +67,8 @@ class LaunchError(Exception):
 
     @property
     def transient(self) -> bool:
-        """Whether a retry may succeed although nothing was changed: after every error but bad input, a step that does
-        not fit, devices that fail, a quota, a permission, a conflict and a requested stop."""
+        """Returns whether a retry may succeed although nothing was changed: after every error but bad input, a step
+        that does not fit, devices that fail, a quota, a permission, a conflict and a requested stop."""
         return self.exit_code not in _PERMANENT
 
 

@@ -106,8 +106,8 @@ def _dollars(candidate: Candidate, capacity: str, hours: tuple[float, float] | N
 
 
 def step_bound(config: Config, home: Path, kept: dict[str, Any] | None = None) -> Bound | None:
-    """Returns the bound on a step of the configuration's trainer on its accelerator; None if nothing tells it. `kept`:
-    the accelerator's kept preflight, which is looked up without it."""
+    """Returns the least time of a training step on the configuration's accelerator, with its source; None if neither a
+    preflight nor the model's sizes tell. `kept`: the accelerator's kept preflight; None: looks it up."""
     assert config.trainer is not None
     batch, target = config.trainer.train.global_batch_size, config.accelerator
     kept = kept or preflight.known(config, home)
@@ -175,7 +175,7 @@ def choose_shares(name: str, measured: Sequence[tuple[str, float]]) -> Shares:
 
 
 def _measured(home: Path, machine: Workstation) -> Iterable[tuple[str, float]]:
-    """Yields type and share of the bound's speed of each attempt that told the seconds of its steps."""
+    """Yields, for each ended attempt in `home` with timed steps, its type and the bound divided by a step's time."""
     for ledger in list_runs(home, machine):
         began: dict[int, str] = {}
         for event in ledger.events():

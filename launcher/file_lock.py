@@ -19,9 +19,8 @@ _log = logging.getLogger(__name__)
 
 
 def lock(file: IO[Any] | int, path: Path, *, shared: bool = False, wait: bool = False) -> bool:
-    """Locks an open file until it is closed. Returns False if another process holds it and `wait` is False.
-
-    Raises BadInput, which names `path`, where the file system can't lock it."""
+    """Locks an open file, exclusively unless `shared`, until it is closed. Returns False if another process holds it
+    and `wait` is False. Raises BadInput, which names `path`, where the file system can't lock it."""
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:

@@ -41,7 +41,7 @@ class SecretMasker:
 
     @property
     def longest(self) -> int:
-        """Bytes of the longest form. A text that was cut off may begin with all but one byte of a value."""
+        """Returns the bytes of the longest form. A text that was cut off may begin with all but one byte of a value."""
         return max(map(len, self._literals), default=0)
 
     def mask(self, data: bytes) -> bytes:

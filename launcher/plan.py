@@ -146,7 +146,7 @@ class _Recorder:
     def run(
         self, argv: Sequence[str], *, timeout: float, input: str | bytes | None = None, pass_fds: Sequence[int] = ()
     ) -> Result:
-        """Records a command, unless it has been, and returns its result without running it: 1 if nothing is there."""
+        """Records a command once; returns a made-up result without running it: exit code 1 for what is missing."""
         command = list(argv)
         if command not in self.commands:
             self.commands.append(command)
@@ -156,7 +156,7 @@ class _Recorder:
         return Result(tuple(argv), 0, output, "")
 
     def _answer(self, command: list[str]) -> str | None:
-        """Returns a command's output; None for a description of what was not created, or is deleted."""
+        """Returns a command's made-up output; None for a description of what was not created, or is deleted."""
         group, verb = _group_and_verb(command).split()
         workers = range(self.config.accelerator.hosts)
         if verb == "ssh" and "--dry-run" in command:

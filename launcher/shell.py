@@ -104,11 +104,8 @@ def stream(
     env: Mapping[str, str] | None = None,
     on_start: Callable[[Callable[[], None]], object] | None = None,
 ) -> Result:
-    """Runs a command and passes on each line of its stdout and stderr as it comes. Raises as `run`.
-
-    The result's stdout has all lines. `on_line` receives them without line ends; `on_start` receives a function that
-    ends the command early.
-    """
+    """Runs a command and passes each line of its stdout and stderr to `on_line`, without line end, as it comes.
+    `on_start` is given a function that ends the command early. The result's stdout has all lines. Raises as `run`."""
     begun = time.monotonic()
     options = _prepare(argv, env, stderr=subprocess.STDOUT, errors="replace")
     process = subprocess.Popen(list(argv), stdout=subprocess.PIPE, **options)
@@ -162,7 +159,7 @@ def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = Non
 
 @contextlib.contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Adds variables to the environment of this process and of the commands that it starts, inside the block."""
+    """Adds variables to the environment of this process and its commands inside the block; then restores it all."""
     before = dict(os.environ)
     os.environ.update(values)
     try:

@@ -67,7 +67,7 @@ class SupervisorSpec:
 
 
 def render(kind: str, supervisor: SupervisorSpec) -> str:
-    """Returns the shell script of a kind of `KINDS`. Raises BadInput for an image without a digest."""
+    """Returns the shell script for `kind`, one of KINDS. Raises BadInput for an image without a digest."""
     if not re.fullmatch(IMAGE_BY_DIGEST, supervisor.image):
         raise BadInput(f"{supervisor.image}: name the image by digest, REPOSITORY@sha256:...")
     steps = {"gke": _on_gke, "cloud-run": _on_cloud_run, "vm": _on_vm}[kind](supervisor)

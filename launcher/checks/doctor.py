@@ -1,7 +1,7 @@
 """`tpu-launch doctor`: checks everything that a run needs, and names the command that fixes what is missing.
 
-Changes nothing. A check returns findings and never raises: an error is a finding. Checks run in parallel, because most
-of them wait for gcloud.
+Changes nothing but to create the launcher's folder. A check returns findings and never raises: an error is a finding.
+Checks run in parallel, because most of them wait for gcloud.
 """
 
 import functools
@@ -61,7 +61,7 @@ def _cost(config: Config) -> Finding:
 
 
 def old_generation_findings(config: Config) -> list[Finding]:
-    """Returns a warning of the newest PyTorch/XLA on v2 and v3 (jax-ml/jax#30834, pytorch/xla#9604); [] elsewhere."""
+    """Returns a warning for torch_xla on v2, and newer than 2.8 on v3 (jax-ml/jax#30834, pytorch/xla#9604); else []."""
     generation = config.accelerator.generation.name
     older = config.image.build_args.get("REQUIREMENTS") == "requirements-2.8.txt"
     if config.backend != "torch-xla" or generation not in ("v2", "v3") or (older and generation == "v3"):
@@ -89,7 +89,7 @@ def _gcloud_and_account() -> list[Finding]:
 
 
 def check_version(info: dict[str, Any]) -> Finding:
-    """Compares the SDK's version with the tested one. `info`: output of `gcloud info --format=json`."""
+    """Returns a warning if gcloud is older than the tested version. `info`: output of `gcloud info --format=json`."""
     version = str(info.get("basic", {}).get("version", ""))
     if version == _TESTED:
         defects = "--output-directory, subsets of --worker, commands run again after exit code 255"
@@ -132,7 +132,7 @@ def _zone(config: Config) -> list[Finding]:
 
 
 def _fix_of(config: Config, error: LaunchError) -> str:
-    """Returns the command that fixes an error of gcloud; the message's last line if no permission is missing."""
+    """Returns the command that mends a denied permission; for any other error of gcloud, its message's last line."""
     if isinstance(error, PermissionDenied):
         text = str(error)
         if "services enable" in text:
@@ -180,7 +180,7 @@ def check_quota(config: Config) -> Finding:
 
 
 def _ssh_key(path: Path) -> Finding:
-    """Checks that gcloud's key exists, is private, and works without a passphrase prompt."""
+    """Checks that gcloud's key is private and asks for no passphrase; only warns if it does not exist yet."""
     if not path.exists():
         return warning(
             "ssh key",
@@ -253,7 +253,7 @@ def check_base_image(config: Config) -> Finding:
 
 
 def check_registry(host: str, settings: dict[str, Any]) -> Finding:
-    """Checks that docker's config.json (`settings`) has credentials for a registry; only warns where none may do."""
+    """Checks docker's config.json (`settings`) for credentials of a registry; missing ones fail for Google's only."""
     for kind in ("credHelpers", "auths"):
         if host in settings.get(kind, {}):
             return ok("registry", f"docker has credentials for {host} ({kind})")
@@ -286,7 +286,7 @@ def check_buckets(config: Config) -> Finding:
 
 
 def _folder() -> Finding:
-    """Checks that the launcher's folder is there, or can be made, and can be written."""
+    """Creates the launcher's folder if it is missing, and checks that it can be written."""
     try:
         path = home.home()
     except LaunchError as error:

@@ -207,7 +207,7 @@ def _from_document(document: Document, command: tuple[str, ...]) -> Config:
 
 
 def _check_candidates(config: Config) -> None:
-    """Raises ConfigError for a capacity without its keys, and for candidates that could not go on as the same run."""
+    """Raises ConfigError for a capacity without its keys, or a type that Cloud TPU lacks or the batch size excludes."""
     for candidate in config.all_candidates:
         if lacking := _lacking_keys(config.slice, candidate.capacity):
             place = config.document.place(("slice", "capacity"))

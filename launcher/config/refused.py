@@ -69,8 +69,7 @@ def _problem(key: Key, value: str) -> str:
 
 
 def _texts(key: Key, value: Any) -> Iterator[tuple[Key, str]]:
-    """Yields the texts of a section and its sections with their keys, except those in lists and in maps of the user's
-    names."""
+    """Yields a section's texts, inner sections' too, with their keys; none in lists and in maps with keys of users."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping) and key not in _MAPS:

@@ -47,7 +47,7 @@ class Retry:
         self._reported = ""
 
     def call(self, operation: Callable[[], T], deadline: float) -> T:
-        """Returns the operation's result, after retries with growing pauses, of whose errors it tells the user.
+        """Returns the operation's result. Retries it with growing pauses, and tells the user each new error.
         `deadline`: seconds of the monotonic clock.
 
         Raises:
@@ -69,6 +69,7 @@ class Retry:
             self._machine.clock.sleep(pause)
 
     def _report(self, error: LaunchError) -> None:
+        """Tells the user the error in one line, unless it was told last."""
         text = " ".join(line.strip() for line in str(error).splitlines())[:300]
         if text != self._reported:
             self._say(f"{self._subject}: still waiting, although: {text}")

@@ -103,10 +103,12 @@ def _hoist(item: Any) -> Any:
 
 
 def _split(node: Any) -> tuple[Any, str]:
+    """Returns a node's value, and its comment; "" without one."""
     return (node.value, node.comment) if isinstance(node, Commented) else (node, "")
 
 
 def _scalar(value: Any) -> Any:
+    """Returns a string with the quotes that it needs, or as a literal block; any other value unchanged."""
     if not isinstance(value, str) or is_plain(value):
         return value
     return LiteralScalarString(value) if _fits_a_block(value) else DoubleQuotedScalarString(value)

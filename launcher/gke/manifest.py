@@ -85,10 +85,8 @@ def _config_map(config: Config, work: Workload) -> dict[str, Any]:
 
 
 def _resolve_image(config: Config, given: str | None) -> str:
-    """Returns the given image, or the configuration's published one.
-
-    Raises BadInput for a given image without a digest, and if none was published.
-    """
+    """Returns the given image, or the configuration's published one, for which it may ask the registry. Raises BadInput
+    for a given image without a digest, and if none was published."""
     if given is not None and not re.match(IMAGE_BY_DIGEST, given):
         raise BadInput(f"--image {given}: give a digest, REPOSITORY@sha256:..., so that all hosts run the same image")
     reference = given or local.published(config)

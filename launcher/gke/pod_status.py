@@ -97,7 +97,7 @@ def _describe(condition: Mapping[str, Any]) -> str:
 
 
 def _container_state(state: Mapping[str, Any], image: str) -> ContainerState:
-    """Parses the state of a container status."""
+    """Returns a container's state, parsed from the `state` of its status, with the id of its image."""
     ended = state.get("terminated")
     if ended:
         reason = ended.get("reason", "")

@@ -278,10 +278,10 @@ class Gke:
         return files
 
     def stacks(self, container: str, *, native: bool = False) -> dict[int, str]:
-        """Returns by worker what DUMP_STACKS prints in running containers, or the error; {} if pods can't be listed."""
+        """Returns by worker the stack traces in running containers, or kubectl's error; {} if pods can't be listed."""
 
         def dump(pod: Pod) -> str:
-            """Returns what DUMP_STACKS prints in the pod's container, or kubectl's error."""
+            """Returns the stack traces of the processes in the pod's container, or kubectl's error."""
             command = ("exec", pod.name, "--container", CONTAINER, "--", "sh", "-c", DUMP_STACKS)
             try:
                 return self._kubectl.call(*command, *["native"] * native)
@@ -340,7 +340,7 @@ class Gke:
 
     def _wait_started(self, attempt: Attempt, name: str, clock: Clock) -> None:
         """Waits until every host's container has started: first for nodes, as long as for a slice, then for containers.
-        Raises the LaunchError that keeps a container from starting, and what `clock` raises."""
+        Raises LaunchError for a container that can't start and when the time is over, and what `clock` raises."""
         run, slice_ = self.config.run, self.config.slice
         node_minutes = max(run.start_minutes, slice_.create_minutes + slice_.stockout_minutes)
         now = self._clock.monotonic

@@ -24,7 +24,7 @@ _SPOT_GRACE_SECONDS = 25  # a spot VM ends 30 s after the preemption notice
 
 
 class Restarts(enum.Enum):
-    """Decides whether an ended run is restarted."""
+    """Names who restarts an ended run."""
 
     BY_CLUSTER = "by the cluster"
     """The user applies the manifest with kubectl."""
@@ -101,5 +101,5 @@ def node_selector(config: Config) -> dict[str, str]:
 
 
 def host_name(name: str, index: str) -> str:
-    """Returns the DNS name of a host inside the namespace."""
+    """Returns the DNS name, inside the namespace, of host `index` of the workload `name`."""
     return f"{name}-{REPLICATED_JOB}-0-{index}.{name}"

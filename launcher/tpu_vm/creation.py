@@ -256,8 +256,7 @@ class _Creation:
         self.deadline = self._from_now(self.config.slice.create_minutes * 60)
 
     def _replace(self, node: SliceState) -> None:
-        """Deletes a lost node and its queued resource; resets the deadline. Raises Preempted if this command made
-        it."""
+        """Deletes a lost node and its request; resets the deadline. Raises Preempted if this command created it."""
         if self.creates:
             raise Preempted(
                 f"slice {node.name} became {node.state} while it was being created; run `tpu-launch up` again"

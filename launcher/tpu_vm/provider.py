@@ -113,6 +113,7 @@ class TpuVm:
             self.say(f"there is no slice {self.config.slice.name}")
 
     def close(self) -> None:
+        """Closes the connections to the hosts; the next command opens new ones. Containers go on."""
         self._connections.close()
 
     def connect(self) -> None:
@@ -199,6 +200,7 @@ class TpuVm:
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
     ) -> list[HostReport]:
+        """Runs stop.sh on `workers` (None: all hosts), again where not reached. Returns reports, also of failures."""
         script = host_scripts.stop_script(container, grace, remove=remove)
         chosen = self._workers if workers is None else workers
         return [_to_report(result, "stopped") for result in self._run_all(script, chosen, timeout=grace + 30)]
@@ -212,6 +214,7 @@ class TpuVm:
         seconds: float,
         on_line: Callable[[int, str], None],
     ) -> list[CommandReport]:
+        """Runs a command once in the container on each worker. Returns how it ended, or why it did not run."""
         execution = Execution(self._connections, self._machine, container, command, seconds=seconds, on_line=on_line)
         return execution.run(workers)
 
@@ -232,6 +235,7 @@ class TpuVm:
         return files | {f"host-{result.worker}.txt": _all_output(result) for result in results}
 
     def stacks(self, container: str, *, native: bool = False) -> dict[int, str]:
+        """Returns by worker the stack traces of the container's processes, or why there are none."""
         results = self._run_all(host_scripts.stacks_script(container, native), self._workers, timeout=25, again=False)
         return {result.worker: _all_output(result) for result in results}
 

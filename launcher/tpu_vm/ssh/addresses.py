@@ -84,6 +84,7 @@ def save(config: Config, known: KnownSlice) -> None:
 
 
 def forget(config: Config) -> None:
+    """Deletes the kept addresses of the slice."""
     _file(config).unlink(missing_ok=True)
 
 
