@@ -101,8 +101,8 @@ def _used(config: Config, record: RequestRecord, existing: SliceState | None) ->
 
 
 def _api(config: Config, say: Say, machine: Workstation) -> race.SliceCalls:
-    """Returns the calls of a race. `create` begins its messages with the candidate, and raises NotOurs for another
-    owner's slice; `delete` also waits for create requests that may still arrive."""
+    """Returns the calls by which a race makes slices: `create` begins its messages with the candidate, and raises
+    NotOurs for another owner's slice; `delete` also waits for create requests that may still arrive."""
 
     def create_one(placed: Config, own: Workstation) -> SliceState:
         where = f"{placed.slice.accelerator_type} in {placed.zone}"

@@ -47,7 +47,7 @@ class TpuVm:
 
     @property
     def config(self) -> Config:
-        """The configuration of the candidate as which the slice was last seen."""
+        """Returns the configuration of the candidate as which the slice was last seen, else of the first one."""
         return slice_hints.in_current_place(self._wanted)
 
     @property

@@ -220,7 +220,7 @@ class Acquisition:
             self._remove()
 
     def _is_lost(self, node: SliceState | None) -> bool:
-        """Returns whether an ACTIVE request's node is `gone_for_good`, or not found for 20 s. Records since when."""
+        """Returns whether an ACTIVE request's node is preempted, or missing for 20 s. Records when that began."""
         if node is not None:
             self.node_missing_since = None
             return node.gone_for_good
@@ -230,7 +230,7 @@ class Acquisition:
         return now - self.node_missing_since >= _LAG_SECONDS
 
     def _retry_until(self) -> float:
-        """Returns until when (monotonic clock) errors are retried: a request may be granted, its node made by then."""
+        """Returns until when (monotonic clock) errors are retried: create_minutes after the deadline, or after now."""
         now = self.machine.clock.monotonic()
         return max(now, self.deadline) + self.config.slice.create_minutes * 60
 

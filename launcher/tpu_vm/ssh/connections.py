@@ -46,7 +46,7 @@ class SliceConnections:
 
     @property
     def config(self) -> Config:
-        """The configuration of the candidate as which the slice was last seen."""
+        """Returns the configuration of the candidate as which the slice was last seen, else of the first one."""
         return slice_hints.in_current_place(self._wanted)
 
     # -- the slice ----------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class SliceConnections:
                 return self._pool
 
     def _list_addresses(self) -> tuple[Address, ...]:
-        """Returns the addresses that gcloud uses. Keeps them for later commands when the slice is READY."""
+        """Returns gcloud's addresses of the hosts; keeps them on disk if the slice is READY. Raises LaunchError."""
         self._locate()
         command = commands.ssh_command(self.config, "true", dry_run=True)
         output = call_gcloud(self._machine, command, timeout=_GCLOUD_SECONDS)

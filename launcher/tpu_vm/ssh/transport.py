@@ -169,6 +169,7 @@ class SshConnection:
         return bool(self._connection.is_connected)
 
     def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
+        """Runs a command line. Returns exit code, output, error output. Raises TimeoutError, ConnectionFailed."""
         with _failures():
             code, out, err = _execute(self._connection, command, timeout, stdin)
         if code == -1:  # paramiko: the channel closed without a status
@@ -176,6 +177,7 @@ class SshConnection:
         return code, out, err
 
     def follow(self, command: str, *, timeout: float, on_line: Callable[[str], None]) -> int:
+        """Runs a command line, and passes its lines to `on_line`. Returns its exit code. Raises as `run`."""
         with _failures():
             code = _follow(self._connection, command, timeout, on_line)
         if code == -1:
@@ -183,6 +185,7 @@ class SshConnection:
         return code
 
     def close(self) -> None:
+        """Closes the connection, also a broken one; commands that run on it fail."""
         with contextlib.suppress(OSError, EOFError, paramiko.SSHException, AttributeError):  # it may be broken
             # Shut down first: close() waits for the transport's thread.
             self._connection.client.get_transport().sock.shutdown(socket.SHUT_RDWR)
