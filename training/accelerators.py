@@ -69,7 +69,7 @@ class Generation:
 
     @property
     def runs_kernels(self) -> bool:
-        """Returns whether libtpu compiles Pallas kernels with products of bf16 for it."""
+        """Returns whether libtpu compiles Pallas kernels with bf16 products for this generation: from v4 on."""
         return self.name not in ("v2", "v3")
 
 

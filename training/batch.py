@@ -58,6 +58,7 @@ class StepResult:
 
     @staticmethod
     def empty() -> StepResult:
+        """Returns totals of zero and no signals, to which results are added."""
         return StepResult(dict.fromkeys(SUMS, 0.0), Signals())
 
     def plus(self, other: StepResult) -> StepResult:
@@ -75,7 +76,7 @@ class StepResult:
         return self.sums["loss"] / self.sums["weight"] if self.sums["weight"] else float("nan")
 
     def nonfinite(self, step: int) -> str | None:
-        """Returns which figure of training step number `step` is not finite, for messages; None if all are."""
+        """Returns which figure of training step `step` is NaN or infinite, for messages; None if none is."""
         if not math.isfinite(self.loss):
             return f"the loss of step {step} is {self.loss}"
         if self.gradient_norm is not None and not math.isfinite(self.gradient_norm):

@@ -85,7 +85,7 @@ class Model(Section):
 
     @property
     def family(self) -> str:
-        """Returns "bert" or "roberta"."""
+        """Returns the family of the model called `name`, "bert" or "roberta"; "bert" without a name."""
         return "roberta" if self.name == "roberta-base" else "bert"
 
     @property
@@ -439,7 +439,7 @@ def _hub_without_token(config: TrainerConfig, document: Document) -> list[str]:
 
 
 def accelerator_name(document: Document) -> str | None:
-    """Returns slice.accelerator_type as the file has it, unchecked; None without one."""
+    """Returns slice.accelerator_type as the file has it, which may be no known type; None without one."""
     section = document.value.get("slice")
     name = section.get("accelerator_type") if isinstance(section, dict) else None
     return name if isinstance(name, str) else None

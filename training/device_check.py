@@ -178,7 +178,8 @@ def check_host(
 
 
 def measure_bucket(url: str, report: Callable[[str, Any], None]) -> None:
-    """Writes, reads and deletes 8 MiB. Reports the speeds (MB/s), or "bucket_error" if that fails or bytes differ."""
+    """Writes, reads and deletes 8 MiB, `url`. Reports the speeds (MB/s), or "bucket_error" if that fails or bytes
+    differ."""
     data = os.urandom(_FILE_BYTES)
     try:
         began = time.monotonic()

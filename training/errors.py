@@ -87,5 +87,5 @@ _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "can't allocate memory"
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns whether it is a MemoryError, or has a framework's message about the memory of a device or the host."""
+    """Returns whether `error` is a MemoryError, or a framework's message about the memory of a device or the host."""
     return isinstance(error, MemoryError) or any(message in str(error) for message in _OUT_OF_MEMORY)

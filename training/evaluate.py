@@ -97,17 +97,10 @@ def evaluate(
     shutdown: ShutdownRequest,
     step: int | None = None,
 ) -> Evaluated:
-    """Evaluates a model. All hosts call it.
-
-    Args:
-        place: a run's folder, a model folder in Hugging Face's layout, or a name on the Hub; decides the network.
-        config: decides data, batch size and precision.
-        step: of a run's checkpoint; the newest, unless given.
-
-    Raises:
-        BadInput: model and data do not fit together, or are not there.
-        TrainError: the process was asked to stop, and the evaluation ended early.
-    """
+    """Evaluates the model of `place`: a run's folder, a model folder in Hugging Face's layout, or a name on the Hub.
+    `config` decides data, batch size and precision; `step`: of a run's checkpoint (None: the newest). All hosts call
+    it. Raises BadInput when model and data do not fit together or are not there, TrainError when the process was asked
+    to stop, and the evaluation ended early."""
     if config.data.evaluation is None:
         raise BadInput("there is nothing to evaluate on: set data.evaluation")
     place = model_folder(place)

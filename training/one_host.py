@@ -58,7 +58,7 @@ def shards(*arguments: str) -> None:
 
 
 def configuration(file: str | Path, *settings: str) -> TrainerConfig:
-    """Reads and checks a YAML file. `settings`: as with --set, "train.steps=100" for instance."""
+    """Reads and checks a YAML file with `settings` as of --set ("train.steps=100"). Raises ConfigError."""
     return load(file, settings)
 
 

@@ -45,7 +45,7 @@ class Tracer(Protocol):
         """Ends the recording and writes *.xplane.pb files below the folder."""
 
     def scope(self, name: str, **facts: int) -> contextlib.AbstractContextManager[Any]:
-        """Names a block of the recording."""
+        """Returns a context that names its block, with these facts, in the recording."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Answer:
 
 
 def folder_of(worker: int) -> Path:
-    """Returns the folder through which a worker of this machine receives requests."""
+    """Returns the temporary folder through which a worker of this machine receives requests for profiles."""
     return Path(tempfile.gettempdir()) / "tpu-train-profile" / str(worker)
 
 
@@ -112,7 +112,8 @@ class Profiler:
             yield
 
     def scope(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Returns a block that names a part of a step in the profile; it does nothing if none is being recorded."""
+        """Returns a context whose block is a named part of a step in the profile; without a recording, it does
+        nothing."""
         return self._recording.tracer.scope(name) if self._recording else contextlib.nullcontext()
 
     def check(self) -> None:
@@ -240,7 +241,7 @@ def request(folder: Path, name: str, steps: int, seconds: float, machine: Machin
 
 
 def _is_training(folder: Path) -> bool:
-    """Returns whether the process that recorded its id in the folder still runs."""
+    """Returns whether the process whose id is in the folder's file `trainer` still runs."""
     try:
         os.kill(int((folder / "trainer").read_text(encoding="ascii")), 0)
     except (OSError, ValueError):

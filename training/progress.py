@@ -95,7 +95,7 @@ class NonFiniteHistory:
 
     @property
     def suspects(self) -> frozenset[str]:
-        """Returns the names of checkpoints whose first step was not finite: the one before each is tried instead."""
+        """Returns the names of checkpoints whose next step was not finite: the one before each is tried instead."""
         return frozenset(
             record.checkpoint for record in self.records if record.checkpoint and record.step == record.restored
         )
@@ -167,7 +167,7 @@ class Evaluations:
 
     @property
     def nonfinite(self) -> list[str]:
-        """Names of the figures of the last evaluation that are NaN or infinite."""
+        """Returns the names of the figures of the last evaluation that are NaN or infinite."""
         return [name for name, value in self.figures.items() if not math.isfinite(value)]
 
     def is_best(self, step: int) -> bool:
@@ -220,7 +220,6 @@ class Compilations:
 
     def check_step(self, number: int, batch: HostBatch) -> None:
         """Warns, or with train.strict raises TrainError, if step `number`, which was just started, compiled a program.
-
         The first step of each expected shape may compile one; a shape beyond the expected number may not."""
         shape = tuple(array.shape for array in batch.arrays.values())
         is_first = shape not in self._known and len(self._known) < self._shapes

@@ -66,12 +66,12 @@ class Run:
 
     @property
     def program(self) -> str:
-        """Hashes of configuration and code: equal for attempts that train in the same way."""
+        """Returns hashes of configuration and code: equal for attempts that train in the same way."""
         return f"{self.config.hash}.{self.code}"
 
     @property
     def precision(self) -> str:
-        """Precision of matrix products on this host's devices, "fp32" or "bf16"."""
+        """Returns the precision of matrix products on this host's devices, "fp32" or "bf16"."""
         return self.config.for_device(device_kind()).train.precision
 
     def model_config(self) -> dict[str, Any]:
@@ -101,9 +101,10 @@ def open_run(
     console: Console,
     dependencies: Dependencies,
 ) -> tuple[Run, str]:
-    """Opens the data, claims the run's folder, and makes sure that all hosts run the same configuration, code and data.
-    Returns the run and the URL of this attempt's record. Raises BadInput if hosts differ, the data does not fit
-    together, the folder is not shared, or a tracker is not installed."""
+    """Opens the data, makes sure that all hosts run the same configuration, code and data, and writes this attempt's
+    record to the run's folder, after which older starts may not commit. Returns the run and the record's URL. Raises
+    BadInput if hosts differ, the data does not fit together, the folder is not shared, or a tracker is not
+    installed."""
     machine, storage = dependencies.machine, dependencies.storage
     require_trackers(config.telemetry.trackers)
     with timer.phase("dataset"):
@@ -152,6 +153,7 @@ def checkpoint_identity(run: Run) -> dict[str, Any]:
 
 
 def open_checkpoints(run: Run) -> CheckpointWriter:
+    """Returns the writer of this run's checkpoints, with the settings of the section `checkpoint`."""
     config = run.config
     return CheckpointWriter(
         run.checkpoint_folder,
@@ -191,12 +193,9 @@ def model_identity(config: TrainerConfig) -> dict[str, Any]:
 
 
 def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, rendezvous: Rendezvous) -> TrainerConfig:
-    """Returns the configuration; its `model.path` is a model folder, not a run's. All hosts call it, and may wait for
-    each other.
-
-    If `model.path` is another run's folder, or one checkpoint in it, host 0 writes that model to `start` in this run's
-    `folder`, the new path. Later attempts find it there, even if the other run is gone. Raises BadInput for a damaged
-    checkpoint."""
+    """Returns the configuration with a model folder as `model.path`. If that is another run's folder, or one checkpoint
+    in it, host 0 writes that model to `start` in this run's `folder`, the new path, unless an earlier attempt did, and
+    all hosts wait for it. All hosts call it. Raises BadInput for a damaged checkpoint."""
     path = config.model.path
     if path is None or default_storage.stat(join(path, CONFIG)) is not None or not has_checkpoint(path):
         return config
@@ -226,7 +225,8 @@ def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous
 
 
 def prepare_devices(name: str, cluster: Cluster) -> None:
-    """Sets the environment for importing a backend's framework without a run, for `check-devices`. Raises BadInput."""
+    """Sets the environment for importing a backend's framework without a run, for `check-devices`. Raises BadInput if
+    it is not installed, or the accelerator is unknown or has another number of hosts."""
     if name == "tensorflow" and cluster.hosts > 1 and device_kind() == "TPU":
         os.environ["PJRT_DEVICE"] = "TPU"
         os.environ.update(tensorflow_environment(cluster, {"TPU_NAME": "grpc"}))  # workers have the chips
@@ -246,7 +246,8 @@ def set_device_environment(name: str, cluster: Cluster) -> None:
 
 
 def _import_for_devices(name: str, cluster: Cluster) -> OpenBackend:
-    """Calls `import_backend`; on a TPU, where importing TensorFlow may open it, a failure becomes UnusableTpu."""
+    """Imports a backend's framework and returns its class. On a TPU, which importing TensorFlow may open, errors but
+    ImportError and TrainError become UnusableTpu."""
     try:
         return import_backend(name)
     except (ImportError, TrainError):

@@ -94,9 +94,9 @@ def train(
 
 
 def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progress: HostProgress) -> Trainer:
-    """Builds the model and restores the newest checkpoint; on host 0 also opens the metrics and the uploads to the Hub.
-    Gives `context` what the record of the attempt's end needs. `record_url`: of this attempt's record. Raises
-    TrainError."""
+    """Builds the model and restores the newest checkpoint; on host 0 also opens the metrics and the uploads to the Hub,
+    and puts them and the step count into `context`, for the record of the attempt's end. `record_url`: of this
+    attempt's record. Raises TrainError."""
     cluster, config = run.cluster, run.config
     with run.timer.phase("start"):
         run = replace(run, config=with_starting_model(run.config, run.folder, cluster, run.rendezvous))
@@ -272,7 +272,8 @@ class Trainer:
         return Signals(self.run.shutdown.requested, save_due)
 
     def read_results_due(self, pending: Pending, batch: HostBatch, signals: Signals) -> list[FinishedStep]:
-        """Counts a step as started, and returns the results of steps that need not be in flight any more."""
+        """Counts a step as started, and waits, oldest step first, until no more are in flight than the backend allows.
+        Returns the results of those that finished."""
         self._in_flight.append((pending, batch))
         self.progress.start_step()
         self.work.add(batch.arrays)
@@ -282,7 +283,8 @@ class Trainer:
             return self._read_results(leave=0 if is_last else self.backend.in_flight)
 
     def check_step(self, batch: HostBatch) -> None:
-        """Raises errors of other hosts, background saves and compilations; tells the uploader of a new commit."""
+        """Raises errors of other hosts and background saves, and with train.strict for a step that compiled again (else
+        warns). Tells the uploader of a new commit."""
         self.checkpoints.check()
         self.run.rendezvous.check()
         if self.uploader:
@@ -373,7 +375,7 @@ class Trainer:
         return int(best["step"]) if best else self.progress.step
 
     def judge(self, error: NonFinite) -> TrainError:
-        """Records that a step or a state was not finite, and returns the error that ends the attempt."""
+        """Records that a step or a state was not finite, as `record`, and returns the error that ends the attempt."""
         self.record(error)
         return self.history.judge(error, self.restored.manifest.step if self.restored else 0)
 
@@ -401,7 +403,7 @@ class Trainer:
     # --- results of steps
 
     def finish_steps(self) -> None:
-        """Waits for all steps in flight."""
+        """Waits for all steps in flight; counts and reports their results. Raises NonFinite."""
         with self.compilations.timed("step"), self.limit_first_step():
             results = self._read_results(leave=0)
         self.take_results(results)
@@ -423,7 +425,7 @@ class Trainer:
         return self.run.rendezvous.limit("the first step", seconds)
 
     def take_results(self, results: list[FinishedStep]) -> None:
-        """Counts and reports the results of steps. Raises NonFinite."""
+        """Counts the results of steps; host 0 shows and logs those due by train.log_every. Raises NonFinite."""
         train = self.run.config.train
         for result, batch in results:
             self.progress.finish_step(result, batch)

@@ -51,7 +51,7 @@ def tpu_train() -> None:
 
 
 def main() -> None:
-    """Runs the command line; prints a known error, or where a framework crashed, and exits with its code."""
+    """Runs the command line; prints a known error in one message, or the stacks of a crash, and exits with its code."""
     faulthandler.enable()
     try:
         tpu_train(prog_name="tpu-train", standalone_mode=False, obj=_BEGAN)

@@ -77,7 +77,7 @@ def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]])
 
 
 def start_rank(command: Sequence[str], environment: Mapping[str, str], output: threading.Lock) -> RankProcess:
-    """Starts a process and the threads that print its lines."""
+    """Starts a process in a session of its own, and the threads that print its lines with its rank."""
     process = subprocess.Popen(
         command,
         env={**os.environ, **environment},

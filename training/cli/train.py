@@ -205,7 +205,8 @@ def _start_chip_processes(backend: str) -> None:
 
 
 def _discover(backend: str) -> Cluster:
-    """Returns this host's cluster, with TorchTPU this process's. Raises BadInput if a source contradicts itself."""
+    """Returns this host's cluster; with TorchTPU, which has a process for each chip, that of this process. Raises
+    BadInput if the variables or the metadata server contradict themselves."""
     from training.distributed import torch_tpu
     from training.distributed.cluster import discover
 
@@ -215,7 +216,8 @@ def _discover(backend: str) -> Cluster:
 
 def _join_cluster(config: TrainerConfig, shutdown: ShutdownRequest) -> tuple[Cluster, Rendezvous]:
     """Reads this host's cluster from its environment or the metadata server, and connects to host 0. Returns both.
-    Raises BadInput if the cluster contradicts itself, and as `join` of training.distributed.rendezvous."""
+    Raises BadInput if the cluster contradicts itself or the hosts have no shared secret, StopRequested if asked to
+    stop, LostPeer or TrainError if host 0 does not answer or refuses."""
     from training.distributed.rendezvous import join
 
     cluster, timeouts = _discover(config.backend), config.rendezvous
