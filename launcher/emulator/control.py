@@ -132,8 +132,8 @@ def status(home: Path) -> dict[str, Any]:
 
 
 def inject(home: Path, fault: dict[str, Any]) -> dict[str, Any]:
-    """Injects a fault, as launcher/cli/emulator.py describes it. Raises BadInput when the emulator does not run, or the
-    fault's target does not exist."""
+    """Makes the server inject {"fault": KIND, ...} (arguments: launcher/cli/emulator.py); returns the fault and its
+    hosts. Raises BadInput when the emulator does not run, or the fault's target does not exist."""
     return _ask(_running(home), "POST", "/inject", fault)
 
 
@@ -249,7 +249,7 @@ def _wait_for_server(state: EmulatorState, process: subprocess.Popen[Any], log: 
 
 @contextlib.contextmanager
 def _starting(home: Path) -> Iterator[None]:
-    """Serializes starts and stops of one home: a second start waits and then finds the server."""
+    """Creates the home and holds its lock during the block: starts and stops of one home wait for each other."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(home / "starting", "w+") as file:
         lock(file, home / "starting", wait=True)
@@ -381,13 +381,13 @@ def _ask(state: EmulatorState, method: str, path: str, body: dict[str, Any] | No
 
 
 def _server(sockets: str | Path) -> Engine:
-    """Returns a client of the server in this folder of sockets: it takes requests as a container engine does."""
+    """Returns a client of the server's control socket in this folder; an engine's client serves, as both speak HTTP."""
     return Engine(str(Path(sockets) / CONTROL))
 
 
 def _end_server(home: Path, sockets: Path) -> None:
-    """Stops the server, and kills it when it does not end in STOP_TIMEOUT. The server holds a lock on the file with its
-    process id, so no other process is killed."""
+    """Asks the server to end and waits for it; kills it every STOP_TIMEOUT seconds. The server holds a lock on the file
+    with its process id, so no other process is killed. Does nothing if no server runs."""
     if is_held(home / "lock") is False:
         return
     with contextlib.suppress(OSError):

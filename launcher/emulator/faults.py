@@ -124,7 +124,7 @@ def preempt(node: Node) -> None:
 
 
 def delay(state: EmulatorState, service: str) -> float:
-    """Returns how many seconds each request to a service waits."""
+    """Returns for how many seconds injected faults delay each request to a service."""
     return sum(fault.seconds for fault in state.faults if fault.kind == "slow" and fault.service == service)
 
 

@@ -39,7 +39,7 @@ class Body:
     """A request's body, read as it arrives."""
 
     def __init__(self, source: BinaryIO, headers: Message) -> None:
-        """Reads from a connection, at the begin of a body, as many bytes or chunks as the request's headers say."""
+        """Takes a connection at the begin of a body, whose length or chunks the headers announce. Reads nothing yet."""
         self._source = source
         self._chunked = headers.get("Transfer-Encoding", "").lower() == "chunked"  # until the last chunk was read
         # Bytes of the body, or of the current chunk.
@@ -180,7 +180,7 @@ class _Connection(BaseHTTPRequestHandler):
         log.debug(format, *args)
 
     def __getattr__(self, name: str) -> Any:
-        """Finds one method for do_GET, do_PUT and all others."""
+        """Returns `_answer` for do_GET, do_PUT and every other method of HTTP."""
         if name.startswith("do_"):
             return self._answer
         raise AttributeError(name)
@@ -219,6 +219,7 @@ class _Connection(BaseHTTPRequestHandler):
             self.connection.sendall(head if without_body else head + response.body)
 
     def _head(self, response: HttpResponse) -> str:
+        """Returns the status line and the headers of a response, with Content-Length unless the status is 204."""
         length = response.body.length if isinstance(response.body, FileRegion) else len(response.body)
         head = [f"HTTP/1.1 {response.status} {REASONS.get(response.status, '')}", f"Date: {self.date_time_string()}"]
         head += [f"{name}: {value}" for name, value in response.headers.items()]
@@ -250,7 +251,8 @@ class Acceptor:
         self._loop.call_soon_threadsafe(self._loop.add_reader, listener, self._accept, listener, serve)
 
     def remove(self, listener: socket.socket, *, close: bool) -> None:
-        """Stops accepting on a listener before it returns. New connections wait in the backlog, unless `close`."""
+        """Stops accepting on a listener, and waits for that at most _CHANGE_SECONDS. With `close` the listener is
+        closed, else new connections wait in its backlog."""
         done = threading.Event()
 
         def change() -> None:

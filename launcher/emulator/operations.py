@@ -107,7 +107,7 @@ class OperationRunner:
                 self._booting.notify_all()
 
     def _delete(self, node: Node) -> None:
-        """Removes the hosts, when the node's creation or start has ended (at most BOOT_TIMEOUT later)."""
+        """Waits until the node's creations and starts have ended, at most BOOT_TIMEOUT, and removes the hosts."""
 
         def makes_hosts(other: Operation) -> bool:
             return other.verb in ("create", "start") and other.target == node.name and not other.done
@@ -117,6 +117,7 @@ class OperationRunner:
         self._for_each_host(node, self._containers.remove)
 
     def _for_each_host(self, node: Node, act: Callable[[Host], Any]) -> None:
+        """Calls `act` for all hosts of a node, up to 16 at a time, and waits for all."""
         with ThreadPoolExecutor(max(1, min(16, len(node.hosts)))) as pool:
             list(pool.map(act, node.hosts))
 

@@ -278,6 +278,7 @@ class Server:
 
     @staticmethod
     def _status_of(node: Node) -> dict[str, Any]:
+        """Returns a node's entry of `status`, with its hosts and their faults."""
         shown = ("hostname", "address", *_FLAGS.values())
         hosts = [{"worker": host.index, **{name: getattr(host, name) for name in shown}} for host in node.hosts]
         return {

@@ -80,7 +80,7 @@ def event_id(text: str) -> str:
 
 
 def bad_request(text: str, code: int = INVALID_ARGUMENT) -> ApiError:
-    """Returns an error with Cloud TPU's phrase before `text`."""
+    """Returns an ApiError: "Cloud TPU received a bad request.", then `text`, then an event id."""
     return ApiError(code, f"Cloud TPU received a bad request. {text} {event_id(text)}")
 
 

@@ -38,13 +38,13 @@ class Call:
 
 
 def parse(method: str, segments: list[str], query: dict[str, str], body: dict[str, Any]) -> Call:
-    """Makes a call of a URL's parts without the version."""
+    """Returns the API call of an HTTP request; `segments` are the decoded parts of its path after the version."""
     head, separator, verb = segments[-1].partition(":")
     return Call(method, (*segments[:-1], head), verb if separator else "", query, body)
 
 
 def answer(state: EmulatorState, call: Call, now: float) -> dict[str, Any]:
-    """Carries out a call. Returns the response's JSON. Raises ApiError."""
+    """Carries out a call by changing `state` alone. Returns the response's JSON. Raises ApiError."""
     match call.path:
         case ("projects", project, "locations"):
             names = [{"name": f"projects/{project}/locations/{zone}", "locationId": zone} for zone in catalogue.ZONES]
@@ -60,7 +60,7 @@ def answer(state: EmulatorState, call: Call, now: float) -> dict[str, Any]:
 
 
 def _in_zone(state: EmulatorState, call: Call, parent: str, rest: list[str], now: float) -> dict[str, Any]:
-    """Carries out a call on the nodes, operations or offers of projects/P/locations/Z ("-": all). Raises ApiError."""
+    """Answers for nodes, operations, accelerator types and runtime versions of a zone ("-": all). Raises ApiError."""
     name = "/".join([parent, *rest])
     match (call.method, rest, call.verb):
         case ("GET", ["nodes"], ""):
@@ -98,7 +98,7 @@ def _on_node(state: EmulatorState, call: Call, node: Node, now: float) -> dict[s
 
 
 def compute_project(project: str) -> dict[str, Any]:
-    """Answers GET compute/v1/projects/P: gcloud looks for ssh keys and OS Login in the project's metadata."""
+    """Returns the JSON of GET compute/v1/projects/P, without metadata: gcloud looks there for ssh keys and OS Login."""
     return {
         "kind": "compute#project",
         "id": PROJECT_NUMBER,
@@ -109,6 +109,7 @@ def compute_project(project: str) -> dict[str, Any]:
 
 
 def service_account() -> str:
+    """Returns the e-mail address of the project's default service account."""
     return f"{PROJECT_NUMBER}-compute@developer.gserviceaccount.com"
 
 
@@ -220,7 +221,8 @@ def _update(state: EmulatorState, node: Node, call: Call, now: float) -> Operati
 
 
 def _stop_or_start(state: EmulatorState, node: Node, verb: str, now: float) -> Operation:
-    """Enters a stop of a READY node, or a start of a STOPPED one. Raises ApiError otherwise, as for several hosts."""
+    """Enters a stop of a READY node of one host, or a start of a STOPPED one. Raises ApiError for others and a busy
+    fault."""
     before, during = ("READY", "STOPPING") if verb == "stop" else ("STOPPED", "STARTING")
     if len(node.hosts) > 1:
         raise bad_request(
@@ -288,6 +290,7 @@ def operation_json(operation: Operation) -> dict[str, Any]:
 
 
 def _accelerator_json(parent: str, name: str) -> dict[str, Any]:
+    """Returns the accelerator type `name` as the API lists it."""
     accelerator = ACCELERATORS[name]
     config = {"type": catalogue.api_type(accelerator), "topology": accelerator.topology_name}
     return {"name": f"{parent}/{name}", "type": name, "acceleratorConfigs": [config]}
@@ -333,7 +336,7 @@ def finish_operation(
 
 
 def _apply(operation: Operation, node: Node) -> None:
-    """Applies a finished operation to the node's state or fields; a stop also clears health and guest attributes."""
+    """Gives the node an update's fields, STOPPED (without health and guest attributes), or READY and HEALTHY."""
     match operation.verb:
         case "update":
             node.resource |= operation.change

@@ -135,7 +135,8 @@ def _try(state: EmulatorState, queued: QueuedResource, now: float) -> None:
 
 
 def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operation:
-    """Enters an ACCEPTED request; its operation is done at once. Raises ApiError for a request that is refused."""
+    """Enters an ACCEPTED request; its operation is done at once. Raises ApiError for a bad body, a taken name or a
+    fault."""
     zone = parent.split("/")[3]
     queued_id = call.query.get("queuedResourceId", "")
     catalogue.check_node_name(queued_id)
@@ -171,8 +172,8 @@ def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operat
 
 
 def _check_model(body: dict[str, Any], requested: Accelerator) -> None:
-    """Raises ApiError for a flex-start request of another generation or without its duration, and for one that is bound
-    to a reservation without a name."""
+    """Raises ApiError for flex-start on others than v5e and v6e or without a maxRunDuration of at most 7 days, and for
+    a reservation-bound request that names no reservation."""
     model, seconds = body.get("provisioningModel"), str(body.get("runDuration", {}).get("maxRunDuration", "0s"))
     if model == "FLEX_START" and requested.generation.name not in ("v5e", "v6e"):
         raise bad_request(f"flex-start is not supported for {requested.name}")
@@ -211,4 +212,5 @@ def _delete(state: EmulatorState, queued: QueuedResource, force: bool, now: floa
 
 
 def _end(operation: Operation, response: dict[str, Any], now: float) -> None:
+    """Marks an operation as done, with its response."""
     operation.done, operation.ended, operation.response = True, now, response

@@ -36,8 +36,8 @@ def answer(
 
 
 def is_missing(state: EmulatorState, repository: str) -> bool:
-    """Returns whether repositories must be created first, and that of LOCATION-docker.pkg.dev/PROJECT/NAME/IMAGE was
-    not."""
+    """Returns whether an injected "repository" fault demands that repositories are created first, and that of the image
+    LOCATION-docker.pkg.dev/PROJECT/NAME/IMAGE was not."""
     host, project, name = [*repository.split("/"), "", ""][:3]
     full_name = f"projects/{project}/locations/{host.removesuffix('-docker.pkg.dev')}/repositories/{name}"
     return full_name not in state.repositories and any(fault.kind == "repository" for fault in state.faults)

@@ -57,7 +57,7 @@ class StockSection(Section):
 
 
 def available(state: EmulatorState, zone: str, accelerator_type: str, capacity: str, now: float) -> int | None:
-    """Returns how many slices of a kind there are at `now`, used ones included; None without a stock: any number."""
+    """Returns how many slices of a kind exist at `now`, used ones included; None without a stock file: any number."""
     if state.stock is None:
         return None
     stock = StockSection.model_validate(state.stock)
@@ -99,11 +99,12 @@ def capacity_of(scheduling: dict[str, Any]) -> str:
 
 
 def _kind(node: Node) -> tuple[str, str, str]:
+    """Returns the zone, accelerator type and capacity whose stock a node takes."""
     return node.zone, str(node.resource["acceleratorType"]), capacity_of(node.resource["schedulingConfig"])
 
 
 def _used(state: EmulatorState, zone: str, accelerator_type: str, capacity: str) -> list[Node]:
-    """Returns the nodes of a kind that hold hosts."""
+    """Returns the nodes of a kind that take up stock: they have hosts, and are neither preempted nor being deleted."""
     return [
         node
         for node in state.nodes.values()

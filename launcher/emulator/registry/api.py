@@ -59,7 +59,7 @@ class RegistryApi:
         return self._answer_manifest(request, match[1], repository, match[3])
 
     def _token(self, request: HttpRequest) -> HttpResponse:
-        """Answers a login with a token: its password, which is an access token."""
+        """Answers a login with the token to use: its own password, which must be an access token; else 401."""
         user, password = request.login
         if user != _USER or not self._accepts(password):
             return _error(401, "UNAUTHORIZED", "Unauthenticated request: the login is not valid")
@@ -138,7 +138,7 @@ class RegistryApi:
         return HttpResponse(200, data, {"Docker-Content-Digest": digest, "Content-Type": media_type})
 
     def _put_manifest(self, request: HttpRequest, path: str, repository: str, version: str) -> HttpResponse:
-        """Stores a manifest or index. Refuses one that refers to content the repository lacks."""
+        """Stores a manifest or index. Answers 400 if it is damaged or refers to content that the repository lacks."""
         data = request.body.read_all()
         try:
             fields = json.loads(data)

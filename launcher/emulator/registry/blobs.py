@@ -41,7 +41,7 @@ class BlobStore:
         return self._folder / "blobs" / match[1]
 
     def link(self, repository: str, digest: str, source: str) -> bool:
-        """Gives a repository a blob of another one; returns whether that one has it."""
+        """Gives a repository a blob of another one, `source`; returns whether `source` has it."""
         path = self.blob(source, digest)
         if path is None:
             return False
@@ -70,7 +70,7 @@ class BlobStore:
                 file.write(block)
 
     def end_upload(self, repository: str, identifier: str, digest: str) -> bool:
-        """Makes an upload a blob of a repository. Deletes it and returns False when its digest differs."""
+        """Makes an upload a blob of a repository. Deletes it and returns False when its digest is not `digest`."""
         path = self._upload_file(identifier)
         assert path is not None, identifier
         with open(path, "rb") as file:

@@ -85,7 +85,7 @@ class StorageApi:
     def _download(
         self, request: HttpRequest, bucket: Bucket, name: str, generation: int | None, expected: int | None
     ) -> HttpResponse:
-        """Answers with an object's bytes, or a range of them (416 beyond the end). Raises as `Bucket.open`."""
+        """Answers with an object's bytes, or a range of them (416 beyond the end). Raises StorageApiError."""
         stored, file = bucket.open(name, generation, expected)
         headers = {
             "Content-Type": str(stored.settings.get("contentType", "application/octet-stream")),
@@ -129,8 +129,8 @@ class StorageApi:
     def _rewrite(
         self, request: HttpRequest, bucket: Bucket, name: str, target: Bucket, new_name: str, base: str
     ) -> HttpResponse:
-        """Copies an object to `new_name` in `target` in one call, with its settings changed by the request's. Checks
-        the generations of both."""
+        """Copies an object to `new_name` in `target` in one call, with its settings changed by the request's. Raises
+        StorageApiError 404, or 412 if either object has another generation than the request expects."""
         query = request.query
         source, file = bucket.open(name, integer(query, "sourceGeneration"), integer(query, "ifSourceGenerationMatch"))
         with target.incoming() as new, file:
@@ -143,8 +143,8 @@ class StorageApi:
 
 
 def byte_range(text: str, size: int) -> tuple[int, int] | None:
-    """Returns [start, end) of a Range header for an object of `size` bytes; None, as Google, for the whole object where
-    there is no header that can be parsed."""
+    """Returns [start, end) of a Range header for an object of `size` bytes; None for a missing or bad header: Google
+    then sends the whole object."""
     match = re.fullmatch(r"bytes=(\d*)-(\d*)", text.strip())
     if not match or match.groups() == ("", ""):
         return None

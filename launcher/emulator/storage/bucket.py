@@ -114,6 +114,7 @@ class Incoming:
         self._file.close()
 
     def discard(self) -> None:
+        """Closes the temporary file and deletes it, unless it was committed."""
         self.close()
         self.path.unlink(missing_ok=True)
 
@@ -159,6 +160,7 @@ class Bucket:
         return stored
 
     def find(self, name: str) -> StoredObject | None:
+        """Returns the object; None if there is none."""
         with self._lock:
             return self._objects.get(name)
 

@@ -70,7 +70,7 @@ def tls_context(folder: Path, names: Sequence[str] = NAMES) -> ssl.SSLContext:
 
 
 def serve_tls(connection: socket.socket, context: ssl.SSLContext, handler: Handler) -> None:
-    """Answers the requests of one connection to Cloud Storage's names."""
+    """Answers the HTTPS requests of a connection to Cloud Storage's names with `handler`, and closes the connection."""
     serve_secure(connection, context, lambda request: answer(request, handler))
 
 

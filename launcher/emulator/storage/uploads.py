@@ -59,7 +59,7 @@ class Uploads:
         return self._whole(request, bucket, request.query["name"], settings, request.body.blocks())
 
     def _multipart(self, request: HttpRequest, bucket: Bucket) -> Made:
-        """Stores the second part of a multipart/related body, as for small objects; the first is JSON about it."""
+        """Stores a small object of a multipart/related body: first JSON with name and settings, then the bytes."""
         match = re.search(r'boundary="?([^";]+)', request.headers.get("Content-Type", ""))
         if not match:
             raise StorageApiError(400, "badContent", "Multipart body without a boundary.")
@@ -88,7 +88,7 @@ class Uploads:
     # -- resumable
 
     def _begin(self, request: HttpRequest, bucket: Bucket, base: str) -> HttpResponse:
-        """Enters a resumable upload on disk and returns its URL. Raises StorageApiError for another generation."""
+        """Enters a resumable upload on disk; answers with its URL. Raises StorageApiError for a wrong generation."""
         settings = request.json()
         if kind := request.headers.get("X-Upload-Content-Type"):
             settings.setdefault("contentType", kind)
@@ -103,8 +103,8 @@ class Uploads:
         return HttpResponse(200, b"", {"Location": location, "X-GUploader-UploadID": identifier})
 
     def _continue(self, request: HttpRequest, bucket: Bucket, identifier: str) -> Made | HttpResponse:
-        """Handles a chunk, a status query or a DELETE of a resumable upload. Returns the object once it is complete,
-        else 308 with the bytes that arrived, or 499 after a DELETE."""
+        """Takes a chunk, a status query or a DELETE of a resumable upload. Returns the object once it is complete;
+        until then 308 with the range of the bytes that arrived; 499 after a DELETE. Raises StorageApiError."""
         path = bucket.folder / "uploads" / f"{identifier}.json"
         if not re.fullmatch(r"[0-9a-f]{32}", identifier) or not path.exists():
             raise StorageApiError(404, "notFound", "No such upload; begin again.")

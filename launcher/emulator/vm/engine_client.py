@@ -81,7 +81,7 @@ class Engine:
 
 
 def filters(**values: list[str]) -> str:
-    """Returns the `filters` parameter of a listing."""
+    """Returns the parameter "filters" of the engine's listings: filters(label=["a=b"]) as JSON."""
     return json.dumps(values)
 
 

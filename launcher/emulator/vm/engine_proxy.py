@@ -51,7 +51,7 @@ class EngineProxy:
         _serve(connection, self._answer_workstation)
 
     def _answer_workstation(self, request: EngineRequest) -> None:
-        """Labels new containers, handles pushes to Google's registries and inspections of images; forwards all else."""
+        """Labels new containers; answers pushes to Google's registries and image inspections; forwards the rest."""
         parts = request.path.strip("/").split("/")
         if request.method == "POST" and request.path == "/containers/create":
             body = request.json()
@@ -248,8 +248,9 @@ class EngineProxy:
                     raise EngineRefusal(404, f"No such image: {name}")
 
     def _image_id(self, name: str, *, only_pushed: bool) -> str:
-        """Returns the image id for a registry's name (without `only_pushed`, for one with a digest), and any other name
-        unchanged. With `only_pushed`, raises EngineRefusal for a registry's name that was not pushed."""
+        """Returns the image id for a registry's name (without `only_pushed` for a digest alone: a tag is the
+        workstation's) and any other name unchanged. With it, raises EngineRefusal for a registry's name that was not
+        pushed."""
         if not image_registry.is_registry(name):
             return name
         with self.store.read() as state:

@@ -42,7 +42,7 @@ class EngineView:
 
     @property
     def prefix(self) -> str:
-        """Begins the names of the host's containers and volumes on the workstation's engine."""
+        """Returns the prefix of the host's containers and volumes in names of the workstation's engine."""
         return f"{self.hostname}."
 
     @property

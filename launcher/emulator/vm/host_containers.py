@@ -143,7 +143,7 @@ class HostContainers:
         self.kill_containers(host.hostname)
 
     def kill_containers(self, hostname: str) -> None:
-        """Kills the containers of a host that has died."""
+        """Kills the containers that run on a host, not the host."""
         alive = self._list_on(hostname, "running", "restarting", "paused")
         self._call_all("POST", [f"/containers/{container}/kill" for container in alive])
 
@@ -196,6 +196,7 @@ class HostContainers:
                 log.warning("%s", error)
 
     def _call_all(self, method: str, paths: list[str], query: dict[str, Any] | None = None) -> None:
+        """Makes a call for each path, up to 16 at a time. Ignores errors that mean "already done" and logs others."""
         if paths:
             with ThreadPoolExecutor(min(16, len(paths))) as pool:
                 list(pool.map(lambda path: self._call(method, path, query), paths))

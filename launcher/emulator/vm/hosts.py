@@ -108,7 +108,7 @@ class Hosts:
         return answer
 
     def cut(self, host: Host) -> None:
-        """Disconnects the host from its network and from Google's services."""
+        """Disconnects the host from its network, and its metadata and storage requests from the emulator."""
         with self.lock:
             for listener in self.handed_over.get(host.hostname, [])[:3]:
                 self.acceptor.remove(listener, close=False)

@@ -38,7 +38,7 @@ def resolve(pushed: dict[str, dict[str, str]], name: str) -> str | None:
 
 
 def enter(pushed: dict[str, dict[str, str]], repository: str, tag: str, image: str, digest: str = "") -> None:
-    """Enters an image under its tag and its digest. Without bytes in the registry, its digest is its id."""
+    """Records in `pushed` an image id under a tag and a digest. Without a digest (no bytes pushed), the id is used."""
     pushed.setdefault(repository, {}).update({tag: image, digest or image: image})
 
 

@@ -61,7 +61,7 @@ def tpu_env(node: Node, host: Host) -> str:
 
 
 def tree(node: Node, host: Host) -> dict[str, Any]:
-    """Returns everything below computeMetadata/v1/. Unlike Google's, recursive JSON has the names of the paths."""
+    """Returns everything below computeMetadata/v1/. Unlike Google's camelCase, recursive JSON has the paths' names."""
     account = {
         "aliases": ["default"],
         "email": service_account(),
@@ -140,7 +140,7 @@ def _render(value: Any, request: HttpRequest) -> HttpResponse:
 
 
 def _put(store: Store, hostname: str, path: str, request: HttpRequest) -> HttpResponse:
-    """Writes a guest attribute: instance/guest-attributes/NAMESPACE/KEY."""
+    """Stores a guest attribute of the host: instance/guest-attributes/NAMESPACE/KEY; 405 for other paths."""
     parts = path.split("/")
     if parts[:2] != ["instance", "guest-attributes"] or len(parts) != 4:
         return _text_response(405, "only instance/guest-attributes/NAMESPACE/KEY can be written\n")
@@ -162,6 +162,7 @@ def _value_at(value: Any, path: str) -> Any:
 
 
 def _nest_by_namespace(values: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Returns {"NAMESPACE/KEY": value, ...} as {NAMESPACE: {KEY: value}}."""
     result: dict[str, dict[str, str]] = {}
     for path, value in values.items():
         namespace, _, key = path.partition("/")

@@ -25,8 +25,8 @@ _COPY_SECONDS = 120.0
 
 
 def ensure_volume(source: Path, say: Callable[[str], None]) -> str:
-    """Returns the name of the volume with the two files; makes it from `source`, the folder images/virtual-tpu, if it
-    is missing. `say` receives the steps of the image's build. Raises LaunchError when the build or the copy fails."""
+    """Returns the name of the volume with libtpu.so and the CPU plugin; makes it from `source`, images/virtual-tpu, if
+    it is missing. `say` receives the build's steps. Raises LaunchError when the build or the copy fails."""
     image = ensure_image(folder_spec("tpu-launch/virtual-tpu", source), say)
     volume = f"tpu-launch-virtual-tpu-{image.digest.removeprefix('sha256:')[:16]}"
     docker = engine.client()
