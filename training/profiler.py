@@ -158,7 +158,8 @@ class Profiler:
         self._recording = _Recording(name, number + 1, number + steps, tracer, Path(local))
 
     def _end(self, recording: _Recording, last: int) -> None:
-        """Stops recording and starts the thread that delivers the steps to `last`; a failure becomes the answer."""
+        """Stops recording; a thread then copies the profile, which ends with step `last`. A failure becomes the
+        answer."""
         self._recording = None
         try:
             recording.tracer.stop()

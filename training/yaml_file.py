@@ -108,7 +108,7 @@ def parse(text: str, name: str, overrides: Iterable[str] = ()) -> Document:
 
 
 def validate(model: type[Model], document: Document) -> Model:
-    """Returns `document` as `model`. Raises ConfigError with a line for each mistake."""
+    """Returns the document's values as an instance of `model`. Raises ConfigError with a line for each mistake."""
     try:
         return model.model_validate(document.value)
     except ValidationError as error:

@@ -65,7 +65,8 @@ class _BaseImage:
 
 
 def find(spec: AppendSpec) -> str | None:
-    """Returns REPOSITORY@sha256:... if the registry has the image, else None. Sends nothing. Raises as `ensure`."""
+    """Returns REPOSITORY@sha256:... if the registry has the image, else None. Sends nothing. Raises BadInput for an
+    unusable base or file, LaunchError if the registry refuses the credentials or does not answer."""
     target = parse(spec.repository)
     with _open_registry(spec, target, writes=False) as registry:
         base = _read_base(registry, spec)
@@ -75,12 +76,8 @@ def find(spec: AppendSpec) -> str | None:
 
 
 def ensure(spec: AppendSpec, say: Callable[[str], None]) -> Image:
-    """Returns the image, named REPOSITORY@sha256:..., after making it in the registry unless it exists.
-
-    Raises:
-        BadInput: the base does not exist or can't be used, or a file can't be read.
-        LaunchError: the registry refuses the credentials or does not answer.
-    """
+    """Returns the image, named REPOSITORY@sha256:..., after making it in the registry unless it exists. Raises BadInput
+    for an unusable base or file, LaunchError if the registry refuses the credentials or does not answer."""
     target = parse(spec.repository)
     with _open_registry(spec, target, writes=True) as registry:
         base = _read_base(registry, spec)
@@ -130,8 +127,8 @@ def _read_base(registry: Registry, spec: AppendSpec) -> _BaseImage:
 
 
 def _make_layers(spec: AppendSpec, base: _BaseImage) -> tuple[list[Layer], list[Layer]]:
-    """Returns the layers of the trainer (none, if the base's label does not say that it can run the trainer) and of the
-    user's code. Raises BadInput if there are neither, or a file can't be read."""
+    """Returns the layers of the trainer (none if the base lacks the label of images that can run it) and of the user's
+    code. Raises BadInput if there are neither, or a file can't be read."""
     can_train = _LABEL in (base.settings.get("Labels") or {})
     trainer = make_layers(spec.training, _TRAINING, "tpu-launch: the trainer") if can_train else []
     code = make_layers(spec.code, base.folder, "tpu-launch: image.code")

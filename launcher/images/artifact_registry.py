@@ -44,8 +44,8 @@ def parse(image: str) -> Repository | None:
 
 
 def require(image: str) -> bool:
-    """Creates the image's repository if it is missing, and returns whether it did; False also for registries other than
-    Artifact Registry. Raises gcloud's error."""
+    """Creates the image's repository by gcloud if it is missing, and returns whether it did; False also for registries
+    other than Artifact Registry. Raises LaunchError if gcloud fails."""
     repository = parse(image)
     if repository is None:
         return False
@@ -62,7 +62,7 @@ def require(image: str) -> bool:
 
 
 def advice(image: str) -> str:
-    """Returns what to do when a push reports that the image's repository does not exist."""
+    """Returns what to do when a push reports that the image's repository does not exist, for messages."""
     repository = parse(image)
     fix = "create it in that registry"
     if repository is not None:

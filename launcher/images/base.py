@@ -28,7 +28,7 @@ def base_spec(spec: ImageSpec) -> ImageSpec:
 
 
 def reference_of(spec: ImageSpec) -> Reference:
-    """Returns the name of the base of one of our own images. Raises BadInput when the file names no repository."""
+    """Returns the name of the base of one of our own images. Raises BadInput when `spec` has no repository."""
     if spec.repository is None:
         raise BadInput("image.repository: without it there is no registry for an image that is made without an engine")
     return parse(f"{spec.repository}:base-{compute_tag(base_spec(spec), {})}")
@@ -49,7 +49,7 @@ def make(spec: ImageSpec, say: Callable[[str], None]) -> str:
 
 
 def cloud_build_commands(spec: ImageSpec, project: str) -> str:
-    """Returns shell commands that make the base by Cloud Build. Raises BadInput when the file names no repository."""
+    """Returns shell commands that make the base by Cloud Build. Raises BadInput when `spec` has no repository."""
     wanted = str(reference_of(spec))
     arguments = ["build", "--target", TARGET, "--platform", "linux/amd64", "--tag", wanted]
     for key, value in spec.build_args:

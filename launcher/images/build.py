@@ -203,7 +203,7 @@ def show_steps(say: Callable[[str], None]) -> Callable[[str], None]:
 
 @contextmanager
 def _open_log(name: str, say: Callable[[str], None]) -> Iterator[IO[str]]:
-    """Opens the log of a tag's builds and locks it: two processes must not build one image at once. Blocks."""
+    """Opens the log of a tag's builds and holds its lock during the block; waits for another process, and says so."""
     from launcher.file_lock import lock  # needs fcntl, which some systems that make images without an engine lack
 
     folder = home() / "images"

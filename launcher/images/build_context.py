@@ -81,12 +81,9 @@ def tree(folder: Path, *, ignore: Sequence[str] = (), search_keys: bool = False)
 
 def folder(path: Path, dockerfile: Path | None = None) -> tuple[Entry, ...]:
     """Returns a user's folder as a build context, without `LEFT_OUT`, files with private keys, and what its
-    .dockerignore leaves out.
-
-    Raises BadInput when there is no such folder or its .dockerignore can't be read. With a `dockerfile`, a
-    `<Dockerfile>.dockerignore` beside it replaces the folder's
-    (https://docs.docker.com/build/concepts/context/#filename-and-location).
-    """
+    .dockerignore leaves out, or with a `dockerfile` the `<Dockerfile>.dockerignore` beside it, if there is one
+    (https://docs.docker.com/build/concepts/context/#filename-and-location). Raises BadInput when there is no such
+    folder or that file can't be read."""
     return _select(path, dockerfile, left_out_of(path), search_keys=True)
 
 
@@ -145,7 +142,8 @@ def digest(entries: Iterable[Entry]) -> tuple[bytes, dict[str, str]]:
 
 
 def hash_file(kind: bytes, content: bytes) -> str:
-    """Returns the SHA-256 of a file ("file", "program" if executable) or of a link ("link", and where it points)."""
+    """Returns the SHA-256 of `kind` ("file", "program" if executable, "link") and content (of a link, where it
+    points)."""
     return hashlib.sha256(kind + b"\0" + content).hexdigest()
 
 
@@ -202,7 +200,8 @@ def _compile_ignore(lines: Sequence[str]) -> Callable[..., bool]:
 
 @functools.cache
 def _compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Returns the regular expression of a .dockerignore pattern (without ! and outer /): matches, and all below."""
+    """Returns the regular expression of a .dockerignore pattern (without ! and outer /), for the path and all below
+    it."""
 
     def translate(token: re.Match[str]) -> str:
         text = token[0]

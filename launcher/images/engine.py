@@ -48,7 +48,7 @@ def require_engine() -> str:
 
 
 def answers() -> bool:
-    """Returns whether a container engine can be used here."""
+    """Returns whether a docker client that builds with BuildKit is installed and its engine answers."""
     try:
         require_engine()
     except LaunchError:
@@ -113,10 +113,8 @@ def find_image_id(docker: str, image: str) -> str | None:
 
 
 def find_digests(docker: str, remote: str) -> list[str]:
-    """Returns the sha256:... that an image has in the repository of `remote` (repository:tag).
-
-    With the containerd image store an image has such a digest before anything was pushed (plan.py).
-    """
+    """Returns the sha256:... that an image has in the repository of `remote` (repository:tag). With the containerd
+    image store it has one before anything was pushed (plan.py)."""
     repository = remote.rpartition(":")[0].removeprefix("docker.io/")
     references = json.loads(_inspect(docker, remote, "{{json .RepoDigests}}") or "null") or []
     return [str(name).rpartition("@")[2] for name in references if str(name).startswith(f"{repository}@")]

@@ -48,7 +48,8 @@ def _own_folder(config: Config) -> tuple[Path | None, Path | None]:
 
 
 def needs_engine(config: Config) -> bool:
-    """Returns whether the image is made with this machine's engine, and not in the registry."""
+    """Returns whether this machine's engine makes the image, and not the registry. With image.build auto, it may ask
+    whether an engine answers."""
     section = config.image
     if section.base or section.build == "registry":
         return False
@@ -106,7 +107,8 @@ def check(config: Config) -> None:
 
 def image(config: Config, say: Callable[[str], None]) -> Image:
     """Returns the image of image.reference, else the file's own, after making and pushing it unless it exists. Says
-    which files it leaves out as credentials. Raises as `appended.ensure` or `build.ensure_image`."""
+    which files it leaves out as credentials. Raises BadInput without an engine, a usable base or a file, LaunchError
+    when a build, a push or the registry fails."""
     if config.image.reference:
         return Image(config.image.reference)
     folder, dockerfile = _own_folder(config)

@@ -41,11 +41,8 @@ class Changes:
 
 
 def pack(option: str) -> Overlay:
-    """Packs the overlay that `--overlay FOLDER=TARGET` names.
-
-    Raises:
-        BadInput: the folder is missing, empty or too large, or the target is not an absolute path.
-    """
+    """Packs the overlay that `--overlay FOLDER=TARGET` names. Raises BadInput when the folder is missing, empty or too
+    large, or the target is not an absolute path."""
     folder, separator, target = option.rpartition("=")
     if not separator or not target.startswith("/"):
         raise BadInput(
@@ -94,7 +91,7 @@ def find_changes(option: str, config: Config, home: Path, image: str | None) -> 
 
 
 def record_code(home: Path, image: Image) -> None:
-    """Records the files of `image.code` in an image, if it has any."""
+    """Writes the hashes of an image's `image.code` files, if any, to a file below `home`, for `find_changes`."""
     if image.code:
         write_private(_record_path(home, image.reference), json.dumps(asdict(image), indent=1))
 
@@ -111,6 +108,7 @@ def _read_record(home: Path, image: str | None, root: Path, config: Config) -> I
 
 
 def _record_path(home: Path, image: str) -> Path:
+    """Returns the file below `home` that records the code in an image."""
     return home / "images" / f"{hashlib.sha256(image.encode()).hexdigest()[:32]}.code.json"
 
 

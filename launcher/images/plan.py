@@ -58,7 +58,8 @@ class _Push:
 
 
 def make_plan(spec: ImageSpec) -> ImagePlan:
-    """Returns the plan of an image. Changes nothing, and needs no running engine."""
+    """Returns what the engine's store has and lacks of an image and its bases; changes nothing, and needs no running
+    engine. Raises BadInput for a Dockerfile that can't be read, CommandMissing without a docker client."""
     docker = engine.client()
     names = base_images(spec)
     base_ids = {name: image_id for name in names if (image_id := engine.find_image_id(docker, name))}
@@ -120,6 +121,7 @@ def _pushes_path(tag: str) -> Path:
 
 
 def _current_engine() -> str:
+    """Returns DOCKER_HOST, or "" for the machine's own engine."""
     return os.environ.get("DOCKER_HOST", "")
 
 
@@ -139,7 +141,7 @@ def list_commands(spec: ImageSpec) -> list[list[str]]:
 
 
 def build_command(spec: ImageSpec, plan: ImagePlan) -> list[str]:
-    """Returns the `docker build` command of an image."""
+    """Returns the `docker build` command of an image, which reads its files from `plan.work_folder`."""
     # The host's network: a proxy or a name server may listen on this machine's loopback. TPU VMs are x86-64, whatever
     # this machine is.
     command = [plan.docker, "build", "--progress", "plain", "--network", "host", "--platform", "linux/amd64"]

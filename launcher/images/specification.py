@@ -95,7 +95,7 @@ def launcher_spec(repository: str | None = None) -> ImageSpec:
 
 
 def training_files() -> tuple[Entry, ...]:
-    """Returns the `training` package of this installation."""
+    """Returns the files of this installation's `training` package, without byte code."""
     return build_context.tree(Path(training.__path__[0]), ignore=_BYTE_CODE)
 
 
@@ -136,10 +136,8 @@ def base_images(spec: ImageSpec) -> tuple[str, ...]:
 
 
 def parse_bases(dockerfile: str, build_args: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the images from which a Dockerfile's stages start, without the stages themselves.
-
-    Arguments before the first FROM are substituted.
-    """
+    """Returns the images from which a Dockerfile's stages start, without scratch and earlier stages. Substitutes
+    arguments that are declared before the first FROM."""
     values: dict[str, str] = {}
     stages: set[str] = set()
     bases: dict[str, None] = {}

@@ -157,8 +157,8 @@ class Registry:
         return body
 
     def upload(self, path: str, blob: Blob, *, source: str | None = None) -> None:
-        """Uploads a blob in one piece unless the repository, or `source` in this registry, has it. Each further try
-        begins another upload."""
+        """Uploads a blob in one piece, unless the repository has it, or the registry mounts it from its repository
+        `source`. Each further try begins another upload."""
         if self.has_blob(path, blob.digest):
             return
         mount = "?" + urlencode({"mount": blob.digest, "from": source}, safe=":/") if source else ""
@@ -233,10 +233,9 @@ class Registry:
         return self._transport.request(method, url, {**headers, "Authorization": self._authorization}, body)
 
     def _authorize(self, response: RegistryResponse) -> str:
-        """Returns the Authorization header that a registry's challenge (WWW-Authenticate) requires.
-
-        https://distribution.github.io/distribution/spec/auth/token/
-        """
+        """Returns the Authorization header that a registry's challenge (WWW-Authenticate) demands, after fetching a
+        token if need be (https://distribution.github.io/distribution/spec/auth/token/). Raises LaunchError, or
+        _PassingError."""
         kind, _, rest = response.header("www-authenticate").partition(" ")
         credentials = self._credentials(self.host)
         if kind.lower() == "basic" and credentials:

@@ -31,16 +31,13 @@ class RegistryCredentials:
 
     @property
     def basic(self) -> str:
-        """The value of an Authorization header."""
+        """The value of the header Authorization, or Proxy-Authorization."""
         return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
 
 
 def find(host: str) -> RegistryCredentials | None:
-    """Returns the credentials for a registry; None when there are none and requests are anonymous.
-
-    Raises:
-        LaunchError: gcloud has no account, or a helper or docker's settings are broken.
-    """
+    """Returns the credentials for a registry; None when there are none and requests are anonymous. Raises LaunchError
+    when gcloud has no account, or a helper or docker's settings are broken."""
     if is_google(host):
         token = run_gcloud(["gcloud", "auth", "print-access-token", "--quiet"], timeout=_SECONDS).strip()
         return RegistryCredentials(_TOKEN_USER, token)

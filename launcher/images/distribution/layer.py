@@ -45,10 +45,8 @@ class Layer:
 
 
 def make_layers(entries: Sequence[Entry], folder: str, title: str) -> list[Layer]:
-    """Returns the layers that add files to a folder (an absolute path) of an image, whose other files stay.
-
-    Raises BadInput when a file can't be read or a layer would be too large.
-    """
+    """Returns the layers that add files to a folder (an absolute path) of an image, whose other files stay. Raises
+    BadInput when a file can't be read or a layer would be too large."""
     return [
         Layer(*_make_archive(group, folder), f"{title}{f' ({number})' if number else ''}")
         for number, group in enumerate(_group_by_layer(entries))
@@ -98,5 +96,5 @@ def _tar_entry(path: PurePosixPath, kind: bytes, mode: int) -> tarfile.TarInfo:
 
 
 def compute_tag(layers: Sequence[Layer], base: str) -> str:
-    """Returns 16 hexadecimal digits for the digest of a base image and the layers upon it, before compression."""
+    """Returns 16 hexadecimal digits, a hash of the base image's digest `base` and of the layers before compression."""
     return hashlib.sha256("\n".join([base, *(layer.diff_id for layer in layers)]).encode()).hexdigest()[:16]

@@ -38,9 +38,7 @@ class ImageManifest:
 
 def choose_platform(document: ManifestDocument, name: str) -> str | None:
     """Returns the digest of an index's image for linux/amd64, which TPU VMs are; None when the document is no index.
-
-    Raises BadInput when the index has no such image.
-    """
+    Raises BadInput when the index has no such image."""
     if document.media_type not in INDEXES:
         return None
     for entry in _parse(document, name).get("manifests", []):
@@ -82,14 +80,9 @@ def read_config(data: bytes, name: str) -> dict[str, Any]:
 def append_layers(
     image: ImageManifest, config: Mapping[str, Any], layers: Sequence[Layer], name: str
 ) -> tuple[ManifestDocument, bytes]:
-    """Returns the manifest and the configuration of an image extended by `layers` (the lowest first).
-
-    Args:
-        config: The configuration of `image`; the result differs in its layers and history alone.
-        name: The image's name, for messages.
-
-    Equal arguments give equal bytes. Raises BadInput if container engines do not take so many layers.
-    """
+    """Returns the manifest and the configuration of an image extended by `layers` (the lowest first); equal arguments
+    give equal bytes. `config`: that of `image`, of which only layers and history change; `name`: for messages. Raises
+    BadInput if container engines do not take so many layers."""
     if len(image.layers) + len(layers) > _MOST_LAYERS:
         raise BadInput(f"{name}: {len(image.layers)} layers, and {len(layers)} more are too many for container engines")
     diff_ids = [*config["rootfs"]["diff_ids"], *(layer.diff_id for layer in layers)]

@@ -28,7 +28,7 @@ class Reference:
 
     @property
     def repository(self) -> str:
-        """HOST/PATH"""
+        """Returns HOST/PATH."""
         return f"{self.host}/{self.path}"
 
     def __str__(self) -> str:
