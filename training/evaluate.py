@@ -141,6 +141,7 @@ def _load_weights(folder: str, manifest: Manifest, backend: Backend) -> None:
     """Gives the backend a checkpoint's weights, not the optimizer's state. Raises BadInput if they are damaged."""
 
     def choose(name: str, spec: TensorSpec) -> Slice | None:
+        """Returns the slice of a weight to load here; None for the optimizer's state."""
         return backend.slice_to_load(name, spec) if name.startswith("model/") else None
 
     try:

@@ -112,8 +112,8 @@ class Profiler:
             yield
 
     def scope(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context whose block is a named part of a step in the profile; without a recording, it does
-        nothing."""
+        """Returns a context whose block is a named part of a step in the profile; it has no effect without
+        recording."""
         return self._recording.tracer.scope(name) if self._recording else contextlib.nullcontext()
 
     def check(self) -> None:
@@ -158,7 +158,7 @@ class Profiler:
         self._recording = _Recording(name, number + 1, number + steps, tracer, Path(local))
 
     def _end(self, recording: _Recording, last: int) -> None:
-        """Stops recording; a thread then copies the profile, which ends with step `last`. A failure becomes the
+        """Stops recording; a thread then copies the profile up to step `last`, and answers. A failure becomes the
         answer."""
         self._recording = None
         try:

@@ -173,6 +173,7 @@ def _failing_line(text: str, kind: type[Exception]) -> int:
     lines = text.splitlines(keepends=True)
 
     def fails(count: int) -> bool:
+        """Returns whether parsing the first `count` lines raises `kind`."""
         try:
             YAML(typ="safe", pure=True).compose("".join(lines[:count]))
         except YAMLError:

@@ -50,14 +50,10 @@ class Image:
 
 
 def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
-    """Returns the image after pulling its bases, building and pushing it as far as needed.
-
-    When an image that was pushed before can't be pushed again, hosts get the earlier push, and `say` receives a line.
-
-    Raises:
-        BadInput: no engine, or no base image.
-        LaunchError: the build or the push failed; with the last lines of docker's output and the path of all of it.
-    """
+    """Returns the image after pulling its bases, building and pushing it as far as needed. When an image that was
+    pushed before can't be pushed again, hosts get the earlier push, and `say` receives a line. Raises BadInput without
+    an engine or a base image, LaunchError when the build or the push failed, with the last lines of docker's output and
+    the path of all of it."""
     docker = engine.require_engine()
     plan = make_plan(spec)
     if plan.missing_bases:

@@ -53,12 +53,9 @@ _WILDCARDS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
 
 def tree(folder: Path, *, ignore: Sequence[str] = (), search_keys: bool = False) -> tuple[Entry, ...]:
-    """Returns every regular file and symbolic link of a folder, sorted. Raises BadInput when there is no such folder.
-
-    Args:
-        ignore: .dockerignore patterns of files to leave out.
-        search_keys: leave out small files that hold a private key, unless a line `!PATTERN` of `ignore` includes them.
-    """
+    """Returns every regular file and symbolic link of a folder, sorted, but those that the .dockerignore patterns of
+    `ignore` leave out. With `search_keys` also leaves out small files that hold a private key, unless a line `!PATTERN`
+    of `ignore` includes them. Raises BadInput when there is no such folder."""
     if not folder.is_dir():
         raise BadInput(f"{folder}: there is no such folder to build an image from")
     is_ignored = _compile_ignore(ignore)
@@ -142,7 +139,7 @@ def digest(entries: Iterable[Entry]) -> tuple[bytes, dict[str, str]]:
 
 
 def hash_file(kind: bytes, content: bytes) -> str:
-    """Returns the SHA-256 of `kind` ("file", "program" if executable, "link") and content (of a link, where it
+    """Returns the SHA-256 of a kind ("file", "program" if executable, "link") and content (a link's: where it
     points)."""
     return hashlib.sha256(kind + b"\0" + content).hexdigest()
 
@@ -190,6 +187,7 @@ def _compile_ignore(lines: Sequence[str]) -> Callable[..., bool]:
             rules.append((_compile_pattern(cleaned), keep))
 
     def ignored(path: str, verdict: bool = False) -> bool:
+        """Returns whether a path is left out; `verdict` if no line matches."""
         for expression, keep in rules:
             if expression.fullmatch(path):
                 verdict = not keep
@@ -200,10 +198,10 @@ def _compile_ignore(lines: Sequence[str]) -> Callable[..., bool]:
 
 @functools.cache
 def _compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Returns the regular expression of a .dockerignore pattern (without ! and outer /), for the path and all below
-    it."""
+    """Returns the regular expression of a .dockerignore pattern (without ! and outer /): matches it and all below."""
 
     def translate(token: re.Match[str]) -> str:
+        """Returns the regular expression of one part of the pattern."""
         text = token[0]
         return _WILDCARDS.get(text) or (text if len(text) > 2 else re.escape(text[-1]))  # a set, or one character
 

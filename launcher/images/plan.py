@@ -89,6 +89,7 @@ def confirm_push(plan: ImagePlan, ca_bundle: Path | None) -> bool:
     """Asks the registry once whether it has the pushed image. Returns False for no, for no answer and for no push."""
 
     def give_up(_seconds: float) -> None:
+        """Raises LaunchError in place of the pause before a second try."""
         raise LaunchError("a push finds out more than further tries")
 
     if plan.pushed is None:

@@ -143,6 +143,7 @@ def parse_bases(dockerfile: str, build_args: Mapping[str, str]) -> tuple[str, ..
     bases: dict[str, None] = {}
 
     def expand(reference: re.Match[str]) -> str:
+        """Returns the value of a build argument, or the reference's own default, or ""."""
         return values.get(reference[1] or reference[3]) or reference[2] or ""
 
     for line in re.sub(r"\\[ \t]*\n", " ", dockerfile).splitlines():

@@ -169,6 +169,7 @@ def shards(splits: tuple[str, ...], **options: Any) -> None:
 
 
 def _format_result(result: WrittenDataset) -> str:
+    """Returns the line for the user about a dataset that was written, or was there already."""
     dataset = result.dataset
     if result.reused:
         return f"{dataset.url}: this very dataset is already there ({dataset.records} records); nothing to do"
@@ -189,6 +190,7 @@ class _ProgressLine:
         self._in_place = sys.stderr.isatty()
 
     def __call__(self, url: str, progress: PackingProgress) -> None:
+        """Prints the counts of `url` so far, unless the last line is too recent."""
         now = time.monotonic()
         if now - self._printed < (0.2 if self._in_place else 10):
             return

@@ -135,8 +135,7 @@ def _try(state: EmulatorState, queued: QueuedResource, now: float) -> None:
 
 
 def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operation:
-    """Enters an ACCEPTED request; its operation is done at once. Raises ApiError for a bad body, a taken name or a
-    fault."""
+    """Enters an ACCEPTED request; its operation is done at once. Raises ApiError for a bad body or name, or a fault."""
     zone = parent.split("/")[3]
     queued_id = call.query.get("queuedResourceId", "")
     catalogue.check_node_name(queued_id)

@@ -102,6 +102,7 @@ class Hosts:
         """Returns a handler that delays requests of a disconnected host until its network is back (at most an hour)."""
 
         def answer(request: HttpRequest) -> HttpResponse:
+            """Waits until the host is connected, and lets `service` answer."""
             self.store.wait(lambda state: _is_connected(state, hostname), timeout=_DISCONNECTED_SECONDS)
             return service(hostname, request)
 

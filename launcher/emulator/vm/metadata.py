@@ -106,6 +106,7 @@ def answer(store: Store, hostname: str, request: HttpRequest) -> HttpResponse:
         return _text_response(405, "method not allowed\n")
 
     def value(state: EmulatorState) -> Any:
+        """Returns the value at the request's path now; None if it, or the host, is gone."""
         entry = state.find_host(hostname)
         return None if entry is None else _value_at(tree(*entry), path)
 

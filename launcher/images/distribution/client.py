@@ -165,6 +165,7 @@ class Registry:
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(blob.size)}
 
         def send() -> RegistryResponse:
+            """Begins an upload and sends the blob, unless the registry mounts it; returns the last response."""
             begun = self._request("POST", f"https://{self.host}/v2/{path}/blobs/uploads/{mount}", {})
             if begun.status != 202:
                 return begun  # 201: the registry has mounted the blob
@@ -233,9 +234,8 @@ class Registry:
         return self._transport.request(method, url, {**headers, "Authorization": self._authorization}, body)
 
     def _authorize(self, response: RegistryResponse) -> str:
-        """Returns the Authorization header that a registry's challenge (WWW-Authenticate) demands, after fetching a
-        token if need be (https://distribution.github.io/distribution/spec/auth/token/). Raises LaunchError, or
-        _PassingError."""
+        """Returns the Authorization header that a registry's challenge requires, after fetching a token for it if it is
+        a bearer's (https://distribution.github.io/distribution/spec/auth/token/). Raises LaunchError if refused."""
         kind, _, rest = response.header("www-authenticate").partition(" ")
         credentials = self._credentials(self.host)
         if kind.lower() == "basic" and credentials:

@@ -23,7 +23,7 @@ class Reference:
 
     @property
     def version(self) -> str:
-        """Identifies the image within its repository: the digest if there is one, else the tag."""
+        """Returns what identifies the image within its repository: the digest, else the tag, else "latest"."""
         return self.digest or self.tag or "latest"
 
     @property
