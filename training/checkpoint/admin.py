@@ -27,8 +27,7 @@ from training.errors import BadInput
 
 def find_checkpoints(folder: str) -> tuple[str, list[int]]:
     """Returns the checkpoint folder of a run, and its committed steps, newest first. `folder` is the run's folder, its
-    checkpoint folder, or one checkpoint in it, whose step is then the only one. Raises BadInput when there is no
-    checkpoint."""
+    checkpoint folder, or one checkpoint in it, whose step is then the only one. Raises BadInput if there is none."""
     below = storage.join(folder, "checkpoints")
     parent, _, name = folder.rstrip("/").rpartition("/")
     step = step_of(name)
@@ -50,8 +49,8 @@ def has_checkpoint(folder: str) -> bool:
 
 
 def best_saved_step(folder: str) -> int:
-    """Returns the step with the best figure, which the newest checkpoint names. Raises BadInput when it names none, or
-    when that checkpoint was damaged or deleted."""
+    """Returns the step with the best evaluation figure. Raises BadInput when there is no checkpoint, when the newest is
+    damaged or names no such step, or when the best one was deleted."""
     checkpoints, steps = find_checkpoints(folder)
     step = best_step(_read_manifest(checkpoints, steps[0]))
     if step is None:
@@ -151,7 +150,7 @@ def _read_manifest(checkpoints: str, step: int) -> Manifest:
 
 
 def choose_step(checkpoints: str, steps: list[int], step: int | None) -> int:
-    """Returns the step, None: the first of `steps`. Raises BadInput unless it is one of them."""
+    """Returns `step`, or the first of `steps` if it is None. Raises BadInput unless it is one of `steps`."""
     chosen = steps[0] if step is None else step
     if chosen not in steps:
         raise BadInput(f"{checkpoints} has no committed step {chosen}; it has {', '.join(map(str, steps))}")

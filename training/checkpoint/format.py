@@ -87,7 +87,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all parts."""
+        """Returns the bytes of all parts."""
         return sum(part.size for part in self.parts)
 
 
@@ -133,8 +133,7 @@ def slices_in_part(tensors: Mapping[str, StoredTensor], part: int) -> dict[str, 
 
 
 def add_checksums(tensors: Mapping[str, StoredTensor], checksums: Sequence[Sequence[int]]) -> dict[str, StoredTensor]:
-    """Returns the tensors with the CRC-32C of each slice. `checksums`: of each part, in the order of
-    `slices_in_part`."""
+    """Returns the tensors with each slice's CRC-32C. `checksums`: of each part, in the order of `slices_in_part`."""
     named = [dict(zip(slices_in_part(tensors, part), of, strict=True)) for part, of in enumerate(checksums)]
 
     def add(name: str, tensor: StoredTensor) -> StoredTensor:
@@ -174,8 +173,7 @@ def load_manifest(data: bytes) -> Manifest:
 
 
 def _check_values(manifest: Manifest) -> None:
-    """Raises TypeError or ValueError for values that `dump_manifest` does not write, which a right crc32c does not
-    rule out."""
+    """Raises TypeError or ValueError for values that `dump_manifest` never writes, even if the crc32c is right."""
     for part in manifest.parts:
         if not isinstance(part.name, str) or "/" in part.name or part.name in ("", ".", "..", MANIFEST):
             raise ValueError(f"a part can't be named {part.name!r:.80}")
@@ -241,7 +239,7 @@ def render(body: Mapping[str, Any]) -> str:
 
 
 def identity_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each key in which the identities of a checkpoint and of this run differ."""
+    """Returns a line for each key (model, data, seed, ...) in which a checkpoint's identity and this run's differ."""
     keys = sorted({*saved, *wanted})
     return [
         f"{key}: the checkpoint has {saved.get(key)!r}, this run {wanted.get(key)!r}"
@@ -267,8 +265,7 @@ def committed_steps(folder: str, storage: Storage = default_storage) -> list[int
 
 
 def read_manifest(folder: str, step: int, storage: Storage = default_storage) -> Manifest:
-    """Reads the manifest of a committed step. Raises Damaged when it is missing, can't be read, or is of another
-    step."""
+    """Reads the manifest of a step. Raises Damaged when it is missing, can't be read, or is of another step."""
     try:
         manifest = load_manifest(storage.read(join(folder, step_folder(step), MANIFEST)))
     except NotFound:

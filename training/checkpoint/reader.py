@@ -163,7 +163,7 @@ def checkpoint_name(manifest: Manifest) -> str:
 
 
 def require_finite(load_state: LoadState) -> LoadState:
-    """Wraps `load_state`: raises NotFinite for tensors with a NaN or an infinity."""
+    """Returns a function that raises NotFinite for tensors with a NaN or an infinity, and else calls `load_state`."""
 
     def load(tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         if name := find_nonfinite(tensors):
@@ -224,7 +224,7 @@ def plan_parts(
 
 
 def read_part(folder: str, step: int, part: Part, storage: Storage = default_storage) -> memoryview:
-    """Reads a part and returns its verified bytes. Raises Damaged."""
+    """Reads a part and returns its bytes. Raises Damaged if it is missing, short or has another checksum."""
     data = memoryview(bytearray(part.size))
     ranges = [(start, min(start + _RANGE, part.size)) for start in range(0, max(part.size, 1), _RANGE)]
     for start, chunk in _read_ranges(_part_url(folder, step, part, storage), part, ranges, storage, SYSTEM.threads):
@@ -233,20 +233,19 @@ def read_part(folder: str, step: int, part: Part, storage: Storage = default_sto
 
 
 class _TensorAssembler:
-    """Passes what is wanted of tensors to `load_state` as their slices arrive; what is in several slices once all of
-    them have."""
+    """Passes the wanted slice of each tensor to `load_state` once the stored slices that it overlaps have arrived."""
 
     def __init__(self, load_state: LoadState, wanted: Mapping[str, Slice]) -> None:
         self._load_state, self._wanted = load_state, wanted
         self._partial: dict[str, tuple[memoryview, int]] = {}  # name -> (bytes, elements that are missing)
 
     def needs(self, entry: StoredBytes) -> bool:
-        """Returns whether something that is wanted, or a wanted tensor without elements, is in a slice."""
+        """Returns whether a stored slice has wanted elements, or is of a wanted tensor without elements."""
         box = self._wanted.get(entry.name)
         return box is not None and (not box.elements or entry.box.overlaps(box))
 
     def add(self, entries: Iterable[tuple[StoredBytes, memoryview]]) -> None:
-        """Passes the tensors that the slices complete to `load_state`, and keeps a copy of the other slices."""
+        """Passes `load_state` what the slices complete, and keeps a copy of the wanted elements of the others."""
         complete: dict[str, tuple[TensorSpec, memoryview]] = {}
         for entry, data in entries:
             spec, box = entry.tensor.spec, self._wanted[entry.name]
@@ -336,6 +335,7 @@ def _read_ranges(
     checksum = 0
 
     def begin(number: int) -> Future[int]:
+        """Starts to read range `number` into its buffer."""
         return threads.submit(storage.read_into, url, starts[number], buffers[number % len(buffers)][: sizes[number]])
 
     readings = deque(begin(number) for number in range(len(buffers)))

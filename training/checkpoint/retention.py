@@ -36,8 +36,7 @@ class Keep:
     every: int | None = None
 
     def deletable(self, committed: Iterable[int], best: Collection[int] = ()) -> list[int]:
-        """Returns the committed steps that may be deleted, oldest first: not the `last` newest, nor multiples of
-        `every`, nor those of `best`."""
+        """Returns the committed steps to delete, oldest first: not the `last` newest, multiples of `every`, `best`."""
         assert self.last >= 1
         ordered = sorted(committed)
         return [
@@ -53,8 +52,7 @@ class Best:
     mode: str  # min or max
 
     def better(self, value: float, than: float | None) -> bool:
-        """Returns whether `value` is better than `than` (None: there is none yet). Values that are not finite never
-        are."""
+        """Returns whether `value` is better than `than` (None: there is none yet); False if it is not finite."""
         if not math.isfinite(value):
             return False
         return than is None or (value < than if self.mode == "min" else value > than)

@@ -51,7 +51,7 @@ def encode(
     metadata: Mapping[str, str] | None = None,
     allocate: Callable[[int], memoryview] = lambda size: memoryview(bytearray(size)),
 ) -> tuple[memoryview, dict[str, memoryview]]:
-    """Allocates a file without its tensors. Returns its bytes, and for each tensor the view that the caller fills."""
+    """Allocates a file's bytes, and writes the header into them. Returns them, and the view of each tensor to fill."""
     head, ranges, size = plan_file(tensors, metadata)
     data = allocate(size)
     data[: len(head)] = head

@@ -29,7 +29,7 @@ class Slice:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The first index after the box, along each axis."""
+        """Returns the first index after the box, along each axis."""
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def covers(self, shape: tuple[int, ...]) -> bool:
@@ -69,7 +69,7 @@ def whole(shape: tuple[int, ...]) -> Slice:
 
 
 def load_whole(_name: str, spec: TensorSpec) -> Slice:
-    """Returns all of a tensor, as a backend's `slice_to_load` whose hosts take whole tensors."""
+    """Returns the whole tensor as the slice to load, for backends whose hosts load all of each tensor."""
     return whole(spec.shape)
 
 

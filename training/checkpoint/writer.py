@@ -121,8 +121,7 @@ class CheckpointWriter:
         self._preparing = self._machine.threads.start(fault_in, self._buffer.data, name="checkpoint-memory")
 
     def continue_from(self, step: int, damaged: Iterable[int]) -> None:
-        """Sets the step that this attempt continues from, and the newer steps that did not verify, which may be saved
-        again."""
+        """Sets the step to continue from, and the newer steps that did not verify, which may be saved again."""
         self.committed = self.newest = step
         self._damaged = frozenset(damaged)
 
@@ -162,7 +161,7 @@ class CheckpointWriter:
             self.wait()
 
     def _warn_if_late(self, step: int, waited: float) -> None:
-        """Warns, on host 0, when two saves in a row had to wait for the one before: `waited` seconds."""
+        """Warns, on host 0, when two saves in a row had to wait for the one before; this one `waited` seconds."""
         self._late = self._late + 1 if waited > _LATE else 0
         if self._late == 2 and self._cluster.is_first:
             self._warn(
@@ -189,7 +188,7 @@ class CheckpointWriter:
 
     @property
     def meeting_seconds(self) -> float:
-        """Seconds for all hosts to meet after a save, including the slowest commit by host 0 that storage allows."""
+        """Returns the seconds for all hosts to meet after a save, with the slowest commit that storage allows."""
         return self._meeting_seconds + _COMMIT_REQUESTS * transfer_seconds(self.folder, 0)
 
     def release(self) -> None:
@@ -199,8 +198,7 @@ class CheckpointWriter:
         self._buffer = None
 
     def _run(self, manifest: Manifest, snapshot: Snapshot, buffer: _PartBuffer) -> None:
-        """Waits for the copy and commits, on the background thread. Keeps the error for `check`; calls `on_nonfinite`
-        for NonFinite."""
+        """Waits for the copy and commits, in a thread. Keeps errors for `check`; passes NonFinite to `on_nonfinite`."""
         try:
             self._rendezvous.set_background_phase(f"saving {manifest.step}: copying the state")
             snapshot.wait()
@@ -246,8 +244,8 @@ class CheckpointWriter:
             self._delete_old(committed)
 
     def _write_manifest(self, folder: str, manifest: Manifest) -> None:
-        """Commits a checkpoint: checks the fence, and creates its manifest. Deletes a damaged one first. Keeps one that
-        came meanwhile if it is this run's and whole, else replaces it."""
+        """Commits a checkpoint on host 0: calls the fence, which may raise, and creates the manifest in `folder`.
+        Deletes a damaged one first. Keeps one that came meanwhile if it is this run's and whole, else replaces it."""
         self._fence()
         url = join(folder, form.MANIFEST)
         if manifest.step in self._damaged:
@@ -259,9 +257,9 @@ class CheckpointWriter:
             self._keep_or_replace(url, manifest)
 
     def _keep_or_replace(self, url: str, manifest: Manifest) -> None:
-        """Handles a step that is already committed: by this process, whose answer was lost, or by a suspended host of
-        an older attempt that resumed between its check of the fence and its write. Only the newest start calls this.
-        Keeps that checkpoint if it is complete, because it is a state of this run too; otherwise replaces it."""
+        """Keeps the checkpoint that is already committed at this step if it is complete, because it is a state of this
+        run too; otherwise replaces its manifest. It is of this process, whose answer was lost, or of a suspended host
+        of an older attempt that resumed between fence and write. Only the newest start calls this."""
         committed = self._read_committed(manifest.step)
         if committed and committed.identity == manifest.identity and self._has_parts(committed):
             if committed.parts != manifest.parts:
@@ -296,7 +294,7 @@ class CheckpointWriter:
         return Part(name, written.size, checksum)
 
     def _check_fence_again(self, manifest: Manifest) -> None:
-        """Checks the fence after a commit. Raises its error; deletes the manifest if its parts have been deleted."""
+        """Calls the fence after a commit. If it raises, deletes the manifest if its parts are gone, and raises too."""
         try:
             self._fence()
         except BadInput:
@@ -308,8 +306,8 @@ class CheckpointWriter:
 
     def _delete_old(self, manifest: Manifest) -> None:
         """Deletes checkpoints that the policy does not keep, and parts that no commit will ever name, all older than
-        the committed `manifest`, if the fence does not raise. A storage error is only a warning: the next save tries
-        again."""
+        the committed `manifest`. Deletes nothing and raises if the fence raises. A storage error is only a warning: the
+        next save tries again."""
         newest, best = manifest.step, best_step(manifest)
         try:
             self._check_fence_again(manifest)

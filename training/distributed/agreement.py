@@ -11,8 +11,8 @@ from training.machine import SYSTEM, Machine
 
 
 def agree(rendezvous: Rendezvous, facts: Mapping[str, str], start_seconds: float, machine: Machine = SYSTEM) -> str:
-    """Waits for all hosts, `start_seconds` at most, and compares their facts. Returns a token that only this group of
-    processes has. Raises BadInput, naming the hosts, if a fact differs, and LostPeer."""
+    """Waits for all hosts, `start_seconds` at most, and compares their `facts` (name -> value). Returns a token that
+    only this group of processes has. Raises BadInput, naming the hosts, if a fact differs, and LostPeer."""
     reports = rendezvous.meet(
         "start", {"facts": dict(facts), "token": machine.random.randbytes(4).hex()}, start_seconds
     )

@@ -112,13 +112,14 @@ class BarrierState:
         return None
 
     def set_phase(self, worker: int, phase: str, now: float) -> None:
+        """Records what a host does, and that it was heard of at `now`."""
         member = self.members[worker]
         member.phase, member.last_heard = phase, now
 
     def arrive(self, worker: int, name: str, payload: Any, seconds: float, now: float) -> Outgoing:
         """Records that `worker` waits at barrier `name`, at most `seconds`. Returns the messages to send: all payloads,
-        to every host once all have arrived, or to a host that arrives again; the end of the attempt, if it is lost or a
-        host has left; else none."""
+        to every host once all have arrived, or to one that arrives again; the end, if the attempt is lost or a host has
+        left; else none."""
         self.members[worker].last_heard = now
         if self.lost:
             return [(worker, self.lost_message())]
@@ -137,10 +138,9 @@ class BarrierState:
         return self._to_all({"complete": name, "payloads": self.completed[name]})
 
     def leave(self, worker: int, code: int, reason: str, overdue: bool = False) -> Outgoing:
-        """Records that `worker` exits with `code`.
-
-        A failure ends the attempt for all hosts. So does an orderly exit if other hosts wait at a barrier, then or
-        later, or if it is `overdue`: the host could not save in the time for a stop."""
+        """Records that `worker` exits with `code`, and returns the messages to send. A failure ends the attempt for all
+        hosts. So does an orderly exit (FINISHED, SAVED) if other hosts wait at a barrier, then or later, or if it is
+        `overdue`: the host could not save in the time for a stop."""
         member = self.members[worker]
         member.connected = False
         why = f"host {worker} stopped in phase {member.phase!r} with exit code {code}" + (
@@ -153,7 +153,7 @@ class BarrierState:
         return self._end_attempt(*end)
 
     def disconnect(self, worker: int) -> Outgoing:
-        """Ends the attempt if the connection of `worker` broke before its goodbye."""
+        """Ends the attempt if the connection of `worker` broke before its goodbye. Returns the messages to send."""
         member = self.members.get(worker)
         if member is None or not member.connected:
             return []
@@ -161,7 +161,7 @@ class BarrierState:
         return self._end_attempt(f"host {worker} is gone: its connection broke in phase {member.phase!r}")
 
     def check_deadlines(self, now: float) -> Outgoing:
-        """Ends the attempt if the deadline of a barrier has passed."""
+        """Ends the attempt if the deadline of a barrier has passed. Returns the messages to send."""
         for name, barrier in self.barriers.items():
             if now >= barrier.deadline:
                 missing = [number for number in range(self.identity.hosts) if number not in barrier.payloads]
@@ -193,11 +193,11 @@ class BarrierState:
         return [(worker, message) for worker, member in self.members.items() if member.connected]
 
     def _end_attempt(self, reason: str, code: Exit = Exit.LOST_PEER) -> Outgoing:
-        """Ends the attempt with a reason and the other hosts' exit code, unless it is over, and tells all hosts."""
+        """Records why the attempt ends and the others' exit code, unless it has ended; returns messages to all."""
         if self.lost is None:
             self.lost, self.lost_code = reason, code
         return self._to_all(self.lost_message())
 
     def lost_message(self) -> Message:
-        """Returns the message to each host of a lost attempt."""
+        """Returns the message that tells a host why the attempt is lost, and its exit code."""
         return {"lost": self.lost, "code": int(self.lost_code)}

@@ -62,7 +62,7 @@ class Cluster:
         return self.slice_addresses or self.addresses
 
     def alone(self) -> Cluster:
-        """Returns the cluster of host 0 if it alone runs the loop, for all hosts of the slice."""
+        """Returns a copy in which only host 0 runs the loop; the addresses of all hosts are its `slice_addresses`."""
         return replace(self, addresses=self.addresses[:1], slice_addresses=self.addresses)
 
     @property
@@ -72,13 +72,12 @@ class Cluster:
 
 
 def parse_hostnames(text: str) -> tuple[str, ...]:
-    """Parses TPU_WORKER_HOSTNAMES, or the new format of worker-network-endpoints: addresses in worker order, separated
-    by commas."""
+    """Returns the comma-separated addresses of TPU_WORKER_HOSTNAMES or the new worker-network-endpoints, by worker."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:
-    """Parses `worker-network-endpoints` in either format. Entries of the old one are `name:id:ip`, never with IPv6."""
+    """Returns the addresses in `worker-network-endpoints`; entries of its old format are `name:id:ip`, never IPv6."""
     entries = parse_hostnames(text)
     if entries and all(entry.count(":") == 2 for entry in entries):
         return tuple(entry.split(":")[2] for entry in entries)
@@ -86,8 +85,7 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
 
 
 def from_environment(environment: Mapping[str, str]) -> Cluster | None:
-    """Returns the cluster that the variables describe; None if they name neither hosts nor a worker. Raises BadInput if
-    they contradict each other."""
+    """Returns the cluster in `environment`, None if it names no hosts and no worker. Raises BadInput for bad values."""
     names = parse_hostnames(environment.get("TPU_WORKER_HOSTNAMES", "")) or _names_from_pattern(environment)
     index = environment.get("TPU_WORKER_ID") or environment.get("JOB_COMPLETION_INDEX") or ""
     if not names and not index:
@@ -172,8 +170,8 @@ def tpu_environment(cluster: Cluster) -> dict[str, str]:
 
 
 def torch_xla_environment(cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables to set on a TPU before torch_xla is imported, with the user's libtpu flags kept. Raises
-    BadInput as `tpu_environment` does."""
+    """Returns the variables to set on a TPU before torch_xla is imported: those of `tpu_environment`, and the libtpu
+    flags of the user and of torch_xla. Raises BadInput if the accelerator is unknown or has another number of hosts."""
     variables = tpu_environment(cluster)
     generation = accelerator(variables["TPU_ACCELERATOR_TYPE"]).generation.name
     own = environment.get(libtpu_flags.VARIABLE, "")
@@ -182,10 +180,10 @@ def torch_xla_environment(cluster: Cluster, environment: Mapping[str, str]) -> d
 
 
 def tensorflow_environment(cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables to set on a TPU before TensorFlow is imported. Raises BadInput.
-
-    On one host they load the PJRT plugin. If TPU_NAME lists the gRPC workers of a slice, they leave the chips to those
-    workers (https://github.com/GoogleCloudPlatform/ml-auto-solutions, common.py)."""
+    """Returns the variables to set on a TPU before TensorFlow is imported: if TPU_NAME lists the gRPC workers of a
+    slice, one that leaves the chips to those workers (https://github.com/GoogleCloudPlatform/ml-auto-solutions,
+    common.py); else those that load the PJRT plugin. Raises BadInput if the accelerator is unknown or has another
+    number of hosts, or if TensorFlow is not the wheel for TPUs."""
     if environment.get("TPU_NAME", "local") != "local":
         return {"TPU_LOAD_LIBRARY": "0"}
     return {**tpu_environment(cluster), **tensorflow_plugin()}
@@ -213,7 +211,7 @@ def tensorflow_plugin() -> dict[str, str]:
 def _make_cluster(
     worker: int, addresses: tuple[str, ...], accelerator_type: str | None, environment: Mapping[str, str]
 ) -> Cluster:
-    """Returns a cluster with the environment's settings. Raises BadInput for a bad setting or an unknown worker."""
+    """Returns a cluster with the environment's settings. Raises BadInput if one is bad or `worker` has no address."""
     if worker >= len(addresses):
         raise BadInput(
             f"this host is worker {worker}, but only {len(addresses)} host(s) are known: {', '.join(addresses)}; check "

@@ -84,6 +84,7 @@ def accept_peers(listener: socket.socket, own: HostCredentials, seconds: float) 
     proved: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
 
     def close_oldest() -> bool:
+        """Shuts down the connection that has been pending longest. Returns False if none is."""
         if not pending:
             return False
         with contextlib.suppress(OSError):
@@ -91,6 +92,7 @@ def accept_peers(listener: socket.socket, own: HostCredentials, seconds: float) 
         return True
 
     def serve(connection: socket.socket) -> None:
+        """Performs a client's handshake: queues the connection in `proved` if it is a host's, else closes it."""
         try:
             handshake, hello = _receive_hello(connection, own)
             pending.remove(connection)

@@ -44,9 +44,9 @@ def claim(
     record: Mapping[str, Any],
     storage: Storage = default_storage,
 ) -> Claim:
-    """Writes this attempt's claim, `record` included, from host 0 to the run's folder, and returns it on all hosts.
-    Waits for all hosts. Raises BadInput if host 0 can't write to the folder (a mounted bucket has no hard links), or if
-    a host does not see the claim: the folder is not shared; StorageError if the bucket fails, and LostPeer."""
+    """Writes this attempt's claim (`record`, and earlier claims' names) from host 0 to the run's folder; waits for all
+    hosts, and returns it on all. Raises BadInput if host 0 can't write there (a mounted bucket has no hard links) or a
+    host does not see it: the folder is not shared; StorageError if a bucket fails, and LostPeer."""
     url = join(folder, "attempts", f"attempt-{cluster.attempt:04d}.{token}.json")
     after: frozenset[str] = frozenset()
     if cluster.is_first:
@@ -70,8 +70,8 @@ def claim(
 
 
 def fence(folder: str, cluster: Cluster, own: Claim, storage: Storage = default_storage) -> Callable[[], None]:
-    """Returns a check for host 0 to call before each commit: it reads the starts that are new in the folder, and raises
-    BadInput if one takes precedence over `own` or can't be read."""
+    """Returns a check for host 0 to call before each commit. The check reads the claims that are new in the folder, and
+    raises BadInput if one is of a newer start than `own` or can't be read."""
     older = set(own.after | {own.name})
 
     def check() -> None:
@@ -97,10 +97,9 @@ def _takes_precedence(record: Mapping[str, Any], name: str, own: Claim) -> bool:
 
 
 def _rank(seen: int, name: str) -> tuple[int, int, str]:
-    """Returns the place of a claim in the order of all starts; `seen`: the number of claims that it lists.
-
-    A claim that lists another one also lists all claims of that one, so the number grows along every chain: the order
-    has no cycles, as comparing pairs by name could have."""
+    """Returns the place of a claim in the order of all starts; `seen`: the number of claims that it lists. A claim that
+    lists another one also lists all claims of that one, so the number grows along every chain: the order has no cycles,
+    as comparing pairs by name could have."""
     match = _CLAIM.fullmatch(name)
     return (seen, int(match[1]), match[2]) if match else (seen, 0, name)
 
@@ -112,7 +111,7 @@ def _claims(folder: str, storage: Storage) -> frozenset[str]:
 
 
 def _read(folder: str, name: str, storage: Storage) -> Mapping[str, Any]:
-    """Reads a claim. Returns {} if it can't be read: it then counts as newer."""
+    """Reads a claim. Returns {}, which counts as newer, if it is missing or no JSON object. Raises StorageError."""
     try:
         record = json.loads(storage.read(join(folder, "attempts", name)))
     except (NotFound, ValueError):

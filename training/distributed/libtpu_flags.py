@@ -38,5 +38,5 @@ def no_defaults(generation: str, own: str) -> dict[str, str]:
 
 
 def join(own: str, defaults: Mapping[str, str]) -> str:
-    """Returns LIBTPU_INIT_ARGS with the user's flags and these."""
+    """Returns a value for LIBTPU_INIT_ARGS: the user's flags `own`, and a flag for each of `defaults`."""
     return " ".join([*own.split(), *(f"--{name}={value}" for name, value in defaults.items())])

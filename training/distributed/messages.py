@@ -75,6 +75,7 @@ def _is_payload(value: Any, depth: int = NESTING) -> bool:
 
 
 def _are_payloads(value: Any) -> bool:
+    """Returns whether a value is a list of payloads."""
     return isinstance(value, list) and _is_payload(value, NESTING + 1)
 
 
@@ -139,6 +140,7 @@ def decode(line: bytes | bytearray, kinds: Kinds) -> tuple[str, Message]:
 
 
 def _refuse_constant(name: str) -> float:
+    """Raises Malformed for NaN or an infinity."""
     raise Malformed(f"{name} is not JSON")
 
 
@@ -179,8 +181,7 @@ class LineBuffer:
         return not self._bytes
 
     def feed(self, data: bytes) -> Iterator[bytearray]:
-        """Adds bytes and yields the complete lines; keeps lines that the caller does not take. Raises Malformed for a
-        line that is too long."""
+        """Adds bytes and yields complete lines; keeps lines that are not taken. Raises Malformed for too long ones."""
         self._bytes += data
         while (end := self._bytes.find(b"\n", self._searched)) >= 0:
             if end > self.limit:

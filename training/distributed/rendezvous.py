@@ -58,13 +58,13 @@ class Rendezvous:
         return [payload]
 
     def set_phase(self, name: str) -> None:
-        """Reports what this host is doing, in the background."""
+        """Reports to host 0 what this host is doing, from a thread: does not wait."""
 
     def set_background_phase(self, name: str) -> None:
         """Reports what a background thread is doing, beside the phase; "" when it is done."""
 
     def check(self) -> None:
-        """Raises LostPeer if another host is lost, StopRequested if it was asked to stop. Does not wait."""
+        """Raises LostPeer if another host is lost, StopRequested if its stop or this host's ends the attempt."""
 
     def phases(self) -> str:
         """Returns the last known phase of each host, for messages."""
@@ -160,7 +160,8 @@ class RendezvousClient(Rendezvous):
         machine.threads.start(self._report_phases, name="rendezvous-phase")
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
-        """Waits for all hosts at barrier `name`; returns their payloads by worker. Raises LostPeer, StopRequested."""
+        """Sends `payload` to barrier `name`, waits for all hosts, and returns their payloads by worker. Raises LostPeer
+        if the attempt is lost or host 0 does not answer, StopRequested if a stop ended it or came before training."""
         wait = self._seconds if seconds is None else seconds
         self._post({"phase": self._phase}, {"arrive": name, "payload": payload, "seconds": wait})
         deadline = self._clock() + wait + ANSWER_MARGIN
@@ -195,6 +196,7 @@ class RendezvousClient(Rendezvous):
         return messages.clip(phase)
 
     def check(self) -> None:
+        """Raises StopRequested or LostPeer if the attempt is over. Does not wait."""
         if self._lost:
             with self._changed:
                 self._raise_if_lost()
@@ -219,7 +221,8 @@ class RendezvousClient(Rendezvous):
         self._socket.close()
 
     def _raise_if_lost(self) -> None:
-        """Raises StopRequested or LostPeer if the attempt is over. Call it with `_changed` held."""
+        """Raises StopRequested if a stop ended the attempt, or it is lost and this host was asked to stop before
+        training; LostPeer if it is lost otherwise. Call it with `_changed` held."""
         if self._lost and self._shutdown.may_exit_now:
             raise StopRequested(f"asked to stop before training began ({self._lost}); nothing is lost")
         if self._lost:
@@ -230,7 +233,7 @@ class RendezvousClient(Rendezvous):
         return (summarize(self._server.phases()) if self._server else self._news) or "none"
 
     def _post(self, *posts: Message) -> None:
-        """Sends messages to host 0. On failure, breaks the connection, which `_listen` notices."""
+        """Sends messages to host 0. On failure, shuts down the connection, whose end the listening thread reports."""
         data = b"".join(map(encode, posts))
         with self._sending:
             try:
@@ -252,8 +255,8 @@ class RendezvousClient(Rendezvous):
                 self._post({"phase": phase})
 
     def _listen(self, lines: LineBuffer) -> None:
-        """Handles messages from host 0 until the connection ends or one is malformed, and then counts the attempt as
-        lost, unless this client has closed it. Runs in a thread."""
+        """Reads and records messages from host 0 until the connection ends or one is malformed; then records that the
+        attempt is lost, unless this client has closed it. Runs in a thread."""
         lines.limit = messages.SERVER_BYTES
         data = b""  # the bytes after the handshake are in `lines`
         try:
@@ -283,7 +286,7 @@ class RendezvousClient(Rendezvous):
                 # It is the socket's own time-out: the kernel's "connection timed out" has an errno.
 
     def _handle(self, kind: str, message: Message) -> None:
-        """Records a message from host 0 and wakes waiters. A first "lost" starts `_end_if_stuck`."""
+        """Records a message from host 0 and wakes waiters; a first "lost" starts `_end_if_stuck` in a thread."""
         with self._changed:
             if kind == "complete":
                 self._answers[message["complete"]] = message["payloads"]
@@ -297,8 +300,8 @@ class RendezvousClient(Rendezvous):
             self._changed.notify_all()
 
     def _end_if_stuck(self, message: str, code: int) -> None:
-        """Ends the process if the main thread does not end by itself within GRACE: it may be stuck in a collective that
-        never returns."""
+        """Waits GRACE for `close`; without it, prints `message` and ends the process with `code`: the main thread may
+        be stuck in a collective that never returns."""
         if not self._closing.wait(GRACE):
             kind = "stopped" if code == Exit.SAVED else "lost peer"
             print(f"tpu-train: {kind}: {message}", file=sys.stderr, flush=True)
@@ -357,7 +360,8 @@ def _connect(
 def _connect_once(
     cluster: Cluster, own: HostCredentials, timeout: float, lost_seconds: float, machine: Machine
 ) -> tuple[Connection, LineBuffer | Refusal]:
-    """Connects to host 0 once. Returns the connection with the result of `perform_handshake`; raises as that does."""
+    """Connects to host 0 once. Returns the connection, with the result of `perform_handshake`. Raises OSError if host 0
+    does not answer, Malformed if another program does."""
     connection = machine.network.connect(cluster.addresses[0], cluster.rendezvous_port, timeout)
     try:
         machine.network.detect_silence(connection, lost_seconds)

@@ -62,7 +62,7 @@ class RendezvousServer:
         self._thread.join(timeout=5)
 
     def _serve(self) -> None:
-        """Handles events of all connections until closed or until a bug. Runs in the server thread."""
+        """Serves all connections and deadlines until closed or a bug, then closes them. Runs in the server thread."""
         next_tick = 0.0
         try:
             while not self._stop.is_set():
@@ -84,7 +84,7 @@ class RendezvousServer:
             self._selector.close()
 
     def _accept(self) -> None:
-        """Accepts waiting connections, a bounded number at once."""
+        """Accepts waiting connections, a bounded number at once, and begins their handshakes."""
         for _ in range(_ACCEPTED_AT_ONCE):
             accepted = accept_connection(self._listener.accept, self._close_oldest, self._machine.clock.sleep)
             if accepted is None:
@@ -122,7 +122,7 @@ class RendezvousServer:
             self._perform(self._protocol.drop(connection.number))
 
     def _read(self, connection: _Peer) -> None:
-        """Reads once from a connection and performs the answer of the protocol; calls `_lose` at its end."""
+        """Reads once from a connection and performs the protocol's actions for the bytes; closes it at its end."""
         try:
             data = connection.socket.recv(_CHUNK)
         except BlockingIOError:
@@ -135,7 +135,7 @@ class RendezvousServer:
             self._lose(connection)
 
     def _lose(self, connection: _Peer) -> None:
-        """Handles a broken connection: its last bytes, then its end, unless those bytes have closed it."""
+        """Passes a broken connection's last bytes to the protocol and, if it is still open, its end; closes it."""
         self._perform(self._read_last_words(connection))
         if self._connections.get(connection.number) is not connection:
             return  # closed because of its last bytes
@@ -143,8 +143,8 @@ class RendezvousServer:
         self._perform(self._protocol.closed(connection.number))
 
     def _perform(self, actions: Actions) -> None:
-        """Sends messages and closes connections as the protocol says. Treats a connection that breaks as `_lose` does,
-        and performs the actions that follow too."""
+        """Sends messages and closes connections as `actions` say. Passes the protocol the last bytes and the end of
+        each connection that breaks, closes it, and performs the actions that follow too."""
         pending = deque(actions)
         while pending:
             number, data = pending.popleft()
@@ -159,8 +159,7 @@ class RendezvousServer:
                 pending += self._protocol.closed(number)
 
     def _read_last_words(self, connection: _Peer) -> Actions:
-        """Passes the protocol the bytes that a peer sent before its connection broke (a goodbye, for example), and
-        returns the actions that follow."""
+        """Passes the protocol a broken connection's last bytes (a goodbye, for example); returns its actions."""
         actions: Actions = []
         with contextlib.suppress(OSError):
             while data := connection.socket.recv(_CHUNK):

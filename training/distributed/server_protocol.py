@@ -55,7 +55,7 @@ class ServerProtocol:
         return [*self._close_overdue(now), (connection, challenge)]
 
     def received(self, connection: int, data: bytes, now: float) -> Actions:
-        """Handles bytes of a connection, its handshake or its messages. Drops the connection if they are malformed."""
+        """Returns the actions for bytes of a handshake or of messages. Drops the connection if they are malformed."""
         actions: Actions = []
         try:
             if connection in self.handshake:
@@ -70,7 +70,7 @@ class ServerProtocol:
             return [*actions, *self.drop(connection)]
 
     def drop(self, connection: int) -> Actions:
-        """Closes a connection, and tells the other hosts if it was one of theirs."""
+        """Closes a connection. If it is a host's that had not said goodbye, the attempt ends for all."""
         return [(connection, None), *self.closed(connection)]
 
     def closed(self, connection: int) -> Actions:
@@ -83,7 +83,8 @@ class ServerProtocol:
         return self._address(self.state.disconnect(worker))
 
     def tick(self, now: float) -> Actions:
-        """Handles expired deadlines of barriers and handshakes, and sends changed phases to all hosts."""
+        """Ends the attempt if a barrier's deadline has passed, closes pending connections that are too old or too many,
+        and sends changed phases to all hosts."""
         actions = self._close_overdue(now) + self._address(self.state.check_deadlines(now))
         if now < self._next_news:
             return actions
@@ -105,8 +106,7 @@ class ServerProtocol:
         return actions
 
     def _admit(self, connection: int, hello: VerifiedHello, now: float) -> Actions:
-        """Ends a handshake: accepts the host, and tells it if the attempt is lost; or refuses it and closes the
-        connection."""
+        """Ends a handshake: accepts the host, and tells it if the attempt is lost, or refuses it and closes."""
         refusal = self.state.connect(hello.worker, hello.identity, now)
         self.handshake.forget(connection)
         if refusal:
@@ -118,7 +118,7 @@ class ServerProtocol:
         return [(connection, self.handshake.welcome(hello)), *self._address(late)]
 
     def _handle(self, worker: int, kind: str, message: Message, now: float) -> Actions:
-        """Handles a message of a host: a phase, an arrival at a barrier, or a goodbye."""
+        """Records a host's phase, arrival at a barrier or goodbye, and returns the actions that follow."""
         if kind == "phase":
             self.state.set_phase(worker, message["phase"], now)
             return []
@@ -129,7 +129,7 @@ class ServerProtocol:
         return self._address(self.state.leave(worker, message["goodbye"], message["reason"], message["overdue"]))
 
     def _address(self, outgoing: Outgoing) -> Actions:
-        """Returns messages as actions. Encodes a message to several hosts once."""
+        """Encodes messages for their workers' connections, one to several hosts once; skips unconnected workers."""
         actions: Actions = []
         last: Message | None = None
         data = b""
@@ -143,7 +143,7 @@ class ServerProtocol:
 
 
 def _compress(message: Message) -> Message:
-    """Returns a shorter message if all payloads are equal, as most are."""
+    """Returns the shorter "same" message if all payloads are equal, as most are; else the message itself."""
     payloads = message.get("payloads")
     if not payloads or any(payload != payloads[0] for payload in payloads) or len(payloads) == 1:
         return message

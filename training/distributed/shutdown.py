@@ -73,7 +73,8 @@ class ShutdownRequest:
             self._count_down()
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Records the first signal. Ends the process at a second Ctrl-C, or a SIGTERM when the time to save is over."""
+        """Records the first signal and starts the countdown of `limit`. Ends the process at a second Ctrl-C, or a
+        SIGTERM when the time to save is over. Prints what happens next."""
         now = self._machine.clock.monotonic()
         self._interrupts += number == signal.SIGINT
         if self._began is None:
@@ -97,13 +98,14 @@ def _say(message: str) -> None:
 
 
 def install_signal_handlers() -> ShutdownRequest:
-    """Returns a request that SIGTERM and SIGINT set from now on. Call it once, early, from the main thread."""
+    """Returns a request that SIGTERM and SIGINT set from now on, through a thread that this starts. Call it once,
+    early, from the main thread."""
     shutdown = ShutdownRequest()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
     def ignore(number: int, frame: FrameType | None) -> None:
-        """Replaces the default action, which ends the process."""
+        """Does nothing: replaces the default action, which ends the process."""
 
     signal.set_wakeup_fd(
         writer.fileno(), warn_on_full_buffer=False
@@ -112,6 +114,7 @@ def install_signal_handlers() -> ShutdownRequest:
         signal.signal(number, ignore)
 
     def watch() -> None:
+        """Passes signals to the request, for ever. Runs in a thread."""
         _ = writer  # kept open as long as this thread lives
         while True:
             for number in reader.recv(16):

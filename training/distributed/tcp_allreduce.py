@@ -60,7 +60,7 @@ class TcpAllReduce:
                 listener.close()
 
     def sum(self, flat: Flat) -> Flat:
-        """Returns the sum of all hosts' arrays, which have one size. Raises LostPeer if a host is lost or hangs."""
+        """Waits for all hosts' arrays, of one size, and returns their sum. Raises LostPeer if one is lost or hangs."""
         try:
             if not self._first:
                 [peer] = self._peers

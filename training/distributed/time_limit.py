@@ -19,13 +19,13 @@ WITHOUT_LOCK_SECONDS = 30.0
 def time_limit(
     what: str, seconds: float, phases: Callable[[], str], close: Callable[[int, str], None], machine: Machine = SYSTEM
 ) -> Iterator[None]:
-    """Ends the process with exit code FAILED if the block takes longer than `seconds`, with a message that names
-    `what`, for example "opening the devices", and the phases of all hosts, after the stack traces of all threads.
-
-    `phases` returns the phases; `close` reports the exit code and the message to the other hosts."""
+    """Ends the process with exit code FAILED if the block takes longer than `seconds`: prints the stack traces of all
+    threads and a message that names `what`, for example "opening the devices", and the phases of all hosts, which
+    `phases` returns, and calls `close` with the exit code and the message, to tell the other hosts."""
     left = machine.threads.event()
 
     def watch() -> None:
+        """Waits for the end of the block, at most `seconds`, or else ends the process. Runs in a thread."""
         if left.wait(seconds):
             return
         message = describe_overrun(what, seconds, phases())

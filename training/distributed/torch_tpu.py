@@ -49,7 +49,7 @@ def find_other_version(installed: str | None) -> str:
 
 
 def trainer_environment(_cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns no further variables for a process that has those of `rank_environments`. Raises BadInput for another."""
+    """Returns {}: `rank_environments` has set all variables of this process. Raises BadInput if it has not."""
     if "TORCH_TPU_TOPOLOGY" not in environment:
         raise BadInput(f"backend: {RUNTIME} needs one process a chip of a TPU, which `tpu-train train` starts")
     return {}

@@ -36,7 +36,7 @@ def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list
 
 @contextmanager
 def _report_user_line(*functions: str) -> Iterator[None]:
-    """Turns an exception but a TrainError into BadInput with its innermost line in or below these FILEs' folders."""
+    """Turns an exception except TrainError into BadInput with its innermost line below the folders of `functions`."""
     try:
         yield
     except TrainError:

@@ -64,7 +64,7 @@ class Network(Protocol):
         """Listens on this host's own address. Raises TrainError if it is not this host's, or its port is in use."""
 
     def connect(self, address: str, port: int, timeout: float) -> Connection:
-        """Connects to a host. Raises OSError."""
+        """Returns a connection to a host, made within `timeout` seconds. Raises OSError."""
 
     def selector(self) -> Selector: ...
 
@@ -77,7 +77,8 @@ class SystemNetwork:
     """The network of this machine."""
 
     def listen(self, address: str, port: int) -> socket.socket:
-        """Returns a listener, once the host's name is known, at most NAME_SECONDS from now. Raises TrainError."""
+        """Waits until the name service knows this host's `address`, NAME_SECONDS at most, and returns a listening
+        socket. Raises TrainError if it stays unknown or is not this host's, or the port is in use."""
         deadline = time.monotonic() + NAME_SECONDS
         while True:
             try:
@@ -106,7 +107,7 @@ class SystemNetwork:
             ) from None
 
     def connect(self, address: str, port: int, timeout: float) -> socket.socket:
-        """Connects without Nagle's delay of small messages."""
+        """Returns a connection, made within `timeout` seconds, without Nagle's delay of small messages."""
         connection = socket.create_connection((address, port), timeout=timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection

@@ -124,6 +124,7 @@ class Threads:
         taking = threading.Lock()
 
         def work() -> None:
+            """Calls the function for one waiting item after the other, and keeps results and errors."""
             while True:
                 with taking:
                     number = next(numbers, None)

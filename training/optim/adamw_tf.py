@@ -18,12 +18,12 @@ class AdamWTensorFlow:
         self._moments = [[tf.Variable(tf.zeros_like(value), trainable=False) for value in variables] for _ in STATE]
 
     def state(self) -> dict[str, list[Any]]:
-        """Returns moments by group, in the order of the variables."""
+        """Returns the moments' variables by group ("adam_m", "adam_v"), in the order of the parameters."""
         return dict(zip(STATE, self._moments, strict=True))
 
     def step_scalars(self, step: int) -> tuple[float, ...]:
-        """Returns the arguments of `update` that change with the step, beside the learning rate. They reach the program
-        as data, so that one program serves all steps."""
+        """Returns both bias corrections of step number `step`, counted from 0. `update` takes them as data, beside the
+        learning rate, so that one program serves all steps."""
         return bias_corrections(self._settings, step)
 
     def update(self, gradients: Sequence[Any], scale: Any, *scalars: Any) -> None:

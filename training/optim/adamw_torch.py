@@ -19,7 +19,7 @@ class AdamWTorch:
         ]
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Returns moments by group and by the parameter's name."""
+        """Returns the moments by group ("adam_m", "adam_v") and by the parameter's name."""
         return dict(zip(STATE, self._moments, strict=True))
 
     def move_state(self, move: Callable[[Tensor], Tensor]) -> None:
@@ -27,8 +27,8 @@ class AdamWTorch:
         self._moments = [{name: move(value) for name, value in group.items()} for group in self._moments]
 
     def step_scalars(self, step: int) -> tuple[float, ...]:
-        """Returns the arguments of `update` that change with the step, beside the learning rate. They reach the device
-        as data, so that one program serves all steps."""
+        """Returns both bias corrections of step number `step`, counted from 0. `update` takes them as data, beside the
+        learning rate, so that one program serves all steps."""
         return bias_corrections(self._settings, step)
 
     def update(

@@ -120,8 +120,7 @@ def _read_local(url: str, start: int, end: int | None, generation: int | None) -
 
 
 def read_into(url: str, start: int, place: memoryview) -> int:
-    """Fills `place` with the object's bytes from `start` on. Returns how many there were. Raises NotFound,
-    StorageError."""
+    """Fills `place` with the object's bytes from `start` on. Returns how many it had. Raises NotFound, StorageError."""
     if is_remote(url):
         data = gcs.read(url, start, start + len(place), None)
         place[: len(data)] = data
@@ -137,9 +136,9 @@ def read_into(url: str, start: int, place: memoryview) -> int:
 
 
 def write(url: str, data: bytes | memoryview, *, create_only: bool = False, replaces: int | None = None) -> Stat:
-    """Writes a whole object, and returns its new state. With `create_only`, raises AlreadyExists when there is one;
-    exactly one of several writers succeeds. With `replaces`, in a bucket only, raises AlreadyExists unless the object
-    has that generation."""
+    """Writes a whole object (and creates a local file's folder); returns its new state. With `create_only`, raises
+    AlreadyExists when there is one; exactly one of several writers succeeds. With `replaces`, in a bucket only, raises
+    AlreadyExists unless the object has that generation."""
     if is_remote(url):
         return gcs.write(url, data, 0 if create_only else replaces)
     assert replaces is None
@@ -200,9 +199,9 @@ def remove_partial_files(folder: str, abandoned: Callable[[str], bool]) -> None:
 
 
 def _write_summed(descriptor: int, view: memoryview) -> int:
-    """Writes all bytes and returns their crc32c, which another thread computes meanwhile. Writes back each piece while
-    it copies the next, so that the final fsync has little to do: the advice makes Linux start the write-back of a local
-    file and return; other file systems ignore it."""
+    """Writes all bytes to a file and returns their crc32c, which another thread computes meanwhile. Advises the kernel
+    after each piece to write it to the disk, so that the final fsync has little to do: Linux starts that for a local
+    file and returns; other file systems ignore it."""
     done = 0
     with ThreadPoolExecutor(1, thread_name_prefix="crc32c") as pool:
         crc = pool.submit(crc32c, view)

@@ -150,14 +150,13 @@ def read(url: str, start: int, end: int | None, generation: int | None) -> bytes
 
 def write(url: str, data: bytes | memoryview, generation: int | None) -> Stat:
     """Writes a whole object. Raises AlreadyExists when the object's generation is another one (0: there is none; None:
-    any), unless a request of this call, whose answer was lost, wrote it.
-
-    The client sends a large object in chunks and repeats a chunk that fails; the whole upload starts again only when
-    its session is lost."""
+    any), unless a request of this call, whose answer was lost, wrote it. The client sends a large object in chunks and
+    repeats a chunk that fails; the whole upload starts again only when its session is lost."""
     bucket, name = _object(url)
     sent = 0  # requests that may have written the object
 
     def should_retry(error: Exception) -> bool:
+        """Returns whether the client sends a failed chunk again, and counts that."""
         nonlocal sent
         retry = _is_transient(error)
         sent += retry  # the client sends the chunk again
@@ -232,6 +231,7 @@ def _cut_off(until: float) -> Iterator[None]:
     is_over = threading.Event()
 
     def cut() -> None:
+        """Breaks off the newest response. Runs in the timer's thread."""
         is_over.set()
         for response in responses[-1:]:
             with contextlib.suppress(ValueError, RuntimeError, OSError):  # the download has already ended
@@ -253,9 +253,9 @@ def _cut_off(until: float) -> Iterator[None]:
 
 
 def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinned: bool = False) -> T:
-    """Repeats `attempt` while its failures are transient. Raises StorageError for a final failure or at the deadline.
-    `activity` ("reading") and `url` are for messages; `size` bytes extend the deadline. With `pinned`, the attempt asks
-    for one generation, so a missing object may have been replaced."""
+    """Returns what `attempt` returns, repeating it while its failures are transient. Raises StorageError for others (or
+    RequestRangeNotSatisfiable) and at the deadline. `activity` ("reading") and `url` are for messages; `size` bytes
+    extend the deadline. With `pinned`, `attempt` asks for one generation: raises Changed if there is another."""
     from google.api_core.retry import exponential_sleep_generator, retry_target
 
     limits = timeouts
@@ -277,6 +277,7 @@ def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinne
         return final is None
 
     def give_up(errors: list[Exception], _reason: object, _seconds: object) -> tuple[Exception, BaseException | None]:
+        """Returns the error to raise in the end, and its cause."""
         if final is not None:
             return final, final.__cause__
         return StorageError(
@@ -289,7 +290,7 @@ def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinne
 
 
 def _final_error(url: str, activity: str, error: Exception, pinned: bool) -> Exception | None:
-    """Returns the error to raise for a permanent failure; None for a transient one."""
+    """Returns the error to raise for a permanent failure; None for a transient one. May ask the server what exists."""
     from google.api_core import exceptions as api
     from google.auth import exceptions as auth
 
@@ -323,7 +324,7 @@ def _final_error(url: str, activity: str, error: Exception, pinned: bool) -> Exc
 
 
 def _refusal(url: str, activity: str, error: Any) -> StorageError:
-    """Returns the error for a 401 or 403: a quota, or a missing permission."""
+    """Returns the error for a 401 or 403: StorageError for a quota or billing, NotAllowed for a missing permission."""
     message, reason = _answer(error)
     if reason in _QUOTA_REASONS:
         return StorageError(

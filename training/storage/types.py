@@ -101,18 +101,17 @@ class Storage(Protocol):
         """Returns size and generation of an object; None if there is none."""
 
     def listing(self, folder: str) -> list[Stat]:
-        """Lists the files below a folder, recursively, sorted by URL, without unfinished local files; [] if it is
-        missing."""
+        """Lists files below a folder, recursively, sorted by URL, without unfinished ones; [] if it is missing."""
 
     def read(self, url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
         """Reads bytes [start, end) of an object. Raises NotFound, and Changed if it is not of `generation`."""
 
     def read_into(self, url: str, start: int, place: memoryview) -> int:
-        """Fills `place` with an object's bytes from `start` on. Returns their number. Raises NotFound."""
+        """Fills `place` with an object's bytes from `start` on. Returns how many it had. Raises NotFound."""
 
     def write(self, url: str, data: bytes | memoryview, *, create_only: bool = False) -> Stat:
-        """Writes a whole object, or nothing. With `create_only`, exactly one of several writers succeeds and the others
-        raise AlreadyExists."""
+        """Writes a whole object, or nothing; returns its state. With `create_only`, exactly one of several writers
+        succeeds and the others raise AlreadyExists."""
 
     def delete(self, url: str) -> None:
         """Deletes an object, if it exists."""

@@ -62,7 +62,7 @@ class HostProgress:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Counts the block as a part of the step, and as what this host is doing."""
+        """Adds the block's seconds to those of the step's part `name`, and shows it as what this host is doing."""
         begun = self._now()
         self._part = (name, begun)
         try:
@@ -72,12 +72,12 @@ class HostProgress:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begun
 
     def finish_step(self, step: int) -> None:
-        """Counts a step whose result was read."""
+        """Records that `step` steps are done (the result of the last one was read), and the time."""
         self.figures = replace(self.figures, step=step)
         self._finished.append(self._now())
 
     def count_batch(self) -> None:
-        """Counts progress inside a phase."""
+        """Counts one more batch of a phase, such as an evaluation: a sign of progress within it."""
         self.count += 1
 
     def line(self) -> ProgressLine:

@@ -59,7 +59,7 @@ class RunContents:
 
 
 def read_run(folder: str, storage: Storage = default_storage) -> RunContents:
-    """Reads what the page of a run shows. Raises BadInput if the folder has no attempts, metrics or checkpoints."""
+    """Reads what the report of a run shows. Raises BadInput if the folder has no attempts, metrics or checkpoints."""
     attempts, lines = read_attempts(folder, storage), read_history(folder, storage)
     checkpoints_folder = join(folder, "checkpoints")
     steps = committed_steps(checkpoints_folder, storage)
@@ -73,7 +73,7 @@ def read_run(folder: str, storage: Storage = default_storage) -> RunContents:
 
 
 def write_report(folder: str, out: str | None = None, storage: Storage = default_storage) -> str:
-    """Writes the page of a run to `out` (None: its report.html) and returns the URL. Raises BadInput as `read_run`."""
+    """Writes a run's report to `out` (None: its report.html); returns the URL. Raises BadInput if there is no run."""
     url = out or join(folder, NAME)
     storage.write(url, render_report(read_run(folder, storage)).encode())
     return url

@@ -61,15 +61,15 @@ class MetricsLog:
             tracker.log(step, values)
 
     def flush(self) -> None:
-        """Flushes all trackers, then raises the first error if any failed. May be called again."""
+        """Flushes all trackers, then raises the error of the first that failed, if any. May be called again."""
         self._call([tracker.flush for tracker in self._trackers])
 
     def finish(self, failed: bool = False) -> None:
-        """Finishes all trackers of an attempt, which `failed` or not, then raises the first error if any failed."""
+        """Finishes all trackers of an attempt, `failed` or not; then raises the first tracker's error, if any."""
         self._call([partial(tracker.finish, failed) for tracker in self._trackers])
 
     def _call(self, functions: Sequence[Callable[[], None]]) -> None:
-        """Calls all functions, then raises the first error if any failed."""
+        """Calls all functions, then raises the error of the first that failed, if any."""
         errors = []
         for function in functions:
             try:
@@ -90,8 +90,7 @@ class JsonLinesTracker:
         self._dirty = True
 
     def log(self, step: int, values: Values) -> None:
-        """Buffers a line. Floats keep all digits; one that is NaN or infinite is null, and its name in
-        "not_finite"."""
+        """Buffers a line. A float keeps all digits; one that is not finite is null, its name in "not_finite"."""
         finite = finite_or_none(values)
         lost = [name for name, value in values.items() if value is not None and finite[name] is None]
         self._lines.append(json.dumps({"step": step, **finite, **({"not_finite": lost} if lost else {})}))

@@ -172,7 +172,7 @@ def _matrix_cell(
 
 def heat_map(title: str, steps: Sequence[int], rows: Mapping[str, Sequence[float | None]]) -> str:
     """Draws a row of cells for each name, a cell a step: the larger the value (seconds), the stronger its colour, which
-    is full from two medians on (one long step hides no others) and faint below 1.5 times the least. None: no cell."""
+    is full from two medians on (one long step hides no others), but not below 1.5 times the least. None: no cell."""
     values = [value for row in rows.values() for value in row if value is not None]
     if not values:
         return _empty_chart(title, 560)

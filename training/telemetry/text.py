@@ -25,7 +25,7 @@ def format_evaluation(step: int, figures: dict[str, float]) -> str:
 
 
 def format_early_end(step: int, evaluations: int, best: dict[str, Any] | None) -> str:
-    """Returns the line about the end of training by train.early_stopping. `best`: as Evaluations.best."""
+    """Returns the line for an end by train.early_stopping. `best`: step, metric and value; None if none was finite."""
     text = f"training ends early, after step {step}: {evaluations} evaluations in a row were not better"
     if best is None:
         return f"{text}; none was finite"

@@ -109,7 +109,7 @@ class MetricsWriter:
                     self._changed.wait(RETRY_SECONDS)
 
     def _try_to_write(self, is_ending: bool) -> bool:
-        """Returns whether `_write` succeeded; warns of the first of successive failures."""
+        """Writes the queue. Returns whether that succeeded; warns of the first of successive failures."""
         try:
             self._write(is_ending)
         except Exception as error:  # a tracker may raise anything, and must not end the run
@@ -121,7 +121,8 @@ class MetricsWriter:
         return True
 
     def _write(self, is_ending: bool) -> None:
-        """Flushes what an earlier flush left, then logs and flushes the queue; at the end also finishes the log."""
+        """Opens the log if it is not open, flushes what an earlier flush left, then logs and flushes the queue; at the
+        end also finishes the log. Raises what a tracker raises."""
         if self._log is None:
             self._log = self._open_log()
         if not self._is_flushed:
