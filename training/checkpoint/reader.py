@@ -90,10 +90,11 @@ def restore(
     Raises:
         BadInput: a checkpoint belongs to something else, or there are checkpoints but none verifies: starting over
             silently would throw the run away.
+        LostPeer: a host is lost, or reads for too long.
     """
 
     def load(step: int, name: str, avoid: Collection[str]) -> tuple[Manifest | None, list[str]]:
-        """Loads a checkpoint. Returns its manifest and, for each host, why it can't use the checkpoint ("": it can)."""
+        """Loads a checkpoint. Returns its manifest (None: unreadable), and why each host can't use it ("": it can)."""
         rendezvous.set_phase(f"restoring {step}")
         manifest, why = None, ""
         for _ in range(2):  # once more: the read may have been wrong, and not the checkpoint

@@ -117,9 +117,8 @@ class BarrierState:
         member.phase, member.last_heard = phase, now
 
     def arrive(self, worker: int, name: str, payload: Any, seconds: float, now: float) -> Outgoing:
-        """Records that `worker` waits at barrier `name`, at most `seconds`. Returns the messages to send: all payloads,
-        to every host once all have arrived, or to one that arrives again; the end, if the attempt is lost or a host has
-        left; else none."""
+        """Records that `worker` waits up to `seconds` at barrier `name`. Returns the messages to send: all payloads, to
+        all once every host has arrived, or to one that arrives again; "lost", if the attempt is over or a host left."""
         self.members[worker].last_heard = now
         if self.lost:
             return [(worker, self.lost_message())]

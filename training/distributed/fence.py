@@ -75,6 +75,7 @@ def fence(folder: str, cluster: Cluster, own: Claim, storage: Storage = default_
     older = set(own.after | {own.name})
 
     def check() -> None:
+        """Raises BadInput if a new claim in the folder is newer than `own` or can't be read, or StorageError."""
         for name in sorted(_claims(folder, storage) - older):
             if _takes_precedence(_read(folder, name, storage), name, own):
                 raise BadInput(

@@ -33,7 +33,7 @@ def torch_xla_defaults(generation: str, own: str) -> dict[str, str]:
 
 
 def no_defaults(generation: str, own: str) -> dict[str, str]:
-    """Returns the flags that TensorFlow adds to the user's: none."""
+    """Returns {}: TensorFlow adds no flags to the user's."""
     return {}
 
 

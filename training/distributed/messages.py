@@ -75,7 +75,7 @@ def _is_payload(value: Any, depth: int = NESTING) -> bool:
 
 
 def _are_payloads(value: Any) -> bool:
-    """Returns whether a value is a list of payloads."""
+    """Returns whether a value is a list of values that `_is_payload` allows."""
     return isinstance(value, list) and _is_payload(value, NESTING + 1)
 
 

@@ -202,6 +202,7 @@ class RendezvousClient(Rendezvous):
                 self._raise_if_lost()
 
     def limit(self, what: str, seconds: float) -> AbstractContextManager[None]:
+        """Returns a context that ends this process, as a failure of `what`, if its block takes longer."""
         return time_limit(what, seconds, self.phases, self.close, self._machine)
 
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
@@ -286,7 +287,7 @@ class RendezvousClient(Rendezvous):
                 # It is the socket's own time-out: the kernel's "connection timed out" has an errno.
 
     def _handle(self, kind: str, message: Message) -> None:
-        """Records a message from host 0 and wakes waiters; a first "lost" starts `_end_if_stuck` in a thread."""
+        """Records a message from host 0 and wakes waiters; after "lost", a thread ends the process if it is stuck."""
         with self._changed:
             if kind == "complete":
                 self._answers[message["complete"]] = message["payloads"]

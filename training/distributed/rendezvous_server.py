@@ -62,7 +62,7 @@ class RendezvousServer:
         self._thread.join(timeout=5)
 
     def _serve(self) -> None:
-        """Serves all connections and deadlines until closed or a bug, then closes them. Runs in the server thread."""
+        """Serves connections and deadlines until `close` or a bug, then closes all. Runs in the server thread."""
         next_tick = 0.0
         try:
             while not self._stop.is_set():

@@ -98,8 +98,7 @@ def _say(message: str) -> None:
 
 
 def install_signal_handlers() -> ShutdownRequest:
-    """Returns a request that SIGTERM and SIGINT set from now on, through a thread that this starts. Call it once,
-    early, from the main thread."""
+    """Starts a thread that sets the returned request at SIGTERM or SIGINT. Call it once, early, in the main thread."""
     shutdown = ShutdownRequest()
     reader, writer = socket.socketpair()
     writer.setblocking(False)

@@ -102,7 +102,7 @@ class Threads:
         return thread
 
     def submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
-        """Calls a function in a thread of its own, and returns its future outcome."""
+        """Calls a function in a thread of its own, and returns at once a future with its result or its error."""
         future = concurrent.futures.Future[R]()
 
         def run() -> None:

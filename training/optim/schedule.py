@@ -29,8 +29,8 @@ class ScheduleSettings(Section):
 
 
 def learning_rate(settings: ScheduleSettings, step: int) -> float:
-    """Returns the rate of step number `step`, counted from 0: warm-up to the peak, then down to the floor after the
-    last step, or with the schedule "constant" the peak. Warm-up is one step ahead of
+    """Returns the rate of step number `step`, counted from 0: warm-up to the peak, then as `settings.schedule` says
+    down to the floor after the last step ("constant": stays at the peak). Warm-up is one step ahead of
     `transformers.get_linear_schedule_with_warmup`, whose first step has the rate 0."""
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps

@@ -5,8 +5,8 @@ of Cloud Storage, which imports Google's library at the first `gs://` URL, with 
 folders that are named on the Hugging Face Hub. This module implements the protocol `Storage`: code whose storage can be
 replaced takes one as an argument, with this module as the default.
 
-Framework-free. All operations are atomic: a reader sees an object whole or not at all, exactly one `create_only` writer
-succeeds, and a read pinned to a generation never mixes two versions of an object. Failure model:
+Framework-free. All operations but `append` are atomic: a reader sees an object whole or not at all, one `create_only`
+writer succeeds, and a read pinned to a generation never mixes two versions of an object. Failure model:
 
 * A local write goes to a hidden `.<name>.<random>.partial` beside its target and appears by one `link` or `replace`
   after an fsync. A crash leaves at most the hidden file, which `listing` does not show and `remove_partial_files`

@@ -38,10 +38,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Time-outs of a call, in seconds.
-
-    `connect` and `silence` end one attempt: no connection, or no byte, for that long. `deadline` limits the whole call,
-    plus 1 s for each `rate` bytes. Delays between attempts start at up to twice `first_delay`."""
+    """Time-outs of a call, in seconds. `connect` and `silence` end one attempt: no connection, or no byte, for that
+    long. `deadline` limits the whole call, plus 1 s for each `rate` bytes. Delays between attempts start at up to twice
+    `first_delay`."""
 
     connect: float = 10.0
     silence: float = 20.0
@@ -231,7 +230,7 @@ def _cut_off(until: float) -> Iterator[None]:
     is_over = threading.Event()
 
     def cut() -> None:
-        """Breaks off the newest response. Runs in the timer's thread."""
+        """Shuts down the connection of the newest response, which ends its download with an error."""
         is_over.set()
         for response in responses[-1:]:
             with contextlib.suppress(ValueError, RuntimeError, OSError):  # the download has already ended
@@ -271,6 +270,7 @@ def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinne
         return attempt((min(limits.connect, left), min(limits.silence, left)), began + seconds)
 
     def should_retry(error: Exception) -> bool:
+        """Counts a failure. Returns whether it is transient; else keeps the error to raise."""
         nonlocal failures, final
         failures += 1
         final = _final_error(url, activity, error, pinned)

@@ -28,7 +28,7 @@ MODEL_FILES = (
 
 
 def is_on_hub(path: str) -> bool:
-    """Returns whether `path` has the form of a name on the Hub and no local file; does not ask the Hub."""
+    """Returns whether `path` has the form of a name on the Hub and does not exist here; does not ask the Hub."""
     return bool(_NAME.fullmatch(path)) and not Path(path).exists()
 
 

@@ -121,7 +121,7 @@ class Storage(Protocol):
 
 
 def crc32c(data: bytes | memoryview, crc: int = 0) -> int:
-    """Extends the CRC-32C `crc` by `data`; in pieces, so that other threads can run in between."""
+    """Returns the CRC-32C `crc` extended by `data`; computed in pieces, so that other threads can run in between."""
     view = memoryview(data)
     for start in range(0, len(view), _SUMMED):
         crc = google_crc32c.extend(crc, bytes(view[start : start + _SUMMED]))

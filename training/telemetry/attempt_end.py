@@ -52,6 +52,7 @@ def record_attempt_end(
     error: BaseException | None = None
 
     def record() -> None:
+        """Ends background work and writes all records, in a thread. A failure is a warning."""
         try:
             for close in context.close:
                 close()

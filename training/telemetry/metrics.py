@@ -117,10 +117,9 @@ class JsonLinesTracker:
 
 def read_history(folder: str, storage: Storage = default_storage) -> list[dict[str, Any]]:
     """Returns all lines of a run in the order of its steps, without those that a later attempt superseded. Warns of
-    unreadable lines, and leaves them out.
-
-    Each has its "step", and "loss", "gradient_norm", "learning_rate", "examples_per_second" and "data_wait" or the
-    "eval_..." of an evaluation; None for a figure that is not finite, whose name is then in "not_finite"."""
+    unreadable lines, and leaves them out. Each has its "step", and "loss", "gradient_norm", "learning_rate",
+    "examples_per_second" and "data_wait" or an evaluation's "eval_..."; None for a figure that is not finite, whose
+    name is in "not_finite"."""
     history: list[dict[str, Any]] = []
     for _, url in sorted(_list_objects(folder, storage).items()):
         lines = storage.read(url).splitlines()

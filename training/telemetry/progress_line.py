@@ -97,6 +97,7 @@ def _clean(name: str, value: Any) -> Any:
 
 
 def _is_sane(number: Any) -> bool:
+    """Returns whether a value is a number, not a bool, with an absolute value below _LARGEST."""
     return isinstance(number, int | float) and not isinstance(number, bool) and abs(number) < _LARGEST
 
 

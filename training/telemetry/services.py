@@ -149,9 +149,8 @@ class MlflowRun:
     folder, which must be local (MLflow writes no bucket): `mlflow ui --backend-store-uri` shows them."""
 
     def __init__(self, info: AttemptInfo) -> None:
-        """Creates the attempt's run with its settings, or continues the one that an earlier call has created; sets
-        MLflow's unset time-outs in os.environ. Raises ValueError if MLFLOW_TRACKING_URI is not set and the run's folder
-        is in a bucket."""
+        """Creates the attempt's run with its settings, or continues an earlier call's; sets MLflow's unset time-outs in
+        os.environ. Raises ValueError if MLFLOW_TRACKING_URI is not set and the run's folder is in a bucket."""
         for name, value in _MLFLOW_TIMEOUTS.items():
             os.environ.setdefault(name, value)
         uri = os.environ.get("MLFLOW_TRACKING_URI") or _mlflow_folder(info)
