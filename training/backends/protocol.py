@@ -16,7 +16,7 @@ from training.tasks.task import Task
 
 
 class Backend(Protocol):
-    """A model with its optimizer on this slice's devices. A backend inherits what it does as most do."""
+    """A model with its optimizer on this slice's devices. Methods with a body do what most backends do."""
 
     devices: int  # of all hosts
     # Seconds of opening after the framework's import, by phase: devices, model.
@@ -28,11 +28,11 @@ class Backend(Protocol):
         stall the device."""
 
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
-        """Yields the task's batches from step `start` on, as `step` takes them. Close it in the end."""
+        """Yields the training batches from step `start` on, as `step` takes them. The caller closes the generator."""
         return task.batches(start)
 
     def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
-        """Yields the batches of the task's evaluation set, as `evaluate` takes them."""
+        """Yields the batches of the whole evaluation set once, as `evaluate` takes them."""
         return task.evaluation_batches()
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> Pending:
@@ -40,28 +40,28 @@ class Backend(Protocol):
         and the global batch alone."""
 
     def evaluate(self, batch: Arrays, signals: Signals) -> Pending:
-        """Starts adding up the sums and the task's counts over a batch, and changes nothing. All hosts call it with
-        batches of one shape."""
+        """Starts an evaluation of a batch, which changes no state; its result has the sums and the task's counts over
+        all hosts' rows. All hosts call it with batches of one shape."""
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         """Returns all tensors of the state: `model/<parameter>`, and `<name>/<parameter>` for the optimizer's."""
 
     def state_slices(self) -> StateSlices:
-        """Returns the slices of the tensors that are split over the devices."""
+        """Returns name -> slices and the hosts that hold them, of the tensors that are split over the devices."""
         return NOT_SPLIT
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
-        """Begins to copy tensors, or slices that this host holds, to host memory: see `StartSnapshot`. No step changes
-        the state before that has ended."""
+        """Starts to copy tensors of the state, or slices that this host holds, into `buffers`: see `StartSnapshot`. No
+        step changes the state before the copy has ended."""
 
     def slice_to_load(self, name: str, spec: TensorSpec) -> Slice:
-        """Returns what `load_state` takes on this host of a tensor that is `spec` as a whole. Raises Damaged for one
-        that has no place in the state."""
+        """Returns the slice of the tensor `name`, whose whole is `spec`, that `load_state` takes on this host. Raises
+        Damaged if the state has no such tensor."""
         return whole(spec.shape)
 
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        """Replaces these tensors of the state, or slices, by copies: their memory is used again. Raises Damaged for one
-        that has no place in it."""
+        """Copies these tensors, or slices of them, into the state; their memory may be reused afterwards. Raises
+        Damaged for one that has no place in it."""
 
     def compilations(self) -> tuple[int, float]:
         """Returns the number of programs that were compiled for this run so far, and the seconds they took."""

@@ -56,7 +56,8 @@ class PluginProgram(Structure):
 
 
 def sort_hints(code: bytes) -> bytes:
-    """Returns a module with the hints of each einsum in order. Each process writes their map in another one."""
+    """Returns a module's code with each einsum's attributes sorted: their order, which differs between processes, would
+    give one program several keys."""
     return _HINTS.sub(lambda found: b"".join(sorted(re.findall(_HINT, found[0]))), code)
 
 
@@ -97,8 +98,8 @@ class CacheCounts:
     proofs: list[Callable[[], None]] = field(default_factory=list)  # to be called when a loaded program had a result
 
     def take_proofs(self) -> list[Callable[[], None]]:
-        """Returns what to call as soon as the programs that were loaded since the last call have given a result. Raises
-        an interrupt that came while a program was compiled."""
+        """Returns functions that mark the programs loaded since the last call as proven: call each once its program has
+        given a result. Raises an interrupt that came while a program was compiled."""
         if self.interrupt:
             interrupt, self.interrupt = self.interrupt, None
             raise interrupt

@@ -87,17 +87,17 @@ class ProgramStore:
             self._mark(key).unlink()
 
     def _mark(self, key: str) -> Path:
+        """Returns the path of the file that marks an entry as unproven."""
         return self._folder / f"{key}.unproven"
 
     def remove(self, key: str) -> None:
-        """Removes an entry if it is there; a failure is ignored."""
+        """Removes an entry and its mark if they are there; ignores failures."""
         self.prove(key)
         with contextlib.suppress(OSError):
             (self._folder / key).unlink()
 
     def _make_room(self, size: int) -> None:
-        """Removes what writers that were killed have left, and old entries until `size` bytes more are within the
-        bound."""
+        """Removes files of killed writers, and the oldest entries until `size` bytes more are within the bound."""
         entries = []
         for path in self._folder.iterdir():
             with contextlib.suppress(OSError):  # another process removed it

@@ -101,13 +101,13 @@ class TensorFlow(Backend):
         return 2 * self._calls.length if self._replicas.is_tpu else self._calls.length - 1
 
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
-        """Yields batches from `start` on: the strategy's hosts read them for their devices if `_hosts_read`."""
+        """Yields batches from `start` on: global ones if the strategy's hosts read, else this host's rows of each."""
         if not self._hosts_read:
             return task.batches(start)
         return distributed(self._replicas.strategy, self._config, task.data, start)
 
     def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
-        """Yields the evaluation set once, as `batches`."""
+        """Yields the batches of the evaluation set once, global or not as those of `batches`."""
         if not self._hosts_read:
             return task.evaluation_batches()
         return distributed_evaluation(self._replicas.strategy, self._config, task)
@@ -160,7 +160,7 @@ class TensorFlow(Backend):
         )
 
     def _pending_of_upcoming(self, batch: Arrays, trains: bool, signals: Signals, *arguments: Any) -> _PendingResult:
-        """Runs a program that takes its rows itself: errors of its rows surface in this call or with its result."""
+        """Runs the program that reads an upcoming batch itself: errors of its rows surface here or with its result."""
         dataset = dataset_of(batch)
         with translate_errors(dataset):
             sums = self._call("train next" if trains else "evaluate next", *arguments)
@@ -182,7 +182,7 @@ class TensorFlow(Backend):
 
     @translate_failures()
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
-        """Starts queued steps first, and returns when all is copied."""
+        """Starts queued steps, then copies tensors of the state into `buffers`, and returns when all is copied."""
         self._calls.flush()
         return self._state.snapshot(buffers)
 

@@ -44,9 +44,8 @@ def translate_tpu_failures() -> Iterator[None]:
 
 
 def describe_tpu_failure(message: str) -> UnusableTpu:
-    """Returns the error for TensorFlow's message about a TPU that it could not initialise.
-
-    If the message lists several errors, the first is the cause. Those of a slice name the worker."""
+    """Returns the error for TensorFlow's message about a TPU that it could not initialise: its reason is the first of
+    several errors, and it names the host if the message names a worker."""
     worker = re.search(r"remote target /job:\w+/replica:\d+/task:(\d+)", message)
     first = re.search(r"^ *\(0\) (.*)$", message, re.MULTILINE)
     lines = [line.strip() for line in message.splitlines()]

@@ -60,7 +60,7 @@ def distributed(strategy: Any, config: TrainerConfig, data: RunData, start: int)
 
 
 def distributed_evaluation(strategy: Any, config: TrainerConfig, task: Task) -> Iterator[HostBatch]:
-    """Yields the evaluation set once, as the task's own `evaluation_batches`. Raises as `distributed`."""
+    """Yields the global batches of the whole evaluation set, each record once. Raises as `distributed`."""
     data, batch_size = task.data, config.evaluation_batch_size
     assert data.evaluation is not None
 
@@ -111,7 +111,7 @@ def _upcoming_arrays(strategy: Any, batches: Any, dataset: Dataset) -> Any:
 
 
 def _next_batch(strategy: Any, batches: Any) -> Any:
-    """Reads the next batch to the devices, where batches have several shapes."""
+    """Returns the arrays of the next global batch, read to the devices, where batches have several shapes."""
     values: Mapping[str, Any] = next(batches)
     replicas, own = strategy.num_replicas_in_sync, strategy.experimental_local_results
     shapes = {name: own(value)[0].shape for name, value in values.items()}  # of the part on the first replica

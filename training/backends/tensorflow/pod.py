@@ -45,9 +45,9 @@ WORKER_END_SECONDS = 0.5
 def open_host(
     config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest
 ) -> Iterator[tuple[Cluster, Rendezvous] | None]:
-    """Starts this host's worker. On host 0, sets TPU_NAME and yields the cluster and the rendezvous for the program;
-    the others serve until host 0 is done, then yield None. Raises StopRequested once host 0 has committed, LostPeer,
-    TrainError."""
+    """Runs this host's worker during the block. On host 0, sets TPU_NAME and yields a cluster and a rendezvous of one
+    host for the program; on other hosts, waits until host 0 has ended, then yields None. Raises StopRequested if host 0
+    has committed and stopped, LostPeer, TrainError."""
     environment = worker_environment(cluster)  # raises if TensorFlow can't drive this slice
     agree(rendezvous, {"configuration": config.hash, "code": code_hash()}, config.rendezvous.start_seconds)
     port = int(os.environ.get("TPU_TASK_PORT") or WORKER_PORT)

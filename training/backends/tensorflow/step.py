@@ -90,8 +90,7 @@ class TensorFlowStep:
         return self._replicas.run(replica, rows)
 
     def update_program(self, flat: Any, scalars: Any) -> Any:
-        """Runs the rest of the step on `gradients_program`'s results summed over hosts. Returns the result of `update`:
-        (2,)."""
+        """Runs the rest of the step on `gradients_program`'s result summed over hosts. Returns as `update`: (2,)."""
 
         def replica() -> Any:
             variables = [parameter.variable for parameter in self._parameters]
@@ -171,6 +170,6 @@ class TensorFlowStep:
 
 
 def _piece_rows(array: Any, number: int, pieces: int) -> Any:
-    """Returns the rows of one gradient accumulation."""
+    """Returns the rows of an array in piece `number` of `pieces` equal ones."""
     rows = array.shape[0] // pieces
     return array[number * rows : (number + 1) * rows]

@@ -23,9 +23,9 @@ def build_network(
     loop: Loop = loop_in_python,
     kernel: Kernel | str = "the backend has no kernel",
 ) -> tuple[Any, DropoutNoise | None]:
-    """Returns the network on the host, with our attention and dropout, adapters and frozen weights, and what its
-    dropouts draw from, if it is of BERT's family. `remat`: the default; `barrier`: the runtime's, as `patch_modules`
-    takes it, and `loop` and `kernel`, as `choose_attention`; one that `only_traces` has no weights, if it can. Raises
+    """Returns the network on the host, with the run's attention, dropout, adapters and frozen weights, and the random
+    numbers of its dropouts; None outside BERT's family. `remat`: unless train.remat is given; `barrier`: as for
+    `patch_modules`; `loop`, `kernel`: as for `choose_attention`; `only_traces`: leaves out weights if it can. Raises
     BadInput if weights are absent, or model, data, adapter and `train` do not fit together."""
     dropout = config.train.dropout
     network: Any = build_empty(config.model, requirements, dropout=dropout) if only_traces else None

@@ -229,4 +229,5 @@ class TrainingStep:
 
 
 def _rows_of_all(batch: Arrays) -> dict[str, HostArray]:
+    """Returns a batch's arrays, each split by rows over all devices."""
     return {name: rows_of(array) for name, array in batch.items()}

@@ -92,6 +92,7 @@ class AbsentChips:
         layouts[_BUFFER_LAYOUT] = self._function(4, lambda words: self._layout(words, default))
 
     def _put(self, place: int, count: int, fill: _Kept) -> None:
+        """Sets a place of libtpu's table to a function that calls `fill` with its `count` words of arguments."""
         _words(self._address + 40, place + 1)[place] = self._function(count, fill)
 
     def _function(self, count: int, fill: _Kept) -> int:
@@ -158,12 +159,13 @@ class AbsentChips:
 
 
 def _refuse(function: Callable[[int], int | None]) -> int | None:
-    """Returns libtpu's own error for arguments of no size."""
+    """Calls libtpu's function with arguments of size 0, which it refuses, and returns its error."""
     arguments = (c_uint64 * 7)()
     return function(ctypes.addressof(arguments))
 
 
 def _words(address: int, count: int) -> Any:
+    """Returns `count` words of 8 bytes at an address, to read and to change in place."""
     return (c_uint64 * count).from_address(address)
 
 
@@ -173,6 +175,7 @@ def _fill(words: Any, first: int, *values: int) -> None:
 
 
 def _fill_constants(values: tuple[int, ...], words: Any) -> None:
+    """Sets the words from the fourth on to `values`."""
     _fill(words, 3, *values)
 
 

@@ -136,6 +136,6 @@ class _PendingReport:
         self._report, self._chip, self._trains = report, chip, trains
 
     def result(self) -> StepResult:
-        """Raises LostPeer."""
+        """Waits for the report and returns its sums, signals, and update or counts. Raises LostPeer."""
         values = self._chip.read(self._report)
         return read_report(values, trains=self._trains)

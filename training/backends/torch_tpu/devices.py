@@ -18,7 +18,7 @@ class TorchTpuDevices:
     """One process's chip; the figures are those of all processes."""
 
     def __init__(self, cluster: Cluster, rendezvous: Rendezvous) -> None:
-        """Opens the chip and connects the processes. All call it."""
+        """Opens this process's chip and connects all processes: all call it. Raises BadInput, UnusableTpu."""
         self._chip = Chip(cluster, rendezvous, _SECONDS)
         self.local, self.total = int(os.environ["LOCAL_WORLD_SIZE"]), self._chip.devices
 
@@ -37,6 +37,7 @@ class TorchTpuDevices:
         return int(self._add_up(wrong.to(torch.float32).sum()))
 
     def sum_ones(self) -> float:
+        """Returns the sum of a 1 from each chip; all processes call it."""
         return self._add_up(torch.ones((), device=self._chip.device))
 
     def _add_up(self, value: torch.Tensor) -> float:

@@ -90,8 +90,7 @@ class Chip:
 
     def split_matrices(self, network: Any) -> dict[str, tuple[int, ...]]:
         """Keeps this process's slice (`own_slice`) of each layer's matrix (`weight`) that is split, and makes the layer
-        gather the matrix when called, and again in its backward pass. Returns the shapes of the whole matrices, by
-        name."""
+        gather the matrix when called, and again in its backward pass. Returns name -> shape of the whole matrix."""
         matrices = set()
         for module in network.modules():
             weight = module._parameters.get("weight")

@@ -173,12 +173,13 @@ class TorchXla:
             return self._step.trace_evaluation(inputs)
 
     def trace_always(self) -> None:
-        """Makes every further step record its operations, so that they can be watched."""
+        """Makes every step record its operations, so that they can be watched. Call it before the first step."""
         self._state.keep_apart()
         for cache in (self._training, self._evaluation):
             cache.trace_always()
 
     def _take_proofs(self) -> list[Callable[[], None]]:
+        """Returns functions that mark newly loaded programs as proven; [] without a cache of programs."""
         return self._cache.take_proofs() if self._cache else []
 
     def _send(self, inputs: StepInputs[HostArray]) -> StepInputs[Tensor]:
@@ -187,7 +188,7 @@ class TorchXla:
         return inputs.with_leaves(self._sharding.send(inputs.leaves()))
 
     def _compare(self, kind: str, shapes: Shapes, outputs: Any) -> None:
-        """Compares a traced program with those that preflight compiled."""
+        """Compares a traced program with those that preflight compiled, and warns if it is none of them."""
         self._checked.compare(kind, [shape for _, shape in shapes], lambda: hash_hlo(internals.program_text(outputs())))
 
     # --- state
@@ -201,7 +202,8 @@ class TorchXla:
         return {name: slices for name, slices in split.items() if slices}
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
-        """Raises TrainError if the newest steps were not the ones that would be traced now."""
+        """Traces the newest cached steps again, then copies the state as `State.snapshot`. Raises TrainError, and
+        copies nothing, if a trace differs from the step that ran."""
         for cache in (self._training, self._evaluation):
             cache.verify()
         return self._state.snapshot(buffers, self._sharding)
@@ -227,7 +229,7 @@ class TorchXla:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the state has no values."""
+        """Returns whether the state has shapes only, and no values."""
         return self._state.is_empty
 
     def state_shardings(self) -> dict[str, str]:
@@ -235,20 +237,20 @@ class TorchXla:
         return {name: self._sharding.describe(name, tuple(value.shape)) for name, value in self.state_buffers().items()}
 
     def declare_mutated(self, tensor: Tensor) -> None:
-        """Declares the placement of a placeholder of the state that a traced operation has changed in place, as values
-        have it from the start."""
+        """Declares the placement of a tensor of an empty state that a traced operation has just changed in place, if it
+        is the first change of it; does nothing for other tensors."""
         if name := self._state.undeclared.pop(id(tensor), None):
             self._sharding.declare_state({name: tensor})
 
     # --- what the framework counted
 
     def compilations(self) -> tuple[int, float]:
-        """Leaves out what earlier runs in this process have compiled."""
+        """Returns number and seconds of this run's compilations, without those of earlier runs in this process."""
         (count, seconds), (count_before, seconds_before) = count_compiled(), self._compiled_before
         return count - count_before, seconds - seconds_before
 
     def counters(self) -> dict[str, int]:
-        """Leaves out earlier runs in this process. Adds "programs_from_cache" if there is a cache."""
+        """Returns this run's counts, without earlier runs in this process; with a cache also "programs_from_cache"."""
         own = {name: count - self._transfers_before[name] for name, count in count_transfers().items()}
         cached = {"programs_from_cache": self._cache.loaded} if self._cache else {}
         syncs = own["device_to_host_transfers"] - self._state.planned_transfers
@@ -258,7 +260,7 @@ class TorchXla:
         return memory_of(self._sharding)
 
     def fallbacks(self) -> list[str]:
-        """Leaves out operations of earlier runs in this process, and reading a number, which is planned."""
+        """Returns the operations of this run alone that ran on the host, without reading a number, which is planned."""
         now, before = count_fallbacks(), self._fallbacks_before
         # Reading a number (a result) is counted as one, but is planned.
         return sorted(name for name in now if now[name] > before.get(name, 0) and name != "aten::_local_scalar_dense")

@@ -46,7 +46,7 @@ class TorchDevices:
         return int(self._read(wrong.to(torch.float32).sum()))
 
     def sum_ones(self) -> float:
-        """Sums by XLA's all-reduce; between CPU hosts over TCP."""
+        """Returns the sum of a 1 from each device of all hosts: by XLA's all-reduce, between CPU hosts over TCP."""
         ones = self._sharding.send_rows({"ones": np.ones((self.local, 1), np.float32)})["ones"]
         total = self._read(ones.sum())
         return float(self._exchange.sum(np.array([total], np.float32))[0]) if self._exchange else total
@@ -59,8 +59,7 @@ class TorchDevices:
 
 
 def has_tpu_cores() -> bool:
-    """Returns whether the devices are cores of TPUs: others have no place in a grid of chips, though they may be called
-    TPU."""
+    """Returns whether the devices are cores of TPUs: others may be called TPU, but have no place in a grid."""
     return all("coords" in attributes for attributes in xla_runtime.global_runtime_device_attributes())
 
 

@@ -62,9 +62,8 @@ def local_slices(tensors: Sequence[Tensor]) -> list[list[tuple[tuple[slice, ...]
 
 
 def declare_sharding(tensor: Tensor, sharding: Any) -> None:
-    """Declares how a tensor is sharded, and whatever later programs make of it in place.
-
-    `spmd.mark_sharding` would do the same, but imports JAX, which takes seconds."""
+    """Declares how a tensor is sharded, and whatever later programs make of it in place. `spmd.mark_sharding` would do
+    the same, but imports JAX, which takes seconds."""
     _XLAC._xla_mark_sharding(tensor, sharding)
 
 
@@ -268,9 +267,7 @@ def trace_event(name: str, **facts: int) -> AbstractContextManager[Any]:
 
 
 def simulate_devices(count: int) -> None:
-    """Makes torch_xla trace programs for `count` devices from here on, in a process with one CPU device.
-
-    Only the first part of each array is ever kept: the programs are those of a process with the devices, but can't run.
-    """
+    """Makes torch_xla trace programs for `count` devices from here on, in a process with one CPU device. Only the first
+    part of each array is ever kept: the programs are those of a process with the devices, but can't run."""
     torch_xla.runtime.use_spmd()
     torch_xla.runtime.global_runtime_device_count = lambda: count

@@ -167,7 +167,8 @@ def check_module(
 
 
 def _train(network: Any, batch: Mapping[str, Any]) -> None:
-    """Runs a step of SGD on inputs by name or place ("0"). Raises BadInput. `_user_place` knows its name."""
+    """Changes a network by a step of SGD; inputs named by a number are passed by place. Raises BadInput if the output
+    gives no loss. `_user_place` searches the stack for this function's name."""
     positions = [value for name, value in batch.items() if name.isdigit()]
     loss = _loss(network(*positions, **{name: value for name, value in batch.items() if not name.isdigit()}))
     parameters = [value for value in network.parameters() if value.requires_grad]

@@ -201,6 +201,7 @@ class DataParallel:
 
 
 def _rows_first(dimensions: int) -> Axes:
+    """Returns the axes of an array that is split by its first dimension alone, over all devices."""
     return (ROWS, *[None] * (dimensions - 1))
 
 

@@ -106,7 +106,7 @@ class State(HostState):
                 member.data = self._nothing  # else it would keep the operations alive
 
     def keep_apart(self) -> None:
-        """Packs nothing, so that operations can be watched and run by `torch_xla.sync`."""
+        """Makes `upload` pack and stack nothing, so that operations can be watched and run by `torch_xla.sync`."""
         assert not self.is_uploaded, "to be chosen before the first step"
         self._packs = False
 
@@ -116,9 +116,8 @@ class State(HostState):
         return {**{name: value for name, value in self.tensors().items() if name not in packed}, **self._packed}
 
     def upload(self, sharding: DataParallel) -> None:
-        """Moves all tensors to the devices in few calls and frees their host memory; packs vectors under SPMD.
-
-        Later calls do nothing."""
+        """Moves all tensors to the devices in few calls and frees their host memory. Under SPMD, packs vectors, and
+        puts a `LayerScan` in place of layers that run as a scan. Later calls do nothing."""
         if self.is_uploaded:
             return
         stacked: dict[str, list[str]] = {}

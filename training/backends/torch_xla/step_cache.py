@@ -123,9 +123,8 @@ class StepCache:
         return _Arguments(self._state, step.inputs.leaves(), step.seed)
 
     def _start(self, program: _CompiledStep, arguments: Sequence[Tensor]) -> Tensor:
-        """Starts a program, makes its results the newest state, and returns its report without waiting for it.
-
-        Waits first until a running snapshot has copied the state."""
+        """Starts a program, makes its results the newest state, and returns its report without waiting for it. Waits
+        first until a running snapshot has copied the state."""
         if program.changed:
             self._state.wait_before_mutation()
         *values, report = internals.start_program(program.hash, arguments)
@@ -133,8 +132,8 @@ class StepCache:
         return report
 
     def _remember(self, shapes: Shapes, program: _CompiledStep, number: int) -> None:
-        """Keeps a shape's newest program, of batch `number`, if it equals the former. Else ends all caching with a
-        warning; raises TrainError when batches have run without being traced."""
+        """Keeps a shape's newest program, of batch `number`. If it differs from the former, ends all caching with a
+        warning, or raises TrainError when batches have run without being traced."""
         if number > FIRST_TRACED:
             self._require_same(shapes, program)
         former = self._programs.setdefault(shapes, program)
@@ -261,4 +260,5 @@ def _is_seed(argument: Tensor, seed: int, copy: Copy) -> bool:
 
 
 def _describe(shapes: Shapes) -> str:
+    """Returns shapes as text, for messages."""
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes)

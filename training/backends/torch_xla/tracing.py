@@ -94,10 +94,8 @@ def return_freed_memory() -> None:
 
 def buffer_names(state: Mapping[str, Any], *, are_placeholders: bool = False) -> dict[int, str]:
     """Returns handle -> name of the buffers of tensors that are on the device. Call it before a program that changes
-    them is traced.
-
-    A buffer stays the same whichever program reads it. A tensor's number, by which torch_xla itself finds donors, does
-    not: an evaluation that was traced before leaves other numbers in the arguments."""
+    them is traced. A buffer stays the same whichever program reads it. A tensor's number, by which torch_xla itself
+    finds donors, does not: an evaluation that was traced before leaves other numbers in the arguments."""
     names = {}
     for name, tensor in state.items():
         # A tensor that was moved, and not computed yet, has no buffer of its own: the one that it comes from counts.
@@ -200,11 +198,9 @@ def _model_place() -> str:
 def extract_program(
     outputs: Sequence[Any], state: Mapping[int, str], shardings: Mapping[str, str] = MappingProxyType({})
 ) -> Program:
-    """Returns the program that a `torch_xla.sync()` would run to compute `outputs`, without running it.
-
-    `state`, from `buffer_names`, are the tensors that the program may overwrite, and `shardings` their placements by
-    name, which the program of placeholders lacks. Raises CompilerUnavailable if jaxlib is not here, or another version.
-    """
+    """Returns the program that a `torch_xla.sync()` would run to compute `outputs`, without running it. `state`, from
+    `buffer_names`, are the tensors that the program may overwrite, and `shardings` their placements by name, which the
+    program of placeholders lacks. Raises CompilerUnavailable if jaxlib is not here, or another version."""
     require_versions(required_versions(tracing=True))
     from jaxlib import xla_client
 
