@@ -146,15 +146,11 @@ def word_encoder(tokenizer: Tokenizer) -> Callable[[list[tuple[str, ...]]], list
 
 
 class PairEncoder:
-    """Encodes pairs of texts as transformers does, cut from the end of the longer one until they fit.
-
-    Attributes:
-        cut: pairs that were cut so far.
-    """
+    """Encodes pairs of texts as transformers does, cut from the end of the longer one until they fit. `cut` counts the
+    pairs that were cut so far."""
 
     def __init__(self, tokenizer: Tokenizer, length: int) -> None:
-        """`length`: the most tokens of a pair. Raises BadInput as `load`, and for less room than special tokens
-        take."""
+        """`length`: the most tokens of a pair. Raises BadInput as `load`, or if special tokens leave no room."""
         self._loaded, self.cut = load(tokenizer), 0
         special = self._loaded.num_special_tokens_to_add(is_pair=True)
         if length <= special:

@@ -53,7 +53,7 @@ class Adapter:
         storage.write(join(folder, ADAPTER), data)
 
     def merge(self, weights: Mapping[str, TensorSpec], buffers: Mapping[str, memoryview], copy: Copy) -> None:
-        """Adds the low-rank products to the network's own weights in `buffers`, by name."""
+        """Adds each layer's low-rank product to its weight in `buffers`. `weights`, `copy`: as for `write`."""
         turned = _are_turned(weights)
         for layer in sorted(name.removesuffix(_A) for name in weights if name.endswith(_A)):
             parts = {layer + end: bytearray(weights[layer + end].size) for end in (_A, _B)}
@@ -70,14 +70,14 @@ _FRESH = tuple(entry.head.network for entry in TASKS.values() if entry.head.is_f
 
 
 def adapter_of(config: TrainerConfig) -> Adapter | None:
-    """Returns what a run with this configuration trains beside its starting model; None without LoRA."""
+    """Returns the `Adapter` that writes what a run with LoRA trains; None without LoRA or a starting model."""
     if config.lora is None or config.model.path is None:
         return None
     return Adapter(config.lora, config.model.path, TASKS[config.task].head.network)
 
 
 def _are_turned(weights: Mapping[str, TensorSpec]) -> bool:
-    """Returns whether layers' weights are (inputs, outputs), as in GPT-2: one that is not square tells of all."""
+    """Returns whether the weights of layers with LoRA are (inputs, outputs), as in GPT-2; False if all are square."""
     layers = [name.removesuffix(_A) for name in weights if name.endswith(_A)]
     return any(weights[f"{layer}.weight"].shape[1] != weights[layer + _A].shape[1] for layer in layers)
 

@@ -89,8 +89,8 @@ DROPOUT_RATES = (
 
 
 def is_of_head(name: str, base: str) -> bool:
-    """Returns whether a parameter belongs to what a fresh head may lack in a starting model: all outside the base
-    model, whose names begin with `base`, and its pooler."""
+    """Returns whether a parameter is outside the base model, whose names begin with `base`, or in its pooler: a
+    starting model may lack it, and a run with a fresh head trains it."""
     return not name.startswith(f"{base}.") or ".pooler." in name
 
 

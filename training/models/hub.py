@@ -135,7 +135,8 @@ def run_push(
     is_over: Callable[[], bool],
     command: Sequence[str] = (sys.executable, "-m", "training.cli", "push"),
 ) -> PushEnd:
-    """Runs an upload as a process of its own; see `RunPush`. Without a token, starts none and returns code 2."""
+    """Runs `tpu-train push` with these arguments until it ends, or kills it once `is_over` returns True: its code is
+    then None. Without a token in the environment, starts nothing and returns code 2."""
     if not os.environ.get(TOKEN):
         return PushEnd(2, err=[f"{TOKEN} is not in the environment (name it in run.secrets)"])
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -204,7 +205,8 @@ class BackgroundUploader:
         return {"repository": self.settings.repository, "step": self.pushed, "commit": self.commit, "error": self.error}
 
     def close(self) -> None:
-        """Kills an upload that is under way and ends the thread: the Hub takes a commit whole or not at all."""
+        """Ends the thread and kills an upload that is under way; waits a few seconds for that. The Hub takes a commit
+        whole or not at all."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -261,6 +263,7 @@ class BackgroundUploader:
 
     @property
     def _late(self) -> str:
+        """Returns the failure of an upload that took too long."""
         return f"not done within hub.wait_seconds ({self.settings.wait_seconds:g} s)"
 
     def _is_over(self) -> bool:

@@ -32,8 +32,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class ModelRequirements:
-    """Requirements of a run's data on its model: embeddings for its tokens, positions for its rows, a head for its
-    task."""
+    """What the data needs of the model: embeddings for its tokens, positions for its rows, a head for its task."""
 
     vocabulary: int
     pad: int
@@ -53,11 +52,9 @@ def build_model_config(
     end: int | None = None,
 ) -> dict[str, Any]:
     """Returns the values of config.json for a network with this head: those of model.path or model.config, or of the
-    named model.
-
-    `vocabulary` is the tokenizer's size and `pad` the number of its padding token; both, and `dropout` (None: 0.1),
-    are for a named model only. `labels` are the names of a classifier's classes. `vocabulary` and `end`, the
-    end-of-text token, are for a model.config without its own. Raises BadInput if model.path has no config.json, or
+    named model. `vocabulary` is the tokenizer's size and `pad` the number of its padding token; both, and `dropout`
+    (None: 0.1), are for a named model only. `labels` are the names of a classifier's classes. `vocabulary` and `end`,
+    the end-of-text token, are for a model.config without its own. Raises BadInput if model.path has no config.json, or
     names no network."""
     try:
         if model.config is not None:

@@ -30,8 +30,7 @@ class ClassPrediction:
 
 
 def pipeline_of(folder: str) -> str:
-    """Returns the pipeline of a model: that of `fill_mask`, `classify`, `label_words` or `go_on`. Raises BadInput
-    without weights."""
+    """Returns the name of transformers' pipeline for a model folder's task. Raises BadInput without weights."""
     _require_model(folder)
     return TASKS[task_of_model(read_config(folder))].head.pipeline
 

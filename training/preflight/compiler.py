@@ -261,8 +261,7 @@ def _topology(name: str) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _with_donors(program: Program) -> Any:
-    """Returns the parsed module with donated and sharded arguments marked, and without its aliases and compiler
-    settings."""
+    """Returns the parsed module with donors and shardings marked, and without aliases and compiler settings."""
     from jaxlib.mlir import ir
 
     module = ir.Module.parse(program.stablehlo)

@@ -175,6 +175,7 @@ def trace_programs(
 
 
 def _open_backend(config: TrainerConfig, facts: DataFacts, accelerator_type: str, backend_class: Any) -> Any:
+    """Returns a backend of this class, opened as the only host, with a model for data with these facts."""
     longest = max((*facts.lengths, *facts.evaluation_lengths))
     requirements = ModelRequirements(facts.vocabulary, facts.pad, longest, TASKS[config.task].head, facts.labels)
     return backend_class(config, Cluster(0, ("localhost",), accelerator_type), SingleHost(), requirements)

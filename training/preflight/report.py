@@ -84,6 +84,7 @@ class AcceleratorResult:
 
     @property
     def distinct_programs(self) -> int:
+        """Returns the number of programs with different hashes."""
         return len({graph.hash for graph in self.graphs})
 
 

@@ -36,7 +36,7 @@ def run_preflight(
     largest training batch that fits. `show` prints a line of progress.
 
     Raises:
-        BadInput: a batch does not divide evenly over the devices.
+        BadInput: a batch or the mesh does not fit the devices, or the model can't be built here.
         CompilerUnavailable: there is no compiler here, or it does not know a slice.
         Untraceable, DataDependentProgram: the step is not a single program.
     """

@@ -59,7 +59,7 @@ class LabelledRows(Task):
         return read_ahead(self._source, self._converter(self.data.train), start, self._config.train.prefetch)
 
     def evaluation_batches(self) -> Iterator[HostBatch]:
-        """Yields bucket by bucket, in record order."""
+        """Yields this host's rows of the whole evaluation set, bucket by bucket, in record order."""
         assert self.data.evaluation is not None
         batches = labelled_evaluation(self.data.evaluation, evaluation_slice(self._config, self._slice))
         return map(self._converter(self.data.evaluation), batches)

@@ -11,14 +11,14 @@ from training.tasks.task import RunData, task_class
 
 
 def training_rows(config: TrainerConfig, host_slice: HostSlice, data: RunData, start: int) -> Any:
-    """Returns one host's rows of global batch `start`, `start` + 1, ... Raises BadInput."""
+    """Returns an endless tf.data dataset of one host's rows of global batches from `start` on. Raises BadInput."""
     if issubclass(task_class(config.task), MaskedRows):
         return mlm_batches(data.train, host_slice, masking_of(config), config.seed, start)
     return labelled_batches(data.train, host_slice, config.seed, start)
 
 
 def evaluation_rows(config: TrainerConfig, host_slice: HostSlice, data: RunData) -> Any:
-    """Returns one host's rows of the evaluation set. Raises BadInput."""
+    """Returns a tf.data dataset of one host's rows of the evaluation set, each record once. Raises BadInput."""
     assert data.evaluation is not None
     if issubclass(task_class(config.task), MaskedRows):
         return mlm_evaluation(data.evaluation, host_slice, masking_of(config))

@@ -31,7 +31,7 @@ class Task(ABC):
     labels: tuple[str, ...] | None = None  # names of the classes
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
-        """Opens the data, and reads manifests only. Raises BadInput for anything that does not fit together."""
+        """Opens the data, as `open_data`. Raises BadInput for anything that does not fit together."""
         self._config = config
         self.data = open_data(config)
         self._slice = training_slice(config, self.data, cluster.worker, cluster.hosts)
@@ -39,12 +39,12 @@ class Task(ABC):
     @staticmethod
     @abstractmethod
     def batch_lengths(dataset: Dataset, rows: int) -> tuple[int, ...]:
-        """Returns the lengths of the batches of `rows` rows that a dataset gives, ascending, from its manifest."""
+        """Returns the row lengths, ascending, of a dataset's global batches of `rows` rows; reads no record."""
 
     @classmethod
     @abstractmethod
     def empty_batch(cls, config: TrainerConfig, rows: int, length: int, labels: int = 0) -> Arrays:
-        """Returns the arrays of a batch filled with zeros, for their names, shapes and types. `labels`: of the data."""
+        """Returns zeros with the names, shapes and types of a batch's arrays. `labels`: number of the data's labels."""
 
     @property
     def figure_names(self) -> tuple[str, ...]:
@@ -111,8 +111,8 @@ class RunData:
 
 
 def open_data(config: TrainerConfig) -> RunData:
-    """Reads manifests, and looks at every shard of the evaluation set: a missing one is found before the first step,
-    not at the first evaluation. Raises BadInput for anything that does not fit together."""
+    """Reads manifests and the tokenizer, and lists the evaluation set's shards: a missing one is found before the first
+    step, not at the first evaluation. Raises BadInput for anything that does not fit together."""
     rows = TASKS[config.task].rows
     tokenizer = tokenizers.read(config.data.tokenizer, rows)
 
@@ -158,6 +158,6 @@ def host_batch(batch: Any) -> HostBatch:
 def read_ahead(
     source: BatchSource[B], convert: Callable[[B], HostBatch], start: int, depth: int
 ) -> Generator[HostBatch, None, None]:
-    """Yields batch `start`, `start` + 1, ..., read `depth` of them ahead. Closing it closes the source."""
+    """Yields batches from `start` on, read and converted `depth` ahead by a thread. Closing it closes the source."""
     with contextlib.closing(source):
         yield from prefetch(lambda number: convert(source.batch(number)), start, depth)

@@ -15,9 +15,8 @@ def logits_of(network: Any, batch: Mapping[str, Any], training: bool) -> Any:
 
 
 def classification_sums(logits: Any, labels: Any, weights: Any) -> tuple[Any, Any]:
-    """Returns the sums of `cross_entropy_sums` and the confusion matrix, (classes, classes): the weights of each
-    class's predictions (first axis) that were taken for each class (second axis). Arguments as for
-    `cross_entropy_sums`."""
+    """Returns the sums of `cross_entropy_sums` and the confusion matrix of weights, (true class, predicted class).
+    Arguments as for `cross_entropy_sums`."""
     classes = logits.shape[-1]
     true = tf.one_hot(labels, classes) * weights[:, None]  # (predictions, classes)
     predicted = tf.one_hot(tf.argmax(logits, -1), classes)  # (predictions, classes)
@@ -26,7 +25,7 @@ def classification_sums(logits: Any, labels: Any, weights: Any) -> tuple[Any, An
 
 
 def cross_entropy_sums(logits: Any, labels: Any, weights: Any) -> Any:
-    """Returns the sums of predictions among classes, (3,): in the order of training.batch.SUMS.
+    """Returns (3,) over all predictions: weighted cross-entropy, weights, weighted hits (training.batch.SUMS).
 
     Args:
         logits: (predictions, classes).

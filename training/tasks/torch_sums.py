@@ -21,9 +21,8 @@ def logits_of(network: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def classification_sums(network: Any, logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the sums of `cross_entropy_sums`, smoothed as `network` says, and the confusion matrix, (classes,
-    classes): the weights of each class's predictions (first axis) that were taken for each class (second axis).
-    Arguments as for `cross_entropy_sums`."""
+    """Returns the sums of `cross_entropy_sums`, smoothed as `network` says, and the confusion matrix of weights, (true
+    class, predicted class). Arguments as for `cross_entropy_sums`."""
     classes = torch.arange(logits.shape[-1], device=logits.device)
     true = (labels.unsqueeze(1) == classes).float() * weights.unsqueeze(1)  # (predictions, classes)
     predicted = (logits.argmax(-1).unsqueeze(1) == classes).float()  # (predictions, classes)
@@ -33,7 +32,7 @@ def classification_sums(network: Any, logits: Tensor, labels: Tensor, weights: T
 
 
 def cross_entropy_sums(logits: Tensor, labels: Tensor, weights: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Returns the sums of predictions among classes, (3,): in the order of training.batch.SUMS.
+    """Returns (3,) over all predictions: weighted cross-entropy, weights, weighted hits (training.batch.SUMS).
 
     Args:
         logits: (predictions, classes) float32.

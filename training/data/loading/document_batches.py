@@ -34,7 +34,7 @@ class DocumentBatches(PackedBatches[DocumentBatch]):
 
 
 def document_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[DocumentBatch]:
-    """Yields the batches of an evaluation as `packed_evaluation`."""
+    """Yields this host's rows of each batch of one pass in record order; rows of weight 0 fill the last one."""
     return packed_evaluation(dataset, host_slice, "documents", follow)
 
 

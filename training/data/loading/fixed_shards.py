@@ -16,8 +16,8 @@ from training.errors import BadInput
 
 
 def open_source(dataset: Dataset, *, vocabulary: int | None = None, on_corrupt: OnCorrupt = "stop") -> RecordSource:
-    """Opens the record source for a dataset's layout. The options are those of `FixedShards` and `RecipeShards`. Raises
-    BadInput when a shard is missing or is not the one that the manifest lists."""
+    """Opens the record source for a dataset's layout. `vocabulary`, `on_corrupt`: as for `FixedShards`, `RecipeShards`.
+    Raises BadInput when a shard is missing or is not the one that the manifest lists."""
     if dataset.manifest.layout == "recipe":
         return RecipeShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
     return FixedShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
@@ -34,7 +34,8 @@ class FixedShards(ShardSource):
         vocabulary: int | None = None,
         on_corrupt: OnCorrupt = "stop",
     ) -> None:
-        """As `ShardSource`. Defaults: the dataset's sequence length, the manifest's vocabulary. Raises BadInput."""
+        """Checks the shards as `ShardSource`, and that each has the size of its records; raises BadInput. Defaults: the
+        dataset's sequence length, the manifest's vocabulary."""
         length, manifest = length or dataset.sequence_length, dataset.manifest
         super().__init__(dataset, length, vocabulary or manifest.vocabulary, on_corrupt)
         self._layout = fixed_records.record_layout(manifest.features, length)
@@ -54,7 +55,7 @@ class FixedShards(ShardSource):
         return {**columns, REPLACED: np.empty((count, 1), np.bool_)}
 
     def read(self, first: int, last: int, block: int) -> Arrays:
-        """Reads as `ShardSource.read`; raises BadInput also for an id that the tokenizer does not have."""
+        """Reads as `RecordSource.read`; raises BadInput also for an id that the tokenizer does not have."""
         arrays = super().read(first, last, block)
         self._check_ids(arrays, first)
         return arrays

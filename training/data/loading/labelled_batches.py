@@ -126,8 +126,8 @@ class LabelledBatches:
 
 
 def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[LabelledBatch]:
-    """Yields all records once, bucket by bucket, in record order. Every host gets the same number of batches; rows of
-    weight 0 fill the last one of each bucket. Raises BadInput, StorageError."""
+    """Yields this host's rows of all records once, bucket by bucket, in record order. Every host gets the same number
+    of batches; rows of weight 0 fill the last one of each bucket. Raises BadInput, StorageError."""
     dataset.require_labels()
     first, last = host_slice.rows()
     bucket_start, batch_size, pad = 0, host_slice.global_batch_size, host_slice.tokenizer.pad

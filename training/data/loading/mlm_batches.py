@@ -29,14 +29,14 @@ class MlmBatches(PackedBatches[MlmBatch]):
     """Endless training batches. Thread-safe; `close` ends its threads."""
 
     def __init__(self, dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int) -> None:
-        """Arguments and errors as for `PackedBatches`; `seed` decides the masks too."""
+        """Checks the shards and starts threads as `PackedBatches`; `seed` decides the order and the masks."""
         masker = Masker(masking, host_slice.tokenizer, seed)
         super().__init__(dataset, host_slice, seed, "packed", lambda packed: _mask(masker, packed, packed.epochs))
 
 
 def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int = 0) -> Iterator[MlmBatch]:
-    """Yields the batches of an evaluation as `packed_evaluation`, masked by `seed` and the record alone, so that runs
-    can be compared."""
+    """Yields this host's rows of each batch of one pass in record order, the last one filled with rows of weight 0.
+    `seed` and the record alone decide the masks, so that runs can be compared."""
     masker = Masker(masking, host_slice.tokenizer, seed)
     return packed_evaluation(dataset, host_slice, "packed", lambda packed: _mask(masker, packed, EVALUATION_EPOCH))
 

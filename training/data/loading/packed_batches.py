@@ -65,8 +65,8 @@ class PackedBatches(Generic[B]):
 def packed_evaluation(
     dataset: Dataset, host_slice: HostSlice, rows: Rows, convert: Callable[[PackedBatch], B]
 ) -> Iterator[B]:
-    """Yields all records once, in record order, as batches that `convert` makes. Every host gets the same number of
-    batches; rows of weight 0 fill the last one. Raises BadInput, StorageError."""
+    """Yields this host's rows of each batch of one pass in record order, as `convert` makes them. Every host gets the
+    same number of batches; rows of weight 0 fill the last one. Raises BadInput, StorageError."""
     dataset.require(rows=rows)
     first, last = host_slice.rows()
     source, batch_size = _open(dataset, host_slice), host_slice.global_batch_size

@@ -28,7 +28,7 @@ class RecipeShards(ShardSource):
     """The records of a folder in this layout."""
 
     def __init__(self, dataset: Dataset, *, vocabulary: int | None = None, on_corrupt: OnCorrupt = "stop") -> None:
-        """Arguments as for `ShardSource`. Without `vocabulary`, ids up to 2**31 - 1 are accepted."""
+        """Checks the shards as `ShardSource`; raises BadInput. Without `vocabulary`, accepts ids up to 2**31 - 1."""
         super().__init__(dataset, dataset.sequence_length, vocabulary or 1 << 31, on_corrupt)
         self.record_bytes = -(-sum(shard.bytes for shard in self.shards) // self.records)
 
@@ -36,7 +36,8 @@ class RecipeShards(ShardSource):
         return {"input_ids": np.empty((count, self.length), np.int32), REPLACED: np.empty((count, 1), np.bool_)}
 
     def _load(self, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
-        """Implements `ShardSource`. Raises BadInput for an intact record that does not fit the dataset."""
+        """Reads the ids of records [first, last), and the error of each damaged one, 0 for `first`. Raises BadInput for
+        an intact record that does not fit the dataset."""
         rows = np.zeros((last - first, self.length), np.int32)  # (n, length)
         bad: dict[int, BadInput] = {}
         row = 0

@@ -68,11 +68,11 @@ class RecordSource(Protocol):
 
     @abstractmethod
     def empty(self, count: int) -> Arrays:
-        """Returns uninitialised arrays for `count` records: feature -> (count, length) or (count, 1), and REPLACED."""
+        """Returns uninitialised arrays for `count` records: feature (or REPLACED) -> (count, length) or (count, 1)."""
         ...
 
     def read(self, first: int, last: int, block: int) -> Arrays:
-        """Reads records [first, last), checked, with REPLACED.
+        """Reads records [first, last) and checks them. The column REPLACED marks those that replace bad ones.
 
         Args:
             first: a multiple of `block`.
@@ -143,9 +143,9 @@ class ShardSource(RecordSource, ABC):
 
 
 def read_replacing(load: Load, first: int, last: int, *, block: int, records: int, on_corrupt: OnCorrupt) -> Arrays:
-    """Reads records [first, last) with REPLACED, and replaces bad ones as the module's docstring says. `first` begins a
-    block of `block` records; the source has `records`. Raises BadInput when a record is bad, and `on_corrupt` is "stop"
-    or no record is good."""
+    """Reads records [first, last) with REPLACED; if `on_corrupt` is "skip", replaces a bad one by a good one of the
+    same block, or of the next block that has one. `first` begins a block of `block` records; the source has `records`.
+    Raises BadInput when a record is bad, and `on_corrupt` is "stop" or no record is good."""
     arrays, bad = load(first, last)
     if bad and on_corrupt == "stop":
         raise bad[min(bad)]

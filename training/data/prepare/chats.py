@@ -57,17 +57,20 @@ class WholeChats(WholeDocuments):
         self._special = tokenizer.special.special
 
     def tokenize(self, documents: list[str]) -> list[Ids]:
+        """Returns (2, n) for each chat, which is JSON text: ids, and 1 at tokens of answers, else 0."""
         rendered = [self._render(json.loads(document)) for document in documents]
         encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         return [self._mark(*pair) for pair in zip(encodings, (spans for _, spans in rendered), strict=True)]
 
     def cut(self, document: Ids, length: int) -> list[Ids]:
+        """Returns the beginning of a chat that a row holds; [] if no answer is in it. Counts both, for `note`."""
         self._cut += document.shape[1] > length
         kept = document[:, :length]
         self._dropped += not kept[1, 1:].any()
         return [kept] if kept[1, 1:].any() else []
 
     def note(self, dropped: int) -> str:
+        """Returns how full the rows are, and how many chats were cut, and left out."""
         return f"{super().note(dropped)}; {self._dropped} had no answer left and were left out"
 
     def _render(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:

@@ -67,7 +67,7 @@ class Corpus:
     pair: str | None = None
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yields {field: text, ...} of every document, in a fixed order. Raises BadInput, StorageError."""
+        """Yields each row, column -> value, in a fixed order; `field` has the text. Raises BadInput, StorageError."""
         if self.name == "builtin:pydoc":
             from pydoc_data.topics import topics
 
@@ -205,7 +205,7 @@ def is_in_split(text: str, split: str, percent: float | None) -> bool:
 
 
 def _stat(url: str) -> storage.Stat:
-    """Returns the state of a file. Raises BadInput without one."""
+    """Returns the state of a file. Raises BadInput if it does not exist."""
     stat = storage.stat(url)
     if stat is None:
         raise BadInput(f"{url} does not exist")
@@ -275,6 +275,7 @@ def _columns(url: str, field: str, label: str) -> Iterator[dict[str, Any]]:
 
 
 def _labelled_words(place: str, text: list[list[str]], field: str, label: str) -> Iterator[dict[str, Any]]:
+    """Yields the row of a text, given as the columns of its lines; none for an empty text."""
     if text:
         yield Row.at(place, {field: [line[0] for line in text], label: [line[-1] for line in text]})
 

@@ -147,7 +147,7 @@ def _remove(url: str, chosen: Callable[[str], bool]) -> None:
 
 
 def begin_dataset(url: str, plan: DatasetPlan) -> list[Mark]:
-    """Writes the plan. Returns the marks of an interrupted run, up to the first whose shard is missing or damaged."""
+    """Writes plan.json. Returns the marks of an interrupted run, up to the first whose shard is absent or damaged."""
     storage.write(storage.join(url, PREPARING, PLAN), _dump_plan(plan))
     stats = {storage.name_of(stat.url): stat for stat in storage.listing(url)}
     values = [json.loads(storage.read(stat.url)) for name, stat in stats.items() if name.endswith(".tfrecord.json")]

@@ -104,8 +104,7 @@ class FloatLabels:
     shape: ClassVar[list[Any]] = []
 
     def encode(self, label: str, place: str) -> Any:
-        """Returns the number of a label. Raises BadInput, with `place` before the message, unless it is a finite
-        float32."""
+        """Returns the number that a label is. Raises BadInput, after `place`, unless it is a finite float32."""
         try:
             number = float(label)
         except ValueError:
@@ -172,8 +171,8 @@ def select_columns(
 
 
 def _label_name(value: Any, place: str, labels: LabelKind) -> str:
-    """Returns a label of the corpus as text; that of a number that is no name itself, by its place among the names.
-    Raises BadInput, with `place` before the message, for what can't be one."""
+    """Returns a label of the corpus as text; an integer that is no name itself counts as a class's number, and becomes
+    its name. Raises BadInput, with `place` before the message, for what can't be a label."""
     if not isinstance(value, str | int | float):
         raise BadInput(
             f"{place}: label {value!r:.80} is neither text nor a number but {type(value).__name__}: name the column "
@@ -223,7 +222,6 @@ def write_labelled_rows(
     overwrite: bool = False,
 ) -> WrittenDataset:
     """Writes a dataset of labelled rows to the folder `url`. Returns a complete dataset of the same plan as it is.
-
     `lengths` are those of rows, ascending; the last is `plan.length`. A longer text is cut, but keeps its final token.
     `rows` is called to read the corpus, and must give the same rows each time; `encode` returns the ids of each text,
     (tokens,), with special tokens around them; of words, (2, tokens): the ids, and the word's number at its first

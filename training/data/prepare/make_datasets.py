@@ -80,8 +80,8 @@ def make_datasets(
     options: DatasetOptions, progress: Callable[[str, PackingProgress], None] = lambda url, progress: None
 ) -> Iterator[WrittenDataset]:
     """Makes the dataset of each split, one after the other, and yields its result. Calls `progress` with the split's
-    URL after each shard of packed rows. Raises BadInput for options that contradict each other, a corpus that can't be
-    read, or a folder that holds something else; and StorageError."""
+    URL after each shard of unlabelled rows. Raises BadInput for options that contradict each other, a corpus that can't
+    be read, or a folder that holds something else; and StorageError."""
     _check(options)
     tokenizer = tokenizers.read(options.tokenizer, TASKS[options.task].rows)
     encode = tokenizers.encoder(tokenizer)

@@ -38,11 +38,11 @@ class RowKind(ABC):
 
     @abstractmethod
     def encode(self, documents: list[str]) -> Ids:
-        """Returns a batch's part of the stream: (units, ...)."""
+        """Returns a batch's part of the stream, (units, ...): a unit is a token, or a finished row."""
 
     @abstractmethod
     def write(self, url: str, number: int, units: Ids) -> Shard:
-        """Writes whole rows as shard `number` of the folder `url`."""
+        """Writes the units of whole rows as shard `number` of the folder `url`. Returns the shard's manifest entry."""
 
     @abstractmethod
     def note(self, dropped: int) -> str:
@@ -57,6 +57,7 @@ class PackedRows(RowKind):
         self._plan, self._encode = plan, encode
 
     def encode(self, documents: list[str]) -> Ids:
+        """Returns the ids of all documents, one after the other."""
         return np.concatenate(self._encode(documents))
 
     def write(self, url: str, number: int, units: Ids) -> Shard:
@@ -77,9 +78,8 @@ class PackingProgress:
 
 @dataclass
 class _Stream:
-    """The ids that are not yet in a shard, batch after batch of documents.
-
-    `used` maps the document at which a batch starts to the number of its ids that are in shards."""
+    """The units (ids, or rows) that are not yet in a shard, batch after batch of documents. `used` maps the document at
+    which a batch starts to the number of its units that are in shards."""
 
     used: dict[int, int]
     batches: list[tuple[int, Ids]] = field(default_factory=list)  # (first document, ids)

@@ -166,12 +166,11 @@ def _most_frequent(words: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def _train_wordpiece(tokenizers: Any, vocabulary: int, documents: Callable[[], Iterable[str]]) -> Any:
-    """Returns a `tokenizers.Tokenizer` with a WordPiece model. Raises BadInput as `_train_unigram`. Sets
-    TOKENIZERS_PARALLELISM to false.
-
-    Trains twice, so that the result does not depend on a hash table's order: the library numbers the marked characters
-    ("##a") in that order, and breaks ties between pairs by those numbers. A first training finds these characters, and
-    a second one receives them in sorted order, as special tokens."""
+    """Returns a `tokenizers.Tokenizer` with a WordPiece model. Raises BadInput if there is no text, or `vocabulary` has
+    no room for its characters. Sets TOKENIZERS_PARALLELISM to false. Trains twice, so that the result does not depend
+    on a hash table's order: the library numbers the marked characters ("##a") in that order, and breaks ties between
+    pairs by those numbers. A first training finds these characters, and a second one receives them in sorted order, as
+    special tokens."""
 
     def train(special: list[str]) -> Any:
         trained = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="<unk>"))

@@ -78,7 +78,6 @@ def bucket_seed(seed: int, length: int) -> int:
 
 def keys(state: int | UInts, numbers: npt.NDArray[np.int64]) -> UInts:
     """Extends a key, or each of some (n,), by one more number, for an array of them. numbers: (n,). Returns (n,).
-
     key(..., n) == keys(key(...), [n])[0] for -1 <= n < 2**63."""
     inner = numbers.astype(np.uint64)
     inner += np.uint64(GOLDEN)

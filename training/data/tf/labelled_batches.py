@@ -42,8 +42,7 @@ def labelled_batches(dataset: Dataset, host_slice: HostSlice, seed: int, start: 
 
 
 def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Any:
-    """Returns a tf.data dataset of this host's rows of all records once, bucket by bucket. Raises as
-    `labelled_batches`."""
+    """Returns a tf.data dataset of this host's rows of all records once, bucket by bucket. Raises BadInput."""
     joined, bucket_start = None, 0
     for source in _open_buckets(dataset, host_slice):
         convert = _converter(bucket_start, host_slice.tokenizer.pad, dataset.manifest.rows)

@@ -17,10 +17,8 @@ def mask(
     input_ids: Any, epoch: Any, records: Any, *, seed: int, masking: Masking, tokens: SpecialTokens
 ) -> tuple[Any, Any, Any, Any]:
     """Masks rows, as `Masker` does. Returns input_ids (n, length), positions (n, places), labels (n, places) int32 and
-    weights (n, places) float32.
-
-    input_ids: (n, length) int32 tensor of static length; epoch: one for all rows, or (n,) int64; records: (n,) int64.
-    """
+    weights (n, places) float32. input_ids: (n, length) int32 tensor of static length; epoch: one for all rows, or (n,)
+    int64; records: (n,) int64."""
     right = tf.bitwise.right_shift
 
     length = int(input_ids.shape[1])

@@ -18,8 +18,7 @@ CONCURRENT_BLOCKS = 16  # blocks read at a time
 
 
 def training_batches(source: TensorRecordSource, order: Order, host_slice: HostSlice, start: int) -> Any:
-    """Returns a tf.data dataset of this host's rows of the batches from number `start` on: columns, `records`,
-    `epoch`."""
+    """Returns a tf.data dataset of this host's rows of batches from number `start` on: columns, `records`, `epoch`."""
     first, last = host_slice.rows()
     batch_size = host_slice.global_batch_size
     rows = _read_rows(source, order, batch_size, first, last, start * batch_size)

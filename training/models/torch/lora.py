@@ -82,4 +82,5 @@ def freeze(network: Any, patterns: Sequence[str]) -> None:
 
 
 def _is_target(name: str, targets: Sequence[str]) -> bool:
+    """Returns whether a layer has one of these names, or ends in one after a dot."""
     return any(name == target or name.endswith(f".{target}") for target in targets)

@@ -66,8 +66,8 @@ def patch_modules(network: Any, remat: Remat | None, *, default: Remat, barrier:
     """Replaces dropout and self-attention in a network of BERT's or RoBERTa's family by those of this folder.
 
     Args:
-        network: is changed, unless it is of another family. A decoder with a plain head gets the attribute
-            `has_plain_head`: its task may apply `lm_head` to parts of a row.
+        network: of another family, only its layers are changed for remat "layers". A decoder with a plain head gets
+            the attribute `has_plain_head`: its task may apply `lm_head` to parts of a row.
         remat: train.remat, what is computed a second time in the backward pass.
         default: the same if the file does not say.
         barrier: the runtime's, of `attention.Barrier`.
@@ -76,7 +76,7 @@ def patch_modules(network: Any, remat: Remat | None, *, default: Remat, barrier:
         The random numbers that the dropouts draw from; None for another family.
 
     Raises:
-        BadInput: remat is given for another family.
+        BadInput: remat is "attention" for another family, or "layers" and its layers have no hook for that.
     """
     config = network.config
     if config.model_type in PLAIN_HEADS and hasattr(network, "lm_head"):
@@ -244,7 +244,7 @@ def _with_fresh_head(path: str, values: dict[str, Any], dropout: float | None, s
 
 
 def _training_values(config: Any, dropout: float | None) -> dict[str, Any]:
-    """Returns the values that training changes in a network's configuration."""
+    """Returns values of a configuration for training: dropout's rates, no cache, no compilation by the network."""
     values = config.to_dict()
     # ModernBERT would compile itself with torch.compile; here the step is compiled as a whole.
     unwanted = ("reference_compile", "use_cache")
@@ -307,6 +307,7 @@ def check_borders(network: Any, ids: Tensor) -> None:
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:
+    """Returns whether two results are equal within rounding."""
     return bool(torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4))
 
 

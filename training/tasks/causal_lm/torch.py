@@ -1,4 +1,4 @@
-"""Causal language modelling in torch: the loss over this host's rows."""
+"""Causal language modelling in torch: the loss over the given rows."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _WHOLE_LOGITS = 1 << 27
 
 
 def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
-    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over this host's rows; and None, as
+    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over the given rows; and None, as
     the task has no counts. Computes a large number of logits in pieces of a row, one after the other.
 
     Without an attention mask, transformers takes positions that begin again as borders of documents, and adds them to

@@ -9,8 +9,8 @@ from training.tasks.tf_sums import classification_sums, logits_of
 
 
 def sums(network: Any, batch: Mapping[str, Any], training: bool) -> tuple[Any, Any]:
-    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over these rows, or tokens; and
-    (labels, labels): the weights of those of each class (first axis) that were taken for each class (second axis)."""
+    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over these rows, or tokens; and the
+    confusion matrix of weights, (true class, predicted class)."""
     logits, labels = logits_of(network, batch, training), batch["labels"]
     if logits.shape.rank > 2:  # (rows, tokens, labels)
         logits, labels = tf.reshape(logits, [-1, logits.shape[-1]]), tf.reshape(tf.maximum(labels, 0), [-1])

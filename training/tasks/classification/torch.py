@@ -1,4 +1,4 @@
-"""Classification in torch, of texts or of their words: the loss and the confusion matrix over this host's rows."""
+"""Classification in torch, of texts or of their words: the loss and the confusion matrix over the given rows."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from training.tasks.torch_sums import classification_sums, logits_of
 
 
 def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over this host's rows, or tokens; and
-    (labels, labels): the weights of those of each class (first axis) that were taken for each class (second axis)."""
+    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over the given rows, or tokens; and
+    the confusion matrix of weights, (true class, predicted class)."""
     logits, labels = logits_of(network, batch), batch["labels"].long()
     if logits.ndim > 2:  # (rows, tokens, labels)
         logits, labels = logits.flatten(0, 1), labels.clamp(min=0).flatten()

@@ -1,4 +1,4 @@
-"""Masked language modelling in torch: the loss over this host's rows."""
+"""Masked language modelling in torch: the loss over the given rows."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from training.tasks.torch_sums import cross_entropy_sums, smoothing
 
 
 def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
-    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over this host's rows. The head is
+    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over the given rows. The head is
     computed at the masked positions only."""
     ids = batch["input_ids"].long()  # (rows, sequence)
     # Rows have no padding. Without any mask the model would look for some, which costs a device-to-host round trip each

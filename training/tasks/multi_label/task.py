@@ -24,8 +24,10 @@ class MultiLabel(Classification):
         check_labels(dataset.url, batch.labels, batch.records, 2, self._config.task)
 
     def figures(self, total: StepResult) -> dict[str, float]:
+        """Returns the loss and the micro F1 over all texts and labels."""
         assert total.counts is not None
         return {"loss": total.loss, "micro_f1": micro_f1(*total.counts.tolist())}
 
     def confusion(self, counts: npt.NDArray[Any] | None) -> list[list[float]] | None:
+        """Returns None: texts of several labels have no confusion matrix."""
         return None

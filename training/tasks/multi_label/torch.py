@@ -1,4 +1,4 @@
-"""Any number of labels for each text, in torch: the loss and an evaluation's totals over this host's rows."""
+"""Any number of labels for each text, in torch: the loss and an evaluation's totals over the given rows."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from training.tasks.torch_sums import logits_of
 
 
 def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over this host's rows and labels; and
+    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over the given rows and labels; and
     (3,): the totals of training.tasks.multi_label.task.COUNTS."""
     logits, labels = logits_of(network, batch), batch["labels"].float()  # (rows, labels) each
     weights = batch["weights"].unsqueeze(1).expand_as(labels)  # (rows, labels)

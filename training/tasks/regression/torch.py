@@ -1,4 +1,4 @@
-"""Regression in torch: the squared error and an evaluation's totals over this host's rows."""
+"""Regression in torch: the squared error and an evaluation's totals over the given rows."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from training.tasks.torch_sums import logits_of
 
 
 def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns (3,): squared errors, weights, 0 (training.batch.SUMS), over this host's rows; and (6,): the totals of
+    """Returns (3,): squared errors, weights, 0 (training.batch.SUMS), over the given rows; and (6,): the totals of
     training.tasks.regression.task.COUNTS."""
     predictions = logits_of(network, batch)[:, 0]  # (rows,)
     labels, weights = batch["labels"], batch["weights"]  # (rows,)

@@ -20,7 +20,7 @@ class TokenClassification(Classification):
         check_labels(dataset.url, labels, batch.records, len(self.classes), self._config.task)
 
     def figures(self, total: StepResult) -> dict[str, float]:
-        """Returns the loss, and the accuracy and the micro F1 of the confusion matrix in the counts."""
+        """Returns the loss, the accuracy over all classes, and the micro F1 over all but OUTSIDE."""
         confusion = np.array(self.confusion(total.counts))
         inside = np.array([name != OUTSIDE for name in self.classes])
         true, predicted, hits = confusion[inside].sum(), confusion[:, inside].sum(), np.diag(confusion)[inside].sum()
