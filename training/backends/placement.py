@@ -16,7 +16,7 @@ MeshShape = Mapping[str, int]  # axis -> number of devices along it
 
 
 def mesh_shape(devices: int, fsdp: int) -> dict[str, int]:
-    """Returns the shape of a mesh. `fsdp` divides `devices`."""
+    """Returns the sizes of a mesh's axes, "data" and "fsdp". `fsdp` divides `devices`."""
     return {"data": devices // fsdp, FSDP: fsdp}
 
 

@@ -153,7 +153,7 @@ def run_push(
 
 
 def _await_end(process: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> int | None:
-    """Returns the exit code of a process; None if `is_over` came first."""
+    """Waits for a process and returns its exit code; None, while it still runs, once `is_over` returns True."""
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(_POLL_SECONDS)
@@ -267,7 +267,7 @@ class BackgroundUploader:
         return f"not done within hub.wait_seconds ({self.settings.wait_seconds:g} s)"
 
     def _is_over(self) -> bool:
-        """Returns whether the run waits for an upload no longer."""
+        """Returns whether to kill the upload: after `close`, its deadline, or a stop request."""
         is_late = self._deadline is not None and self._now() >= self._deadline
         return self._is_closed or is_late or self._is_hurried()
 

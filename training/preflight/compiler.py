@@ -93,7 +93,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """HBM in use, donated buffers counted once."""
+        """Returns the HBM in use, with donated buffers counted once."""
         return self.arguments + self.outputs - self.donated + self.temporaries + self.code + self.resident
 
 

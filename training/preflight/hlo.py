@@ -95,7 +95,7 @@ class _RunLine:
 
 
 def _find_run_lines(text: str) -> Iterator[_RunLine]:
-    """Yields each line of the computations that a step runs. Those of a loop's body run as often as the loop."""
+    """Yields the lines of HLO that a step runs, with the number of runs: in a loop's body, those of the loop."""
     computations: dict[str, list[str]] = {"": []}
     current = entry = ""
     for line in text.splitlines():

@@ -67,7 +67,7 @@ class MaskedRows(FixedLengthRows):
         return {"input_ids": ids, "positions": places, "labels": places, "weights": places.astype(np.float32)}
 
     def identity(self) -> dict[str, Any]:
-        """Adds the share and the number of masked places to what a checkpoint must agree with."""
+        """Returns what a checkpoint must agree with, the share and number of masked places among it."""
         masking = f"{self._masking.percent} % at {self._masking.places(self.data.sequence_length)} places"
         return {**super().identity(), "masking": masking}
 

@@ -52,7 +52,7 @@ class Task(ABC):
         return tuple(TASKS[self._config.task].figures)
 
     def identity(self) -> dict[str, Any]:
-        """Returns what a checkpoint must agree with to be continued on this data."""
+        """Returns name -> value of what must equal a checkpoint's, for a run to continue from it on this data."""
         return {
             "task": self._config.task,
             "data.train": self.data.train.hash,
@@ -75,7 +75,7 @@ class Task(ABC):
 
     @abstractmethod
     def figures(self, total: StepResult) -> dict[str, float]:
-        """Returns the figures of an evaluation from its totals."""
+        """Returns name -> figure of an evaluation, from its totals over all hosts."""
 
     def confusion(self, counts: np.ndarray | None) -> list[list[float]] | None:
         """Returns the rows (true classes) of the confusion matrix in an evaluation's counts; None if it has none."""
@@ -83,7 +83,7 @@ class Task(ABC):
 
 
 def task_class(name: str) -> type[Task]:
-    """Returns the class of a registered task."""
+    """Returns the class of the task with this name in training.registry.TASKS."""
     task: type[Task] = load(TASKS[name].data)
     return task
 
@@ -102,7 +102,7 @@ class RunData:
         return self.train.sequence_length
 
     def hashes(self) -> dict[str, str]:
-        """Returns what must be the same on all hosts."""
+        """Returns name -> hash of the data and the tokenizer, which must be the same on all hosts."""
         return {
             "training data": self.train.hash,
             "evaluation data": self.evaluation.hash if self.evaluation else "none",

@@ -82,7 +82,7 @@ class ProgramStore:
             self._warn = lambda _message: None  # it was shown
 
     def prove(self, key: str) -> None:
-        """Notes that an entry which was read has had a result."""
+        """Removes the mark of an entry that was read, as its program has had a result; ignores failures."""
         with contextlib.suppress(OSError):
             self._mark(key).unlink()
 

@@ -107,7 +107,7 @@ class TensorFlow(Backend):
         return distributed(self._replicas.strategy, self._config, task.data, start)
 
     def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
-        """Yields the batches of the evaluation set once, global or not as those of `batches`."""
+        """Yields the evaluation set's batches once: global ones, or this host's rows, as `batches`."""
         if not self._hosts_read:
             return task.evaluation_batches()
         return distributed_evaluation(self._replicas.strategy, self._config, task)

@@ -49,7 +49,7 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """PyTorch's shape."""
+        """Returns the variable's shape in PyTorch's layout."""
         shape = tuple(self.variable.shape)
         return shape[::-1] if self.transposed else shape
 

@@ -168,7 +168,7 @@ class Chief(Rendezvous):
         threading.Thread(target=self._listen, name="asked", daemon=True).start()
 
     def _listen(self) -> None:
-        """Passes another host's stop request to the loop."""
+        """Waits, in a thread, for another host's stop request and passes it to the loop."""
         while not self._shutdown.requested:
             if STOP_PHASE in self._outer.phases():
                 self._shutdown.note_other_host()

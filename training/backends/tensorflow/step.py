@@ -90,7 +90,7 @@ class TensorFlowStep:
         return self._replicas.run(replica, rows)
 
     def update_program(self, flat: Any, scalars: Any) -> Any:
-        """Runs the rest of the step on `gradients_program`'s result summed over hosts. Returns as `update`: (2,)."""
+        """Updates the state by `gradients_program`'s result summed over hosts. Returns as `update`: (2,)."""
 
         def replica() -> Any:
             variables = [parameter.variable for parameter in self._parameters]

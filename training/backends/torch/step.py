@@ -53,7 +53,7 @@ def rows_of(array: np.ndarray) -> HostArray:
 
 
 def replicated(array: np.ndarray) -> HostArray:
-    """Returns the same array for every device."""
+    """Returns an array with the layout in which every device holds all of it."""
     return HostArray(array, (None,) * array.ndim)
 
 
@@ -99,11 +99,11 @@ class StepInputs(Generic[A]):
     scalars: tuple[A, ...] = ()  # of training: one vector, the learning rate and the optimizer's scalars
 
     def leaves(self) -> list[A]:
-        """Returns all arrays, in an order that `with_leaves` knows."""
+        """Returns all arrays: scalars, signals, then those of the pieces, as `with_leaves` takes them."""
         return [*self.scalars, self.signals, *(array for piece in self.pieces for array in piece.values())]
 
     def with_leaves(self, leaves: Iterable[B]) -> StepInputs[B]:
-        """Returns the same structure around other arrays."""
+        """Returns inputs of the same structure around other arrays, given in the order of `leaves`."""
         values = iter(leaves)
         scalars = tuple(next(values) for _ in self.scalars)
         return StepInputs(next(values), [{name: next(values) for name in piece} for piece in self.pieces], scalars)
@@ -199,7 +199,7 @@ class TrainingStep:
         return self._sharding.replicate_report(torch.cat([report[: len(SUMS)] + sums, report[len(SUMS) :], *further]))
 
     def flatten(self, gradients: list[Tensor], report: Tensor) -> Tensor:
-        """Joins what hosts add up: (all parameters + 5,)."""
+        """Joins gradients and report to the vector that hosts add up: (all parameters + 5,)."""
         return torch.cat([*(gradient.reshape(-1) for gradient in gradients), report])
 
     def unflatten(self, flat: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -209,7 +209,7 @@ class TrainingStep:
         return [piece.view_as(value) for piece, value in zip(pieces, parameters, strict=True)], report
 
     def _pieces(self, batch: Arrays) -> list[Arrays]:
-        """Splits the rows evenly, in their order, for each gradient accumulation."""
+        """Returns the batch cut evenly by rows, in their order, into one part for each gradient accumulation."""
         count = self._train.gradient_accumulation
         split = {name: np.array_split(array, count) for name, array in batch.items()}
         return [{name: parts[index] for name, parts in split.items()} for index in range(count)]

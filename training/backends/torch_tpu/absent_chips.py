@@ -96,19 +96,19 @@ class AbsentChips:
         _words(self._address + 40, place + 1)[place] = self._function(count, fill)
 
     def _function(self, count: int, fill: _Kept) -> int:
-        """Returns the address of a function with so many words of arguments."""
+        """Returns the address of a new C function that calls `fill` with its `count` words of arguments."""
         function = PluginFunction(lambda address: fill(_words(address, count)))
         self._kept.append(function)
         return _address_of(function)
 
     def _pointer(self, value: int) -> int:
-        """Returns the address of words that begin with a value."""
+        """Returns the address of new words that begin with a value and live as long as this object."""
         words = (c_uint64 * 8)(value)
         self._kept.append(words)
         return ctypes.addressof(words)
 
     def _text(self, place: int) -> tuple[int, int]:
-        """Returns (address, length) of a text that describes the slice."""
+        """Calls libtpu's function at this place; returns (address, length) of its text about the slice."""
         found = _List(object=self._topology)
         self._table.call(place, found)
         return found.first, found.second
@@ -170,7 +170,7 @@ def _words(address: int, count: int) -> Any:
 
 
 def _fill(words: Any, first: int, *values: int) -> None:
-    """Sets the words from `first` on."""
+    """Sets the words from number `first` on to `values`."""
     words[first : first + len(values)] = values
 
 

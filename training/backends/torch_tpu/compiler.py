@@ -142,12 +142,12 @@ _TYPES = [
 
 
 def _fields(data: bytes) -> list[tuple[int, Any]]:
-    """Returns (number, an integer or bytes) for each field of a message."""
+    """Returns (number, an integer or bytes) for each field of a serialized protobuf message."""
     return [(number, payload if wire else varint) for number, wire, payload, varint in read_fields(data)]
 
 
 def _numbers(data: bytes) -> list[int]:
-    """Returns the numbers of a packed field."""
+    """Returns the integers of a packed field of a protobuf message."""
     numbers: list[int] = unpack_varints(data).tolist()
     return numbers
 

@@ -24,7 +24,7 @@ def open_device() -> None:
 
 
 def barrier(tensors: list[Any]) -> None:
-    """Keeps the compiler from moving operations across this point, in place."""
+    """Replaces the list's tensors by equal ones, across which the compiler moves no operation."""
     from torch_tpu._internal.ops import ops
 
     tensors[:] = ops.optimization_barrier(tensors)

@@ -66,11 +66,11 @@ class Chip:
             self._copies, self._sharers = mesh.get_all_groups()
 
     def send(self, arrays: list[HostArray]) -> list[Tensor]:
-        """Uploads arrays of this process."""
+        """Uploads arrays of this process to its chip."""
         return [torch.from_numpy(np.ascontiguousarray(value.array)).to(self.device) for value in arrays]
 
     def sum(self, value: Tensor) -> Tensor:
-        """Records the sum of a tensor over all processes."""
+        """Records the sum of a tensor over all processes, and returns it."""
         return functional.all_reduce(value, "sum", dist.group.WORLD)
 
     def read(self, report: Tensor) -> list[float]:
@@ -110,7 +110,7 @@ class Chip:
         return placement.slices(name, shape, self.mesh_shape, self.devices) if is_split else []
 
     def own_slice(self, name: str, shape: tuple[int, ...]) -> Slice:
-        """Returns what this process holds of a tensor of the state."""
+        """Returns the slice that this process holds of a tensor of the state; all of it if it is not split."""
         held = [each.box for each in self.slices(name, shape) if dist.get_rank() in each.hosts]
         return held[0] if held else whole(shape)
 

@@ -80,7 +80,7 @@ class StepProgram:
     """One kind of step, compiled for each shape of its inputs."""
 
     def __init__(self, state: DeviceState, host: HostState, trace: Trace, *, changes: bool) -> None:
-        """`trace`: of the step; `changes`: whether the step changes the state."""
+        """Compiles nothing yet. `trace`: records the step; `changes`: whether the step changes the state."""
         self._state, self._host, self._trace = state, host, trace
         self._changed = state.changed if changes else []
         self._compiled: dict[Shapes, Callable[..., Sequence[Tensor]]] = {}

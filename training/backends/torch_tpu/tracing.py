@@ -32,7 +32,7 @@ class TorchTpuTracer:
     """Traces in the process of rank 0. See `ProgramTracer`."""
 
     def __init__(self, open_backend: BuildBackend, slice_: Accelerator) -> None:
-        """Raises BadInput if TorchTPU does not know the slice."""
+        """Starts no process yet. Raises BadInput if TorchTPU does not know the slice."""
         if reason := find_unsupported(slice_):
             raise BadInput(reason)
         self._open_backend, self._slice = open_backend, slice_
@@ -51,7 +51,7 @@ class TorchTpuTracer:
         return self._worker.submit(_trace, kind, batch).result()
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process that holds the model, and waits for its end."""
         if self._worker is not None:
             self._worker.shutdown()
             self._worker = None

@@ -223,7 +223,7 @@ class TorchXla:
         return {name: bytes_on_device(name, tuple(value.shape), mesh) for name, value in self.state_buffers().items()}
 
     def upload(self) -> Any:
-        """Puts the state on the devices, and returns the network."""
+        """Moves the state to the devices, unless it is there, and returns the network."""
         self._state.upload(self._sharding)
         return self._state.network
 
@@ -270,7 +270,7 @@ class TorchXla:
 
 
 def _silent(_line: str) -> None:
-    """Prints nothing, on other hosts than the first."""
+    """Drops a line that the first host alone prints."""
 
 
 def _shapes(batch: Arrays) -> dict[str, tuple[int, ...]]:
@@ -311,5 +311,5 @@ def count_transfers() -> dict[str, int]:
 
 
 def count_fallbacks() -> dict[str, int]:
-    """Returns how often each operation that the device lacks ran on the host."""
+    """Returns how often each operation that the device lacks ran on the host in this process."""
     return {name: xla_metrics.counter_value(name) for name in xla_metrics.counter_names() if name.startswith("aten::")}

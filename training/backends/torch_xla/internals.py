@@ -106,7 +106,7 @@ def uncomputed(tensors: Sequence[Tensor]) -> list[bool]:
 
 
 def donate(argument: Tensor, *, donates: bool = True) -> None:
-    """Lets the programs that are compiled next overwrite the buffer of this argument, or no longer."""
+    """Lets programs that are compiled next overwrite this argument's buffer; forbids it unless `donates`."""
     _XLAC._set_buffer_donation(argument, donates)
 
 
@@ -240,7 +240,7 @@ def program_text(outputs: Sequence[Tensor]) -> str:
 
 
 def program_proto(outputs: Sequence[Tensor]) -> bytes:
-    """Returns the same program as a serialized HloModuleProto."""
+    """Returns the program that would compute these outputs as a serialized HloModuleProto."""
     proto: bytes = _XLAC._get_xla_tensors_hlo_proto(list(outputs))
     return proto
 

@@ -32,7 +32,7 @@ def read_plain_values(*roots: object) -> list[Any]:
 
 
 def _parts(value: Any) -> list[Any]:
-    """Returns what an object holds beside its attributes."""
+    """Returns what a container, function, method, partial or iterator holds beside its attributes; else []."""
     if isinstance(value, Mapping):
         return [*value, *value.values()]
     if isinstance(value, FunctionType):

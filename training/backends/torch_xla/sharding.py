@@ -93,7 +93,7 @@ class DataParallel:
         xm.set_rng_state(seed, self.device)
 
     def send(self, arrays: list[HostArray]) -> list[Tensor]:
-        """Uploads all arrays in one call."""
+        """Uploads all arrays in one call, each with its layout over the devices."""
         tensors = [torch.from_numpy(np.ascontiguousarray(value.array)) for value in arrays]
         specs = [self._spec(value.axes, tensor) for value, tensor in zip(arrays, tensors, strict=True)]
         return internals.upload(tensors, self.device, specs if self.is_spmd else None)
@@ -108,7 +108,7 @@ class DataParallel:
         return self._specs[axes].xla_spec(tensor)
 
     def _mesh_of(self, axes: Axes) -> Any:
-        """Returns the mesh whose axes `axes` names."""
+        """Returns torch_xla's mesh for a split: that with the axis "fsdp" if `axes` has it, else that of rows."""
         return self._meshes[FSDP if FSDP in axes else ROWS]
 
     def replicate_report(self, report: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class DataParallel:
         return internals.split_by_hand(placed)
 
     def leave_rows(self, part: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Returns the tensor of all rows, of this shape, of each device's own."""
+        """Returns the tensor of all rows, of this shape, whose parts are each device's own; undoes `enter_rows`."""
         if not self.is_spmd:
             return part
         return internals.join_by_hand(part, self._meshes[ROWS].get_op_sharding(_rows_first(len(shape))), shape)

@@ -40,7 +40,7 @@ def splash_attention(sharding: DataParallel, platform: str = "tpu") -> Kernel:
 class _Splash(torch.autograd.Function):  # type: ignore[misc]  # torch is not here when types are checked
     @staticmethod
     def forward(context: Any, sharding: DataParallel, platform: str, scores: Scores, *inputs: Tensor) -> Tensor:
-        """Returns (rows, heads, length, width); inputs: query, key, value, segments."""
+        """Returns attended values, (rows, heads, length, width). `inputs`: query, key, value, segments."""
         parts = [sharding.enter_rows(tensor) for tensor in inputs]
         shapes = tuple((tuple(part.shape), str(part.dtype).removeprefix("torch.")) for part in parts)
         forward, context.pull_back = _lower(shapes, scores, platform)

@@ -235,7 +235,7 @@ class State(HostState):
         return value.cpu()
 
     def _fetch(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns copies on the host by one call, which counts once; tensors on the host as they are."""
+        """Copies tensors to the host by one call, which counts once as planned; before `upload`, returns them."""
         if not self.is_uploaded:
             return values
         self.planned_transfers += 1

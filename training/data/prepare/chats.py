@@ -51,7 +51,7 @@ class WholeChats(WholeDocuments):
     columns = (SEGMENTS, TARGETS)
 
     def __init__(self, plan: DatasetPlan, tokenizer: Tokenizer, template: Any) -> None:
-        """`template`: the tokenizer as `open_template` returns it."""
+        """Loads the tokenizer. `template`: the same one as `open_template` returns it, to render chats."""
         super().__init__(plan, tokenizer, lambda _texts: [])
         self._tokenizer, self._template, self._dropped = tokenizers.load(tokenizer), template, 0
         self._special = tokenizer.special.special

@@ -50,7 +50,7 @@ class Row(dict[str, Any]):
 
     @classmethod
     def at(cls, place: str, values: Mapping[str, Any]) -> Row:
-        """Returns the row that ends at this file:line."""
+        """Returns a row of these values, which ends at this file:line."""
         row = cls(values)
         row.place = place
         return row

@@ -82,7 +82,7 @@ def plan_features(plan: DatasetPlan) -> dict[str, Feature]:
 
 
 def records_per_shard(length: int, vocabulary: int) -> int:
-    """Returns the records of a shard of about SHARD_BYTES."""
+    """Returns how many records make a shard of about SHARD_BYTES."""
     return SHARD_BYTES // fixed_records.record_layout(id_features(vocabulary), length).size
 
 

@@ -27,7 +27,7 @@ class WholeDocuments(RowKind):
     columns: ClassVar[tuple[str, ...]] = (SEGMENTS,)
 
     def __init__(self, plan: DatasetPlan, tokenizer: Tokenizer, encode: Encode) -> None:
-        """`encode` returns the ids of each text."""
+        """Writes nothing yet. `encode`: returns the ids of each text."""
         assert tokenizer.special.end is not None
         self._plan, self._encode, self.more = plan, encode, {"rows": "documents"}
         self._pad, self._end = tokenizer.special.pad, tokenizer.special.end

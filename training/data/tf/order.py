@@ -23,7 +23,7 @@ def block_permutation(order: Order, epoch: Any) -> Any:
 
 
 def bounds(order: Order, epoch: Any, number: Any) -> tuple[Any, Any]:
-    """Returns the first index of a window in its epoch and its number of cells, as `Order.bounds`. int64 scalars"""
+    """Returns the first index of a window in its epoch and its number of cells, as `Order.bounds`: int64 scalars."""
     if isinstance(order, EvaluationOrder):
         start = number * order.window_size
         return start, tf.minimum(tf.constant(order.window_size, tf.int64), order.records - start)

@@ -51,16 +51,16 @@ class SelfAttention(torch.nn.Module):  # type: ignore[misc]  # torch is not here
         return (_Attend.apply(self, *parts) if self.barrier else self.attend(*parts)), None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor) -> Tensor:
-        """Returns (rows, sequence, width) from three of that shape and the mask."""
+        """Returns the attended values from query, key and value, all (rows, sequence, width), and the mask."""
         return self.mix(torch.softmax(self.score(query, key, attention_mask), -1), value)
 
     def score(self, query: Tensor, key: Tensor, attention_mask: Tensor) -> Tensor:
-        """Returns scores, (rows, heads, sequence, sequence)."""
+        """Returns scores of queries and keys with the mask, (rows, heads, sequence, sequence) in fp32."""
         query, key = self.split(query), self.split(key)
         return torch.matmul(query, key.transpose(-1, -2)).float() / math.sqrt(query.shape[-1]) + attention_mask
 
     def mix(self, probabilities: Tensor, value: Tensor) -> Tensor:
-        """Returns (rows, sequence, width) from probabilities of the scores' shape."""
+        """Returns the values, weighted by probabilities of the scores' shape after dropout: (rows, sequence, width)."""
         probabilities = self.dropout(probabilities.to(value.dtype))
         return torch.matmul(probabilities, self.split(value)).transpose(1, 2).reshape(value.shape)
 

@@ -67,7 +67,7 @@ class DropoutNoise:
 
 
 def _odd(place: int, number: int) -> int:
-    """Returns a random odd number of 32 bits, with a sign."""
+    """Returns an odd int32 number, random but a function of (place, number) alone."""
     return int(np.uint32(random_bits.key(0, "dropout", place, number) >> 32 | 1).view(np.int32))
 
 

@@ -80,8 +80,8 @@ class LayerScan(torch.nn.Module):  # type: ignore[misc]  # torch is not here whe
 
     def __init__(self, layers: Any, loop: Loop, place: Place) -> None:
         """Keeps the first layer to compute all; empties its parameters, which `State.upload` replaces by stacks.
-        Replaces `rotate_half` in transformers' module for all networks of the family. `place`: (stacked parameter's
-        name, one layer's value) -> the value with its layout on the devices."""
+        Replaces `rotate_half` of the layers' module in transformers, for other networks of the process too. `place`:
+        (stacked parameter's name, one layer's value) -> the value with its layout on the devices."""
         super().__init__()
         pattern = layers[0]
         for name, value in list(pattern.named_parameters()):

@@ -25,7 +25,7 @@ class LoraLinear(torch.nn.Module):  # type: ignore[misc]  # torch is not here wh
     """Replaces a linear layer, with the same weights under the same names: adds scale * B A x, which begins as 0."""
 
     def __init__(self, theirs: Any, lora: Lora, name: str, seed: int) -> None:
-        """`theirs`: torch's Linear, or transformers' Conv1D, whose weight is (inputs, outputs)."""
+        """Takes the weights of `theirs`: torch's Linear, or transformers' Conv1D, whose weight is (inputs, outputs)."""
         super().__init__()
         self.weight, self.bias = theirs.weight, theirs.bias
         self.is_turned = not isinstance(theirs, torch.nn.Linear)
@@ -40,7 +40,7 @@ class LoraLinear(torch.nn.Module):  # type: ignore[misc]  # torch is not here wh
             self.lora_B.weight.zero_()
 
     def forward(self, values: Tensor) -> Tensor:
-        """Returns (..., outputs) from (..., inputs)."""
+        """Returns the layer's result plus the low-rank addition, (..., outputs) from (..., inputs)."""
         weight = self.weight.t() if self.is_turned else self.weight
         result: Tensor = functional.linear(values, weight, self.bias) + self.lora_B(self.lora_A(values)) * self.scale
         return result

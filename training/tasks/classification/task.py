@@ -47,7 +47,7 @@ class Classification(LabelledRows):
             _require_same_labels(self.data.train, self.data.evaluation)
 
     def identity(self) -> dict[str, Any]:
-        """Adds the labels to what a checkpoint must agree with."""
+        """Returns what a checkpoint must agree with, the labels among it."""
         return {**super().identity(), "labels": list(self.classes)}
 
     def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
