@@ -155,9 +155,11 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
 
     @staticmethod
     def forward(context: Any, part: Tensor, axis: int, group: Any) -> Tensor:
+        """Returns the whole tensor: the parts of the group's processes, joined along `axis`."""
         context.axis, context.group = axis, group
         return functional.all_gather_tensor(part, axis, group)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Returns this process's part of the gradient, summed over the group."""
         return functional.reduce_scatter_tensor(gradient, "sum", context.axis, context.group), None, None

@@ -196,7 +196,6 @@ TensorFunction = Callable[[Sequence[Tensor]], list[Tensor]]
 
 def call_lowered(function: Callable[..., Any], shapes: Sequence[Any], platform: str, name: str) -> TensorFunction:
     """Returns a JAX function, exported for `platform` and these jax.ShapeDtypeStructs, as a function of tensors.
-
     `call_jax` of torch_xla would lower for JAX's own devices, write a newer version of Pallas' programs than libtpu
     reads, and needs torchax."""
     import jax.export

@@ -94,6 +94,7 @@ class _PrintWatcher(TorchFunctionMode):  # type: ignore[misc]
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        """Runs a function; adds a finding to the trace if it prints a tensor on an XLA device."""
         if function is torch.Tensor.__repr__ and args[0].device.type == "xla":
             message = f"a tensor is printed: {_PROGRAM_ENDS}; print what a step returns, after it"
             self._trace.findings.append(LintFinding(VALUE, _user_place(), message))

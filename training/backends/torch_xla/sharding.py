@@ -210,6 +210,7 @@ class _Placed(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
 
     @staticmethod
     def forward(context: Any, tensor: Tensor, sharding: DataParallel, axes: Axes) -> Tensor:
+        """Returns a copy of the tensor that is declared to be split as `axes` say."""
         context.sharding, context.axes = sharding, axes
         result = tensor.clone()
         sharding.declare(result, axes)
@@ -217,6 +218,7 @@ class _Placed(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Returns a copy of the gradient that is declared to be split as the tensor is."""
         result = gradient.clone()
         context.sharding.declare(result, context.axes)
         return result, None, None

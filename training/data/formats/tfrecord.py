@@ -24,7 +24,6 @@ MASK_DELTA = 0xA282EAD8
 
 class Corrupt(BadInput):
     """A shard is damaged. `record` is the number of the record in the shard, `offset` its first byte there.
-
     `irreplaceable` says why `data.on_corrupt: skip` does not help; None: it would."""
 
     def __init__(self, shard: str, record: int, offset: int, reason: str, irreplaceable: str | None = None) -> None:

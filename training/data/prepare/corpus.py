@@ -135,6 +135,7 @@ class Corpus:
 
     @property
     def _columns(self) -> list[str]:
+        """Returns the names of the columns with text, label and second text, as far as they are given."""
         return [name for name in (self.field, self.label, self.pair) if name]
 
     @cached_property

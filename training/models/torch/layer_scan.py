@@ -99,6 +99,7 @@ class LayerScan(torch.nn.Module):  # type: ignore[misc]  # torch is not here whe
         return iter([self])
 
     def __getitem__(self, _some: slice) -> list[LayerScan]:
+        """Returns the one element, for any slice of the layers."""
         return [self]
 
     def forward(self, hidden_states: Tensor, *others: Any, **keywords: Any) -> Any:

@@ -13,11 +13,10 @@ _WHOLE_LOGITS = 1 << 27
 
 
 def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
-    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over the given rows; and None, as
-    the task has no counts. Computes a large number of logits in pieces of a row, one after the other.
-
-    Without an attention mask, transformers takes positions that begin again as borders of documents, and adds them to
-    the causal mask; `check_borders` of training.models.torch.network proves it for a network."""
+    """Returns (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over the given rows; and None, as the
+    task has no counts. Computes a large number of logits in pieces of a row, one after the other. Without an attention
+    mask, transformers takes positions that begin again as borders of documents, and adds them to the causal mask;
+    `check_borders` of training.models.torch.network proves it for a network."""
     rows = {
         "input_ids": batch["input_ids"].long(), "position_ids": batch["position_ids"].long(), "use_cache": False,
     }  # fmt: skip
