@@ -91,13 +91,15 @@ def metrics(config: TrainerConfig, run_id: str = "notebook") -> list[dict[str, A
 
 @_settings_as_before()
 def predict(model: str, text: str, top: int = 5) -> list[tuple[float, str]]:
-    """Returns the `top` most probable (probability, class), or for a masked-language model (probability, text with its
-    mask filled), best first; for a decoder [(1.0, text and its continuation)]. Raises BadInput."""
-    from training.models.predict import classify, fill_mask, go_on, pipeline_of
+    """Returns the `top` most probable (probability, class or text with its mask filled), best first; for labelled words
+    (probability, "label: words") in their order; for a decoder [(1.0, continued text)]. Raises BadInput."""
+    from training.models.predict import classify, fill_mask, go_on, label_words, pipeline_of
 
     pipeline = pipeline_of(model)
     if pipeline == "text-generation":
         return [(1.0, go_on(model, text))]
+    if pipeline == "token-classification":
+        return [(part.score, f"{part.name}: {part.words}") for part in label_words(model, text)]
     if pipeline == "text-classification":
         return [(label.score, label.name) for label in classify(model, text, top)]
     return [(answer.score, answer.text) for answer in fill_mask(model, text, top)]

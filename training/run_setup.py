@@ -196,11 +196,13 @@ def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, re
     """Returns the configuration with a model folder as `model.path`. If that is another run's folder, or one checkpoint
     in it, host 0 writes that model to `start` in this run's `folder`, the new path, unless an earlier attempt did, and
     all hosts wait for it. All hosts call it. Raises BadInput for a damaged checkpoint."""
-    path = config.model.path
-    if path is None or default_storage.stat(join(path, CONFIG)) is not None or not has_checkpoint(path):
+    path, start = config.model.path, join(folder, "start")
+    if path is None or default_storage.stat(join(path, CONFIG)) is not None:
         return config
-    start = join(folder, "start")
-    if cluster.is_first and default_storage.stat(join(start, WEIGHTS)) is None:
+    is_written = default_storage.stat(join(start, WEIGHTS)) is not None  # the other run may be gone since
+    if not is_written and not has_checkpoint(path):
+        return config
+    if cluster.is_first and not is_written:
         export_checkpoint(path, start, merge=True)
     rendezvous.meet("starting model")
     return config.model_copy(update={"model": config.model.model_copy(update={"path": start})})

@@ -88,8 +88,8 @@ def test_early_stopping_ends_with_the_best_model_through_stops_and_on_all_hosts(
     assert f"training ends early, after step {told['steps']}: 1 evaluations in a row" in hosts[0].text()
 
 
-def started_from(folder: Path, run_id: str, path: str) -> dict[str, Any]:
-    return run(folder, run_id, model={"path": path}, train__dropout=0.0, train__steps=2)
+def started_from(folder: Path, run_id: str, path: str, steps: int = 2) -> dict[str, Any]:
+    return run(folder, run_id, model={"path": path}, train__dropout=0.0, train__steps=steps)
 
 
 def test_a_run_starts_with_the_model_of_another_run_or_of_one_checkpoint_of_it(folder: Path) -> None:
@@ -98,5 +98,7 @@ def test_a_run_starts_with_the_model_of_another_run_or_of_one_checkpoint_of_it(f
     exported = started_from(folder, "from-export", str(folder / "runs" / "source" / "model"))
     assert newest["final_weights_crc32c"] == exported["final_weights_crc32c"], "an export is of the newest checkpoint"
     assert newest["first_loss"] < source["first_loss"] - 0.2
-    earlier = started_from(folder, "from-step", str(folder / "runs" / "source" / "checkpoints" / "step-00000004"))
+    earlier = started_from(folder, "from-step", step := str(folder / "runs/source/checkpoints/step-00000004"))
     assert newest["first_loss"] < earlier["first_loss"] < source["first_loss"]
+    (folder / "runs" / "source").rename(folder / "gone")
+    assert started_from(folder, "from-step", step, 3)["steps"] == 3, "the run has kept its start"

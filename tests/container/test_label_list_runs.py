@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from tests.container import small_runs
 from tests.container.small_runs import labelled_document, labelled_shards
+from training import one_host
 from training.cli.main import tpu_train
 from training.data.formats.fixed_records import read_column, record_layout
 from training.data.formats.open_dataset import open_dataset
@@ -97,6 +98,8 @@ def test_it_learns_and_figures_are_those_of_its_predictions(folder: Path, task: 
     assert trained["eval_micro_f1"] == pytest.approx(2 * hits / (true + predicted), rel=1e-5)
     assert trained["eval_micro_f1"] > 0.8
     if of_words:
+        told = one_host.predict(trained["model"], " ".join(f"w{number}" for number in row))
+        assert [text[:3] for _, text in told] == [answer[2:] for answer in answers if answer != "O"]
         assert trained["eval_accuracy"] == pytest.approx(right / sum(map(len, rows)), rel=1e-5)
     evaluated = small_runs.evaluate_here(labelled_document(folder, task), trained["model"])
     assert evaluated.figures["loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)

@@ -165,7 +165,7 @@ class ServerHandshake:
         self._pending.pop(connection, None)
 
     def oldest(self) -> int | None:
-        """Returns the connection that has been pending longest; None if none is pending."""
+        """Returns the caller's number of the connection that has been pending longest; None if none is pending."""
         return next(iter(self._pending), None)
 
     def overdue(self, now: float, limit: int) -> list[int]:

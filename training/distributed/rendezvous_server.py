@@ -84,7 +84,8 @@ class RendezvousServer:
             self._selector.close()
 
     def _accept(self) -> None:
-        """Accepts waiting connections, a bounded number at once, and begins their handshakes."""
+        """Accepts waiting connections, some at each call, and begins their handshakes. Closes the one pending longest
+        when the process can have no more. Raises OSError if the listener is broken."""
         for _ in range(_ACCEPTED_AT_ONCE):
             accepted = accept_connection(self._listener.accept, self._close_oldest, self._machine.clock.sleep)
             if accepted is None:

@@ -114,7 +114,7 @@ class AbsentChips:
         return found.first, found.second
 
     def _attributes(self, device: int) -> tuple[int, int]:
-        """Returns (address, length) of a list of a device's attributes."""
+        """Asks libtpu for the attributes of the device at an address; returns (address, length) of its list."""
         found = _List(object=device)  # the length comes first
         self._table.call(_ATTRIBUTES, found)
         return found.second, found.first or 0

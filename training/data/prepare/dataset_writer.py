@@ -111,7 +111,7 @@ def find_existing(url: str, plan: DatasetPlan, overwrite: bool) -> Dataset | Non
 
 def _check_unfinished(url: str, plan: DatasetPlan, overwrite: bool, refuse: str) -> None:
     """Raises BadInput unless a folder without a manifest is empty or holds the beginning of the planned dataset; with
-    `overwrite`, clears it instead. `refuse`: the advice in the message."""
+    `overwrite`, deletes the dataset's files in a folder that it would refuse. `refuse`: the advice in the message."""
     plan_url = storage.join(url, PREPARING, PLAN)
     try:
         stored_plan = storage.read(plan_url)

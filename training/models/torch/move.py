@@ -10,9 +10,9 @@ import torch
 
 def move(network: Any, device: Any, placeholder: Callable[[Any], Any] = torch.empty) -> None:
     """Moves a network to the device, with tied weights still tied: runtimes of TPUs make two of a tied weight.
-    `placeholder`: returns a tensor of a shape on the device, for a parameter without values. transformers'
-    `tie_weights` would tie them too, but pads the bias of some heads: an operation that waits for the first step, whose
-    program is then another one than that of the second."""
+    `placeholder`: makes a tensor from the shape of a parameter without values (on the meta device), on any device.
+    transformers' `tie_weights` would tie them too, but pads the bias of some heads: an operation that waits for the
+    first step, whose program is then another one than that of the second."""
     names: dict[int, list[str]] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
