@@ -90,7 +90,7 @@ def _pod_security(config: Config, work: Workload) -> Any:
 
 
 def _container_security(config: Config) -> dict[str, Any]:
-    """Returns the container's securityContext: privileged if gke.privileged, else with two capabilities."""
+    """Returns the securityContext: privileged if gke.privileged, else two capabilities only, with no way to more."""
     if config.gke.privileged:
         return {"privileged": True}
     added = Commented(

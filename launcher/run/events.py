@@ -304,7 +304,7 @@ class Entry:
     event: RunEvent
 
     def document(self) -> dict[str, Any]:
-        """Returns the line's JSON object."""
+        """Builds the JSON object of this line: `time`, `event` (the kind's name) and the event's fields."""
         document: dict[str, Any] = {"time": self.time, "event": self.event.kind}
         for item in fields(self.event):
             value = getattr(self.event, item.name)

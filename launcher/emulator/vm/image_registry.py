@@ -124,7 +124,7 @@ class ImageTransfer:
         return str(digests[-1])
 
     def pull(self, reference: Reference, digest: str) -> str:
-        """Pulls an image by digest and returns its id in the engine's store. Raises EngineRefusal."""
+        """Has the engine pull an image by digest from the emulated registry; returns its id. Raises EngineRefusal."""
         name = f"{_engine_prefix(self._port())}{reference.repository}"
         self._transfer("/images/create", {"fromImage": name, "tag": digest})
         image = self._engine.call("GET", f"/images/{quote(f'{name}@{digest}', safe='/:@')}/json")

@@ -63,8 +63,8 @@ def _group_by_layer(entries: Sequence[Entry]) -> list[list[Entry]]:
 
 
 def _make_archive(entries: Sequence[Entry], folder: str) -> tuple[bytes, dict[str, str]]:
-    """Returns a tar archive of the files, below `folder`, without times and owners, links as links; and the files'
-    hashes. Raises BadInput for an unreadable file or above 1 GiB."""
+    """Returns a tar archive of the files, below `folder`, without times and owners, links as links; and `hash_file` of
+    each file by its path. Raises BadInput for an unreadable file or above 1 GiB."""
     packed, folders, hashes = io.BytesIO(), set[PurePosixPath](), {}
     root = PurePosixPath(folder.lstrip("/"))
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
