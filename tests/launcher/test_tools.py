@@ -13,9 +13,7 @@ HOUSE = Path(__file__).resolve().parents[2]
 
 def test_missing_gcloud_is_named_with_what_to_install(tmp_path: Path) -> None:
     for program in ("bash", "dirname", "id"):
-        found = shutil.which(program)
-        assert found
-        (tmp_path / program).symlink_to(found)
+        (tmp_path / program).symlink_to(shutil.which(program) or "")
     said = subprocess.run(
         [HOUSE / "tools" / "need.sh", "gcloud"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=30
     )

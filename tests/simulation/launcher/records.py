@@ -142,8 +142,7 @@ def _pause_was_kept(simulation: SimulatedRun, ledger: Ledger, event: events.Atte
     passed = simulation.world.scheduler.now + EPOCH - last
     told = sum(": not recovered yet: " in text for text in command.said) if command is not None else 0
     failed = sum(isinstance(each.event, events.RoundFailed) for each in waits)
-    jumps = any((each.wall, each.asleep) != (0.0, 0.0) for each in simulation.world.laptops)
-    unsure = simulation.full_disk or ledger.bucket or jumps
+    unsure = simulation.full_disk or ledger.bucket or any(each.wall or each.asleep for each in simulation.world.laptops)
     if not unsure and (told > failed or (last > since and passed < waits[-1].event.delay)):
         _break(simulation, event, f"{told} rounds have failed, the last {passed:.1f} s ago: {waits}")
 
