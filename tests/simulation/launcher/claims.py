@@ -336,14 +336,15 @@ def unfinished_runs_are_taken_over(simulation: SimulatedRun, command: Command) -
 
 def left_behind_is_recorded_once(simulation: SimulatedRun) -> None:
     """Checks that a judged attempt's hosts are recorded as stopped or left behind: none twice, none without a cause."""
-    unkept = simulation.full_disk is not None or any(each.asleep for each in simulation.world.laptops)
+    asleep = any(each.asleep for each in simulation.world.laptops)
+    unkept = simulation.full_disk is not None or simulation.scenario.in_bucket or asleep
     kind = not (simulation.faults or unkept or simulation.kill_at)
     for ledger in simulation.ledgers():
         kept, jobs = ledger.events(), simulation.world.record.jobs
         left = [(each.attempt, at) for each in kept if isinstance(each, events.Orphaned) for at in each.hosts or (-1,)]
         ends = {each.attempt: each.outcome for each in kept if isinstance(each, events.Ended)}
         due = [jobs.get((ledger.run_id, each.attempt)) for each in kept if isinstance(each, events.Judged)]
-        ended = [job for job in due if job is not None and job.attempt in ends and not (unkept or ledger.bucket)]
+        ended = [job for job in due if job and ends.get(job.attempt, "vanished") != "vanished" and not unkept]
         wrong = {(job.attempt, worker) for job in ended for worker in range(job.hosts)} - {*left}
         wrong -= {(each.attempt, each.host) for each in kept if isinstance(each, events.HostStopped)}
         alone = [each for each in left if kind and ends.get(each[0]) in ("finished", "saved")]

@@ -171,7 +171,7 @@ def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) ->
         # The slice may be deleted, or a cluster's pod stopped, before a launcher sees how the program ended.
         unseen = _unseen(simulation, job)
         swept = bool(unseen and simulation.world.record.deletions)  # by a `gc`, after Google had taken it away
-        deleted = {("slice deleted", None)} if "deleted" in kinds or swept else set()
+        deleted = {("slice deleted", None), ("vanished", None)} if "deleted" in kinds or swept else set()
         deleted |= {("stopped", -1)} if asked and (not job.confirmed or (deleted and unseen)) else set()
         if simulation.world.cluster is not None:  # where ends are known by the second
             second = max(0, first.worker) if job.plan.second is None else job.plan.second % job.hosts
