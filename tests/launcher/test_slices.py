@@ -210,9 +210,11 @@ def test_an_api_that_is_away_at_once_is_told_at_once(cloud: Cloud, config: Confi
 
 
 def test_the_look_for_another_owner_names_the_bill_too(config: Config) -> None:
-    describe = Mock(side_effect=Unavailable("the API is away"))
-    with pytest.raises(Unavailable, match="may exist, and is billed then"):
-        candidates.check_owner(config, describe, Owner("me", ""))
+    theirs = Mock(labels={"tpu-launch": "1", "tpu-launch-user": "ann"})
+    describe = Mock(side_effect=[Unavailable("the API is away"), theirs])
+    for error, words in ((Unavailable, "may exist, and is billed then"), (NotOurs, "is not yours")):
+        with pytest.raises(error, match=words):
+            candidates.check_owner(config, describe, Owner("me", ""))
 
 
 @pytest.mark.parametrize("seconds", [5, 30, 70])

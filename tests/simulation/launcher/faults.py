@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 HOST_FAULTS = ("reboot", "hang", "cut", "die", "engine", "disk", "clock")
 SLICE_FAULTS = ("preempt", "maintenance")
-NETWORK_FAULTS = ("filter", "connection")  # of ssh alone; between two hosts alone. Like `MEDDLING` only in themes
-LAPTOP_FAULTS = ("date",)  # the date of a workstation jumps
-MEDDLING = ("delete", "halt", "replace")  # by a colleague, in Google's console
+MEDDLING = ("delete", "halt", "replace")  # by a colleague; themes also have "filter" (ssh), "connection", "date"
 # Google's API, and the way to it. For a time; the number is the probability that a call is hit.
 API_FAULTS = {
     "unavailable": 0.9,
