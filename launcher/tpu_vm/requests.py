@@ -157,7 +157,7 @@ class RequestRecord:
         mine = {path.name: path.read_text() for path in self._folder.glob("[0-9]*")}
         there = {storage.name_of(found.url): storage.read(found.url).decode() for found in storage.listing(url)}
         if not moving.exists():
-            if all(there[name] == text for name, text in mine.items() if name in there):
+            if all(there[name] == text for name, text in mine.items() if name in there and name.endswith(_ASKED)):
                 for name in sorted(mine.keys() - there.keys()):  # "asked" first: no end without it after a kill
                     storage.write(storage.join(url, name), mine[name].encode())
                 home.write_private(self._folder / _BUCKET, url)  # first: `pull` goes on with copies after a kill

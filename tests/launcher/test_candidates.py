@@ -561,6 +561,8 @@ def test_a_grant_of_another_machine_is_copied_before_a_request_and_when_the_buck
     laptop.pull()
     assert laptop.read()[0].granted == 2.0
     laptop.grant(laptop.ask(V4, "demo", 6.0), 7.0)
+    laptop.share(url)
+    assert [item.number for item in laptop.open()] == [2], "although each machine has its own end of request 1"
     create(cloud, config)
     assert nodes(cloud) == ["us-central2-b/demo"], "what it creates is not withdrawn as a request of before"
 
