@@ -214,8 +214,9 @@ def _unseen(simulation: SimulatedRun, job: Job) -> set[tuple[str, int | None]]:
             before = seen.get(worker, math.inf) - EPOCH
             if (deaf and worker not in seen) or any(item.ended - 30.0 < at < before for at in item.host.troubled):
                 found |= {("host lost", worker), ("preempted", None), ("vanished", None)}
-        if deaf or found:  # the first that ends may be read last, or never
+        if deaf or found:  # the first that ends may be read last, or never; a pod that is gone, as one that was removed
             found |= {("stopped", worker) for worker in job.containers}
+            found |= {("connection lost", None), ("failed", None)} if cluster is not None else set()
     return found
 
 
