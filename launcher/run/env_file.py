@@ -40,7 +40,7 @@ def parse(text: str, path: Path) -> EnvFile:
     for binding in parse_stream(io.StringIO(text)):
         if binding.key is None and not binding.error:
             continue  # a comment, or nothing
-        if binding.error or binding.key is None or binding.value is None or not _NAME.fullmatch(binding.key):
+        if binding.key is None or binding.value is None or not _NAME.fullmatch(binding.key):
             text_before = binding.original.string[: -len(binding.original.string.lstrip())]
             raise BadInput(f"{path}:{binding.original.line + text_before.count(chr(10))}: must be NAME=VALUE")
         if "\0" in binding.value:

@@ -165,6 +165,7 @@ def test_a_host_without_a_connection_is_tried_once() -> None:
     pool = ConnectionPool([Address(0, "h", "me", "key", "known", "h")], replace(this_machine(), connect=connect))
     assert not pool.run(0, "true", timeout=5).reached
     assert connect.call_count == 1
+    assert not pool.follow(0, "true", timeout=5, on_line=print).refused, "gcloud would not reach it either"
 
 
 def test_a_host_that_answers_nothing_can_not_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
