@@ -136,7 +136,7 @@ def _options(file_flags: tuple[str, ...]) -> list[Callable[[Any], Any]]:
 
 
 def file_option(help: str, default: Path | None = None) -> Callable[[Function], Function]:
-    """Returns the decorator that adds -f FILE, with the text `help`, to a command without the shared options."""
+    """Returns the decorator that adds -f FILE, with `help` and `default`, to a command, which gets it as `path`."""
     shown = default is not None
     return click.option(
         "-f", "--file", "path", type=click.Path(path_type=Path), default=default, show_default=shown, help=help

@@ -237,7 +237,7 @@ def _as_list(value: str | Sequence[str]) -> list[str]:
 
 
 def _check_torch_tpu(config: Config) -> None:
-    """Raises ConfigError if the run needs TorchTPU, and a slice that it may get or its image is not for that."""
+    """Raises ConfigError if the run needs TorchTPU, and a slice that it may get, or its image, can't run it."""
     words = [word for argument in config.run.command or () for word in argument.split("=")]
     wanted = ("--runtime", torch_tpu.RUNTIME) in itertools.pairwise(words)
     document, image = config.document, config.image

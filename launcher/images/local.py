@@ -39,7 +39,7 @@ def image_spec(config: Config) -> ImageSpec:
 
 
 def _own_folder(config: Config) -> tuple[Path | None, Path | None]:
-    """Returns the user's folder that goes into the image, and the user's Dockerfile; None for what there is not."""
+    """Returns the user's folder that goes into the image, and the Dockerfile; None for what the file does not name."""
     section = config.image
     if section.dockerfile is None:
         return config.folder / section.code if section.code else None, None

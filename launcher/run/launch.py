@@ -300,7 +300,7 @@ def _wait_for_release(ledger: Ledger, context: Context, deadline: float) -> bool
 
 
 def _require_capabilities(request: RunRequest, provider: Provider, secrets: SecretSource) -> None:
-    """Raises BadInput for options that the provider can't carry out, and for secrets that have no value here."""
+    """Raises BadInput for options that the provider can't carry out, and for secrets to send without a value here."""
     config, capabilities = request.config, provider.capabilities
     if request.env_file is not None and not capabilities.sends_secrets:
         raise BadInput(

@@ -265,7 +265,7 @@ def committed_steps(folder: str, storage: Storage = default_storage) -> list[int
 
 
 def read_manifest(folder: str, step: int, storage: Storage = default_storage) -> Manifest:
-    """Reads the manifest of a step. Raises Damaged when it is missing, can't be read, or is of another step."""
+    """Reads the manifest of a step. Raises Damaged when it is missing, can't be decoded, or is of another step."""
     try:
         manifest = load_manifest(storage.read(join(folder, step_folder(step), MANIFEST)))
     except NotFound:

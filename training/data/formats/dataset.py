@@ -286,5 +286,5 @@ def tokenizer_hash(content: bytes) -> str:
 
 
 def _hash(body: Mapping[str, Any]) -> str:
-    """Returns the SHA-256, in hex, of a dataset.json's values without their hash."""
+    """Returns the SHA-256, in hex, of `body`: a dataset.json's values, already without their hash."""
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

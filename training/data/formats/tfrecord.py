@@ -36,7 +36,7 @@ class Corrupt(BadInput):
         super().__init__(f"{shard}: record {record} at byte {offset}: {reason}. {advice}")
 
     def without_replacement(self, irreplaceable: str) -> Corrupt:
-        """Returns the same error with a message that says why `data.on_corrupt: skip` does not help."""
+        """Returns the same error, with the reason `irreplaceable` why `data.on_corrupt: skip` does not help."""
         return Corrupt(self.shard, self.record, self.offset, self.reason, irreplaceable)
 
 
