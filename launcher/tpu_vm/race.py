@@ -278,9 +278,9 @@ class Race:
         now, room = self.machine.clock.monotonic(), self._room()
         due = [item for item in self.left if item not in self.entries and self.next_ask[item] <= now]
         oldest = min(self.entries.values(), key=lambda entry: entry.begun, default=None)
-        if not due or oldest is None or now - oldest.begun < _TURN_SECONDS or self.granted_at is not None:
+        if not due or oldest is None or now - oldest.begun < _TURN_SECONDS or oldest.answer.done():
             return
-        if min(map(_price, due)) > room:
+        if min(map(_price, due)) > room and self.granted_at is None:  # else nothing more is asked for
             minutes = _TURN_SECONDS / 60
             self.say(f"request {oldest.request.number}: no capacity in {minutes:.0f} minutes, trying another candidate")
             self.withdraw([oldest.request])  # may take as long as the creation that it cancels

@@ -280,8 +280,13 @@ def test_a_request_without_capacity_gives_way_after_ten_minutes_where_the_limit_
 
 def test_a_better_request_gives_way_to_none_while_a_granted_slice_waits_for_it(cloud: Cloud, tmp_path: Path) -> None:
     plan: Plan = {"v4-8": [(630, True)], "v3-8": [(588, True)]}
-    state, _, asked = run_race(cloud, make(tmp_path, "  price_limit: 8.0\n"), plan, {})
+    state, _, asked = run_race(cloud, config := make(tmp_path, "  price_limit: 8.0\n"), plan, {})
     assert (state.accelerator_type, asked["v4-16"]) == ("v4-8", [0])
+    calls, record = race.SliceCalls(Mock(), Mock()), RequestRecord(config)
+    starting = race.Race(config, record, calls, print, cloud.machine(), cloud.machine())
+    starting.entries[V4] = race._Entry(record.ask(V4, "demo", 1.0), threading.Event(), -1e9, Mock(done=lambda: True))
+    starting._make_room()
+    assert V4 in starting.entries, "its answer came after the last look"
 
 
 def test_a_request_has_ten_minutes_again_after_a_sleep_of_the_computer(
