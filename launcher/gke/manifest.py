@@ -30,6 +30,7 @@ def render(config: Config, *, secret: str, name: str | None = None, image: str |
     Raises:
         BadInput: GKE can't run it, or the image has no digest.
     """
+    checks.check(config)  # before the registry is asked
     work = standalone_workload(config, name or config.run_name, _resolve_image(config, image), secret)
     slice_ = config.accelerator
     file = config.document.name.rpartition("/")[2]

@@ -326,8 +326,7 @@ class TpuVm:
     ) -> list[HostResult]:
         """Runs a script on hosts, and `again` on those not reached: a container must not go on because a connection
         failed once. Uses gcloud if that is set, and on hosts that refuse ssh. Returns the results in worker order."""
-        results: dict[int, HostResult] = {}
-        left = workers
+        results, left = dict[int, HostResult](), workers
         if not self._connections.gcloud_only:
             answers = self._connections.run_all(script, timeout=timeout, workers=workers, stdin=stdin)
             missed = [result.worker for result in answers if not result.reached and not result.refused]

@@ -27,8 +27,8 @@ def test_missing_gcloud_is_named_with_what_to_install(tmp_path: Path) -> None:
 )
 def test_test_that_did_not_run_fails_the_run_in_ci(tmp_path: Path, environment: dict[str, str], code: int) -> None:
     shutil.copy(HOUSE / "tests" / "conftest.py", tmp_path)
-    two = "import pytest\ndef test_runs(): pass\n@pytest.mark.xfail\ndef test_left_out(): assert False\n"
-    (tmp_path / "test_it.py").write_text(two)
+    source = "import pytest\ndef test_runs(): pass\n@pytest.mark.xfail\ndef test_left_out(): assert False\n"
+    (tmp_path / "test_it.py").write_text(source)
     clean = {key: value for key, value in os.environ.items() if key not in ("CI", "TPU_LAUNCH_NO_SKIPS")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
     said = subprocess.run(command, cwd=tmp_path, env=clean | environment, capture_output=True, text=True, timeout=60)

@@ -32,7 +32,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class ModelRequirements:
-    """What the data needs of the model: embeddings for its tokens, positions for its rows, a head for its task."""
+    """Says what the data needs of the model: embeddings for its tokens, positions for its rows, a head for its task."""
 
     vocabulary: int
     pad: int
