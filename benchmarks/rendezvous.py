@@ -34,8 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.rows import Row, finish, row
 from training.distributed.cluster import Cluster
-from training.distributed.connection import perform_handshake
-from training.distributed.handshake import RENDEZVOUS, host_credentials
+from training.distributed.handshake import RENDEZVOUS, host_credentials, perform_handshake
 from training.distributed.messages import encode
 from training.distributed.rendezvous import join
 from training.distributed.server_protocol import NEWS_SECONDS

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from launcher.config import Config
 from launcher.errors import BadInput
 from training.accelerators import Accelerator, accelerator
-from training.machine.clock import parse_time
+from training.machine import parse_time
 
 AS_OF = "2026-11"  # when the table was read
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
 from launcher.provider import LogLine
-from training.machine.clock import shift
+from training.machine import shift
 
 LINE_BYTES = 1 << 20
 CUT = " [tpu-launch cut this line]"

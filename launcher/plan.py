@@ -19,7 +19,7 @@ from launcher.shell import Result
 from launcher.tpu_vm import slice_hints
 from launcher.tpu_vm.provider import TpuVm
 from launcher.workstation import Address, ConnectionFailed, HostConnection
-from training.machine.clock import Clock
+from training.machine import Clock
 
 _TOKEN_COMMAND = ["gcloud", "auth", "print-access-token", "--quiet"]
 _PURPOSES = {

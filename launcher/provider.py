@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from training.distributed.cluster import SECRET_VARIABLE
-from training.machine.clock import Clock
+from training.machine import Clock
 from training.telemetry.progress_line import ProgressLine
 
 LOG_OVERLAP = timedelta(seconds=1)  # how far before the newest known line `observe` begins again

@@ -13,8 +13,7 @@ from typing import Protocol
 from launcher import shell
 from launcher.owner import NOBODY, Owner
 from launcher.shell import Result
-from training.machine import Machine
-from training.machine.clock import Clock
+from training.machine import Clock, Machine
 
 _CHECK_SECONDS = 1.0  # between two checks of a clock that is checked
 

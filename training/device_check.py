@@ -3,7 +3,7 @@
 Every host of a slice runs it at the same time, and prints each fact as soon as it is known, as one line
 `check-devices {"name": value}`, so that the launcher knows how far a host came that hangs or crashes.
 `find_problems` judges the facts of one host; launcher/device_check judges what only a comparison of hosts shows. Each
-framework's half is `devices.py` of its backend.
+framework's half is in its backend's folder.
 """
 
 import glob

@@ -26,8 +26,7 @@ from typing import Any, Protocol
 
 from training import storage as default_storage
 from training.errors import BadInput, TrainError
-from training.machine import SYSTEM, Machine
-from training.machine.threads import Thread
+from training.machine import SYSTEM, Machine, Thread
 from training.storage import Storage, StorageError, join
 from training.telemetry.writer import join_thread
 

@@ -17,9 +17,8 @@ from training.checkpoint.retention import Keep
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig, batch_mistake
 from training.data.sampling.order import ORDER_VERSION
-from training.distributed.agreement import agree, code_hash
+from training.distributed.agreement import agree, claim, code_hash, fence
 from training.distributed.cluster import Cluster, device_kind, tensorflow_environment
-from training.distributed.fence import claim, fence
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, TrainError, UnusableTpu

@@ -25,7 +25,7 @@ from launcher.images.specification import compute_tag
 from training import storage
 from training.accelerators import UnknownAccelerator, accelerator
 from training.data.formats.dataset import MANIFEST
-from training.distributed import libtpu_flags
+from training.distributed.cluster import LIBTPU_FLAGS
 from training.storage.hub import is_on_hub
 
 FORMAT = 1
@@ -207,7 +207,7 @@ def _path(config: Config, home: Path, name: str) -> Path | None:
     except storage.StorageError:
         return None
     image = config.image.reference or compute_tag(local.image_spec(config), {})
-    flags = config.run.environment.get(libtpu_flags.VARIABLE, "")
+    flags = config.run.environment.get(LIBTPU_FLAGS, "")
     question = json.dumps([FORMAT, trainer, contents, name, image, flags], sort_keys=True)
     return home / "preflight" / f"{name}-{hashlib.sha256(question.encode()).hexdigest()[:16]}.json"
 

@@ -11,7 +11,7 @@ from launcher.config import Config
 from launcher.home import home
 from launcher.tpu_vm.requests import RequestRecord, median_seconds_to_grant
 from training import storage
-from training.machine.clock import format_time
+from training.machine import format_time
 
 _SHOWN = 30  # requests, the newest
 

@@ -16,7 +16,7 @@ from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
 from launcher.provider import CommandReport
 from launcher.run import execution
-from training.machine.threads import Future
+from training.machine import Future
 
 _ANSWER_SECONDS = 30  # for the answer to `profile`, after the trainer's own time-out
 

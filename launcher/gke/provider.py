@@ -34,7 +34,7 @@ from launcher.log_lines import LogWindow
 from launcher.provider import Attempt, CommandReport, ContainerState, HostReport, Observation, SliceState
 from launcher.workstation import Workstation
 from training.accelerators import gke_nodes
-from training.machine.clock import Clock
+from training.machine import Clock
 from training.telemetry.progress_line import FILE, ProgressLine
 
 LOG_BYTES = 16_000_000  # of one observation

@@ -17,7 +17,7 @@ from launcher.gke.kubectl import Kubectl
 from launcher.gke.pod_status import Pod
 from launcher.gke.workload import CONTAINER
 from launcher.provider import LogLine
-from training.machine.threads import Event
+from training.machine import Event
 
 _LIST_EVERY = 10.0  # seconds
 _WATCH_SECONDS = 300.0  # then a new watch begins

@@ -22,8 +22,7 @@ from pathlib import Path
 
 from launcher.home import write_private_bytes
 from training import storage
-from training.machine.clock import Clock
-from training.machine.threads import Threads
+from training.machine import Clock, Threads
 
 FOLDER = "launcher"
 LEASE_SECONDS = 30.0

@@ -16,7 +16,7 @@ from launcher.run.events import Entry
 from launcher.run.runs import runs_on_slice
 from launcher.run.session import Session, deletion_mark
 from launcher.run.verdict import Kind
-from training.machine.clock import parse_time
+from training.machine import parse_time
 
 _SLICE_LOST = (Kind.PREEMPTED.value, Kind.DELETED.value)
 

@@ -14,8 +14,7 @@ from launcher.run.runs import find_run
 from launcher.run.session import Context, Session, open_session
 from launcher.run.specification import SecretSource
 from launcher.run.state import Phase
-from training.machine.clock import format_time
-from training.machine.threads import Future
+from training.machine import Future, format_time
 from training.telemetry.progress_line import slowest
 
 _JUPYTER_SECONDS = 7 * 24 * 3600.0

@@ -16,7 +16,7 @@ from launcher.run.logs import tail
 from launcher.run.session import Session
 from launcher.run.stack_traces import HostStacks, parse_stacks
 from launcher.run.verdict import Cause, Kind, Verdict
-from training.machine.clock import Clock
+from training.machine import Clock
 from training.telemetry.progress_line import ProgressLine
 
 APART_SECONDS = 5.0

@@ -22,7 +22,7 @@ from launcher.run.ledger import Ledger
 from launcher.tpu_vm.requests import RequestRecord
 from launcher.workstation import Workstation
 from training import storage
-from training.machine.threads import Event
+from training.machine import Event
 
 RENEW_SECONDS = 5.0
 _JOIN_SECONDS = 10.0  # for a renewal that is under way

@@ -38,8 +38,7 @@ from launcher.run.events import Entry, RunEvent, from_document
 from launcher.run.state import Phase, RunState, state_of
 from launcher.run.stragglers import draw_hosts
 from training import storage
-from training.machine.clock import Clock, format_time
-from training.machine.threads import Threads
+from training.machine import Clock, Threads, format_time
 from training.telemetry.progress_line import LONGEST_LINE, ProgressLine, encode, parse
 
 _LOCK_POLL_SECONDS = 0.05

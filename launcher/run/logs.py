@@ -26,7 +26,7 @@ from pathlib import Path
 from launcher.home import write_private, write_whole
 from launcher.log_lines import CUT, after
 from launcher.provider import LOG_OVERLAP, LogLine, Observation
-from training.machine.clock import shift
+from training.machine import shift
 
 _TAIL_BYTES = 2_000_000  # of a log file, to find the lines of the overlap again after a restart
 _PIECE_BYTES = 4_000_000  # of a log file in memory at once; larger than _TAIL_BYTES

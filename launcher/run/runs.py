@@ -16,7 +16,7 @@ from launcher.run.specification import Specification
 from launcher.run.state import Phase
 from launcher.workstation import Workstation
 from training import storage
-from training.machine.clock import format_time
+from training.machine import format_time
 
 
 def list_runs(home: Path, machine: Workstation) -> list[Ledger]:

@@ -17,7 +17,7 @@ from launcher.run.ledger import Ledger
 from launcher.run.specification import SecretSource, Specification
 from launcher.run.verdict import Verdict
 from launcher.workstation import CheckedClock, Workstation
-from training.machine.clock import Clock
+from training.machine import Clock
 
 _DESCRIBE_SECONDS = 120.0
 DESCRIBE_AGAIN_SECONDS = 5.0  # before a slice that seems to be gone is described again

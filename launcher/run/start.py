@@ -20,8 +20,7 @@ from launcher.run.state import Phase, phase_on_hosts
 from launcher.run.supervise import stop_hosts
 from launcher.run.verdict import SLICE_DELETED, Cause, Kind, Verdict
 from launcher.tpu_vm import slice_hints
-from training.machine.clock import format_time, parse_time
-from training.machine.threads import Queue
+from training.machine import Queue, format_time, parse_time
 
 _ANSWER_SECONDS = 10.0  # for hosts to answer what became of an attempt, beside half a second a host
 

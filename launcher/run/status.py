@@ -19,7 +19,7 @@ from launcher.run.session import Context, Output, open_session
 from launcher.run.specification import SecretSource
 from launcher.run.verdict import describe_exit
 from launcher.workstation import Workstation
-from training.machine.clock import Clock, format_time, parse_time
+from training.machine import Clock, format_time, parse_time
 from training.telemetry.progress_line import ProgressLine, slowest
 
 _SILENCE_SECONDS = 600.0  # for which `logs -f` waits for a host to answer

@@ -24,7 +24,7 @@ from launcher.run.session import DESCRIBE_AGAIN_SECONDS, Session
 from launcher.run.stall import DEFAULT_SECONDS, judge_stall
 from launcher.run.state import Phase, recorded_ends, recorded_verdict
 from launcher.run.verdict import RECREATED, HostView, Kind, Limits, Verdict, describe_exit, judge
-from training.machine.threads import Queue
+from training.machine import Queue
 from training.telemetry.progress_line import slowest
 
 OBSERVE_EVERY = 1.0  # seconds between two observations of a host

@@ -25,7 +25,7 @@ from launcher.run.state import Phase
 from launcher.run.verdict import Kind, Verdict
 from launcher.shell import Result
 from training import storage
-from training.machine.threads import Future
+from training.machine import Future
 
 POLL_SECONDS = 15.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 15.0, 300.0  # seconds, before a run whose process failed is taken over again

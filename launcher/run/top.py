@@ -17,7 +17,7 @@ from launcher.run.runs import find_run
 from launcher.run.session import Context
 from launcher.run.status import HostStatus, read_status
 from launcher.tpu_vm import slice_hints
-from training.machine.clock import format_time
+from training.machine import format_time
 from training.telemetry.progress_line import TRAINING, ProgressLine, parse
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille cell, by column and row

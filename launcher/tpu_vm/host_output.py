@@ -13,7 +13,7 @@ from launcher.container_scripts import split_progress
 from launcher.log_lines import LogWindow, docker_records, read_log
 from launcher.provider import LOG_OVERLAP, ContainerState, HostReport, Observation
 from launcher.tpu_vm.host_scripts import LOG_BYTES
-from training.machine.clock import parse_time, shift
+from training.machine import parse_time, shift
 
 MOVED = "moved"
 """Begins the detail of a host that has other addresses than the launcher knows."""

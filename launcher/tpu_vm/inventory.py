@@ -19,7 +19,7 @@ from launcher.gcloud.retry import Retry
 from launcher.owner import Owner
 from launcher.tpu_vm.ownership import ACCOUNT, EXPIRES, LABEL, OWNER, RUN, why_not_ours
 from launcher.workstation import Workstation
-from training.machine.clock import parse_time
+from training.machine import parse_time
 
 _SECONDS = 120.0
 _FRESH_SECONDS = 60.0  # between the first description of a slice and its deletion

@@ -22,7 +22,7 @@ from launcher.tpu_vm.ssh.connections import SliceConnections
 from launcher.tpu_vm.ssh.execution import Execution
 from launcher.tpu_vm.ssh.pool import HostResult
 from launcher.workstation import Workstation
-from training.machine.clock import Clock
+from training.machine import Clock
 
 _COMMAND_SECONDS = 20.0  # for a short command on a host
 _FIRST_CONTACT_SECONDS = 300.0

@@ -20,7 +20,7 @@ from launcher.gcloud.retry import Backoff, Retry
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, ownership, slice_hints
 from launcher.workstation import Workstation
-from training.machine.clock import parse_time
+from training.machine import parse_time
 
 _SECONDS = 120.0  # for one question; creating and deleting a request is quick, providing it is not
 _FIRST_LOOK_SECONDS = 120.0  # until an API that does not answer ends what has not begun

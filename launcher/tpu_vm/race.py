@@ -23,7 +23,7 @@ from launcher.tpu_vm import requests, slice_hints
 from launcher.tpu_vm.ownership import NotOurs
 from launcher.tpu_vm.requests import Recorded, RequestRecord, place_of
 from launcher.workstation import CheckedClock, Workstation
-from training.machine.threads import Event, Future
+from training.machine import Event, Future
 
 _POLL_SECONDS = 1.0
 _LOCK_POLL_SECONDS = 2.0

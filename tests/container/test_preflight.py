@@ -187,14 +187,14 @@ def test_a_run_reports_programs_that_preflight_did_not_compile(folder: Path, v4:
 WITH_AND_WITHOUT_WEIGHTS = """
 import sys
 from training.accelerators import accelerator
-from training.backends.torch import network
+from training.backends.torch import state
 from training.config import load
 from training.preflight.programs import list_graphs, read_facts, trace_programs
 
 config = load(sys.argv[1])
 facts = read_facts(config)
-for build_empty in (network.build_empty, lambda *arguments, **keywords: None):
-    network.build_empty = build_empty
+for build_empty in (state.build_empty, lambda *arguments, **keywords: None):
+    state.build_empty = build_empty
     traced = trace_programs(config, facts, list_graphs(config, facts), accelerator("v5litepod-4"))
     print([(each.program.hash, sorted(each.program.arguments.items()), each.resident_bytes) for each in traced])
 """

@@ -16,7 +16,7 @@ from launcher.shell import Result
 from launcher.workstation import Workstation
 from tests import gcloud_commands
 from tests.gcloud_commands import Command
-from training.machine.threads import Future, Threads
+from training.machine import Future, Threads
 
 ANN, BOB = Owner("ann", "a" * 12), Owner("bob", "b" * 12)
 

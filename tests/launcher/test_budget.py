@@ -10,7 +10,7 @@ from launcher.run.budget import exceeds, spent
 from launcher.run.events import Entry
 from launcher.run.verdict import Kind
 from tests.launcher.test_runs import Hosts, Workstation
-from training.machine.clock import format_time
+from training.machine import format_time
 
 START = 1_800_000_000.0
 

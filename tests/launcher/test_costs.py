@@ -11,7 +11,7 @@ from launcher.owner import Owner
 from launcher.tpu_vm import ownership
 from tests.launcher.run_files import load_text
 from training.accelerators import ACCELERATORS
-from training.machine.clock import parse_time
+from training.machine import parse_time
 
 
 def config(folder: Path, **slice_: object) -> Config:

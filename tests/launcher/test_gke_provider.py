@@ -25,7 +25,7 @@ from tests.kubernetes.golden import IMAGE
 from tests.launcher.run_files import load_text
 from tests.launcher.script_host import write_program
 from tests.processes import wait_until
-from training.machine.clock import Clock
+from training.machine import Clock
 from training.telemetry.progress_line import ProgressLine
 
 FILE = """\

@@ -31,7 +31,7 @@ from launcher.tpu_vm import slice_hints
 from tests.launcher.script_host import write_program
 from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight
 from tests.processes import wait_until
-from training.machine.clock import Clock
+from training.machine import Clock
 from training.storage import Stat
 from training.telemetry.progress_line import ProgressLine
 

@@ -26,7 +26,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from launcher.run.events import AttemptBegan, Ended
-from training.machine.clock import Clock
+from training.machine import Clock
 from launcher.run.ledger import Ledger
 with Ledger(Path(sys.argv[1]), Clock()).supervising():
     print("held", flush=True)

@@ -11,7 +11,7 @@ from launcher.provider import CommandReport
 from launcher.run import execution
 from tests.launcher.script_host import write_program
 from tests.launcher.test_runs import Hosts, Workstation, detach
-from training.machine.clock import Clock
+from training.machine import Clock
 
 # As Jupyter Server 2 prints it, when port 8888 is taken.
 JUPYTER = """

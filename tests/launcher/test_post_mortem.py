@@ -11,7 +11,7 @@ from launcher.run import post_mortem
 from launcher.run.ledger import Ledger
 from launcher.run.verdict import Kind
 from tests.launcher.test_runs import Workstation, start_and_lose_sight
-from training.machine.clock import Clock
+from training.machine import Clock
 
 SECRET = 'a "quoted" s3cret'
 FULL = OSError(28, "No space left on device")

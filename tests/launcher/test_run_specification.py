@@ -15,7 +15,7 @@ from launcher.run import env_file, specification
 from launcher.run.ledger import Ledger
 from launcher.run.specification import SecretSource, Specification
 from tests.launcher.run_files import SLICE, load_text
-from training.machine.clock import Clock
+from training.machine import Clock
 
 FILE = f"""\
 {SLICE}model: {{name: bert-base}}

@@ -38,7 +38,7 @@ from launcher.run.session import Context, Outcome, Output
 from launcher.run.start import _may_lack_secrets, require_ready
 from launcher.run.verdict import Kind
 from tests.launcher.run_files import SLICE, load_text
-from training.machine.clock import Clock, format_time
+from training.machine import Clock, format_time
 from training.telemetry.progress_line import ProgressLine
 
 FILE = (

@@ -13,7 +13,7 @@ from launcher.run.ledger import Ledger
 from launcher.run.status import HostStatus, Status, describe_progress, read_status, recent_history
 from launcher.run.verdict import Cause
 from tests.launcher.test_runs import FakeProvider, Workstation, detach
-from training.machine.clock import Clock
+from training.machine import Clock
 from training.telemetry.progress_line import ProgressLine
 
 WHAT = "the host went away and came back; its container was killed with it"

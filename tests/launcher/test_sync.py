@@ -17,7 +17,7 @@ from launcher.run.verdict import Kind
 from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.test_runs import Hosts, Workstation, detach
 from tests.processes import wait_until
-from training.machine.clock import Clock
+from training.machine import Clock
 
 IMAGE = "r/i@sha256:ab"
 

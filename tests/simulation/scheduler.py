@@ -7,7 +7,7 @@ jumps to the next timer. The same seed gives the same simulated run, line by lin
 Every task belongs to a `Process`, which can be killed (none of its tasks runs any more: `Killed` unwinds their stacks,
 and any blocking call meanwhile raises it again), frozen and thawed (time goes on meanwhile).
 
-`SimulatedClock` and `SimulatedThreads` implement `training.machine.clock.Clock` and `training.machine.threads.Threads`.
+`SimulatedClock` and `SimulatedThreads` implement `training.machine.Clock` and `training.machine.Threads`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any
 
 from greenlet import getcurrent, greenlet
 
-from training.machine.clock import Clock
-from training.machine.threads import Threads
+from training.machine import Clock, Threads
 
 Function = Callable[..., Any]
 PREEMPT = 0.1  # probability that another task runs first when a task sets an event, starts a task, and the like
@@ -51,7 +50,7 @@ class Process:
 
 
 class Task:
-    """A thread of a process, a training.machine.threads.Thread."""
+    """A thread of a process, a training.machine.Thread."""
 
     def __init__(self, scheduler: Scheduler, function: Function, args: tuple[Any, ...], name: str, process: Process):
         self.name, self.process, self.daemon = name, process, True

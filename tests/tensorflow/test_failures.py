@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tests.container import small_runs
 from training.backends.tensorflow import input as tensorflow_input
-from training.backends.tensorflow.failures import describe_tpu_failure, translate_failures, translate_tpu_failures
+from training.backends.tensorflow.replicas import describe_tpu_failure, translate_failures, translate_tpu_failures
 from training.config import from_document
 from training.data.tf.record_source import translate_errors
 from training.errors import LostPeer, OutOfMemory, UnusableTpu

@@ -112,7 +112,7 @@ def tensors(model: Path) -> dict[str, Any]:
 
 
 def test_positions_of_roberta_begin_after_its_padding_id(folder: Path) -> None:
-    from training.backends.tensorflow.inference import open_pipeline
+    from training.backends.tensorflow.model import open_pipeline
 
     made = Path(run(folder, "roberta", model={"name": "roberta-base", **SMALL}, train__steps=2)["model"])
     config, found = json.loads((made / "config.json").read_bytes()), tensors(made)

@@ -1,6 +1,6 @@
 """A clock that stands still until a test moves it."""
 
-from training.machine.clock import Clock
+from training.machine import Clock
 
 
 class ManualClock(Clock):

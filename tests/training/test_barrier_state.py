@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.distributed.barrier_state import BarrierState, Identity, Refusal
+from training.distributed.handshake import Identity, Refusal
+from training.distributed.server_protocol import BarrierState
 
 ME = Identity("run", 0, 3)
 

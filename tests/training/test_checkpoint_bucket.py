@@ -14,8 +14,8 @@ from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import restore
 from training.checkpoint.safetensors_file import decode
 from training.config import TrainerConfig
+from training.distributed.agreement import claim
 from training.distributed.cluster import Cluster
-from training.distributed.fence import claim
 from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput
 from training.models import export

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from training.backends.compile_cache import pjrt
-from training.backends.compile_cache.pjrt import open_cache
-from training.backends.compile_cache.store import MAGIC, ProgramStore
+from training.backends import compile_cache
+from training.backends.compile_cache import MAGIC, ProgramStore, open_cache
 
 KEYS = [digit * 64 for digit in "0123456789"]
 OVERHEAD = len(MAGIC) + 32  # bytes of an entry beside its program
@@ -111,8 +110,8 @@ def test_there_is_a_cache_only_on_tpus_and_where_a_folder_is_named(tmp_path: Pat
 
 def test_a_module_has_one_key_in_whatever_order_its_hints_are_written() -> None:
     x, y, other = (b"\n\x0f\n\x06grad_%s\x12\x05false" % name for name in (b"x", b"y", b"z"))
-    assert pjrt.sort_hints(b"a" + y + x + b"b" + other + x + y) == b"a" + x + y + b"b" + other + x + y
-    assert pjrt.sort_hints(y + other + x) == y + other + x
+    assert compile_cache.sort_hints(b"a" + y + x + b"b" + other + x + y) == b"a" + x + y + b"b" + other + x + y
+    assert compile_cache.sort_hints(y + other + x) == y + other + x
 
 
 @pytest.mark.parametrize(
@@ -129,6 +128,6 @@ def test_a_table_of_unknown_version_is_kept(tmp_path: Path, said: list[str], mon
     head = struct.pack("<4q", 520, 0, 24, 0) + struct.pack("<2i", 1, 0)  # version 1.0
     table = ctypes.create_string_buffer(head + bytes(60 * 8), 40 + 60 * 8)
     plugin = SimpleNamespace(GetPjrtApi=ctypes.CFUNCTYPE(ctypes.c_void_p)(lambda: ctypes.addressof(table)))
-    monkeypatch.setattr(pjrt.ctypes, "CDLL", lambda _path: plugin)
-    assert pjrt.install(Path("plugin.so"), store(tmp_path, said), "test") is None
+    monkeypatch.setattr(compile_cache.ctypes, "CDLL", lambda _path: plugin)
+    assert compile_cache.install(Path("plugin.so"), store(tmp_path, said), "test") is None
     assert ctypes.string_at(ctypes.addressof(table) + 40, 60 * 8) == bytes(60 * 8)

@@ -11,8 +11,8 @@ from training import storage
 from training.checkpoint.format import committed_steps, read_manifest
 from training.checkpoint.reader import verify
 from training.checkpoint.writer import CheckpointWriter
+from training.distributed.agreement import Claim, claim, fence
 from training.distributed.cluster import Cluster
-from training.distributed.fence import Claim, claim, fence
 from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput
 from training.storage import StorageError

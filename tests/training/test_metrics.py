@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from training.backends.seeds import step_seed
 from training.config import Train
 from training.errors import BadInput
 from training.optim.adamw import bias_corrections
-from training.optim.schedule import learning_rate
+from training.optim.schedule import learning_rate, step_seed
 from training.telemetry import metrics
 from training.telemetry.metrics import MetricsLog, read_history
 

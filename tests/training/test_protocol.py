@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from training.distributed import handshake as handshakes
-from training.distributed.barrier_state import Identity
-from training.distributed.handshake import RENDEZVOUS, ClientHandshake, HostCredentials, Refusal, make_nonce
+from training.distributed.handshake import RENDEZVOUS, ClientHandshake, HostCredentials, Identity, Refusal, make_nonce
 from training.distributed.messages import HANDSHAKE_BYTES, HOST_BYTES, LineBuffer, Malformed, encode
 from training.distributed.server_protocol import Actions, ServerProtocol, summarize
 

@@ -18,18 +18,23 @@ from typing import Any
 import pytest
 
 from tests.training.host_processes import free_port
-from training.distributed import connection as connections
+from training.distributed import handshake as handshakes
 from training.distributed import messages
-from training.distributed.barrier_state import Identity
 from training.distributed.cluster import Cluster
-from training.distributed.handshake import GRADIENT_EXCHANGE, RENDEZVOUS, ClientHandshake, HostCredentials, make_nonce
+from training.distributed.handshake import (
+    GRADIENT_EXCHANGE,
+    RENDEZVOUS,
+    ClientHandshake,
+    HostCredentials,
+    Identity,
+    make_nonce,
+)
 from training.distributed.messages import ANSWER, FROM_SERVER, LineBuffer, Malformed, encode
 from training.distributed.rendezvous import RendezvousClient
 from training.distributed.rendezvous_server import RendezvousServer
 from training.distributed.server_protocol import ServerProtocol
 from training.distributed.shutdown import ShutdownRequest
-from training.machine import Machine
-from training.machine.network import SystemNetwork
+from training.machine import Machine, SystemNetwork
 
 SEED = 20260722
 UNKNOWN, ADMITTED, CLIENTS = 65_000, 10_000, 15_000
@@ -190,7 +195,7 @@ def test_unknown_peers_at_the_rendezvous_leak_nothing() -> None:
     hosts = []
     for worker in range(3):
         host = socket.create_connection(("127.0.0.1", port), timeout=10)
-        assert isinstance(connections.perform_handshake(host, OWN, worker, 10), LineBuffer)
+        assert isinstance(handshakes.perform_handshake(host, OWN, worker, 10), LineBuffer)
         hosts.append(host)
     peers: list[socket.socket] = []
     for number, stream in enumerate(streams(SEED + 4, 1000)):
@@ -223,7 +228,7 @@ def test_unknown_peers_at_the_gradient_exchange_leak_nothing() -> None:
     own = replace(OWN, purpose=GRADIENT_EXCHANGE)
     listener = SystemNetwork().listen("127.0.0.1", port)
     accepted: dict[int, socket.socket] = {}
-    accepting = threading.Thread(target=lambda: accepted.update(connections.accept_peers(listener, own, 30)))
+    accepting = threading.Thread(target=lambda: accepted.update(handshakes.accept_peers(listener, own, 30)))
     accepting.start()
     peers = []
     for stream in streams(SEED + 5, 500):
@@ -236,7 +241,7 @@ def test_unknown_peers_at_the_gradient_exchange_leak_nothing() -> None:
     assert accepting.is_alive()
     hosts = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(2)]
     for worker, host in enumerate(hosts, 1):
-        assert isinstance(connections.perform_handshake(host, own, worker, 10), LineBuffer)
+        assert isinstance(handshakes.perform_handshake(host, own, worker, 10), LineBuffer)
     accepting.join(10)
     assert sorted(accepted) == [1, 2]
     for connection in (*peers, *hosts, *accepted.values(), listener):

@@ -13,10 +13,9 @@ from unittest.mock import Mock
 import pytest
 
 from tests.training.host_processes import free_port
-from training.distributed import connection as connections
-from training.distributed.barrier_state import Identity
+from training.distributed import handshake as handshakes
 from training.distributed.cluster import SECRET_VARIABLE, Cluster, discover
-from training.distributed.handshake import RENDEZVOUS, HostCredentials, host_credentials
+from training.distributed.handshake import RENDEZVOUS, HostCredentials, Identity, host_credentials
 from training.distributed.messages import HOST_BYTES, LineBuffer, encode
 from training.distributed.rendezvous_server import RendezvousServer, _Peer
 from training.errors import BadInput
@@ -32,7 +31,7 @@ class Host:
     def __init__(self, port: int, worker: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
         own = HostCredentials(Identity("run", 1, 3), RENDEZVOUS, SECRET)
-        assert not isinstance(connections.perform_handshake(self.socket, own, worker, 10), connections.Refusal)
+        assert not isinstance(handshakes.perform_handshake(self.socket, own, worker, 10), handshakes.Refusal)
         self.socket.settimeout(20)
         self._unread = b""
 
@@ -117,11 +116,11 @@ def test_without_room_for_a_connection_the_oldest_pending_one_is_closed() -> Non
         closed.append(pending.pop(0))
         return True
 
-    assert connections.accept_connection(accept, close_oldest) == "a host"
+    assert handshakes.accept_connection(accept, close_oldest) == "a host"
     assert closed == ["first"]
     sleeps: list[float] = []
     pending = ["first", "second"]
-    assert connections.accept_connection(accept, lambda: False, sleeps.append) is None
+    assert handshakes.accept_connection(accept, lambda: False, sleeps.append) is None
     assert sleeps, "it must not spin"
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from tests.training.manual_clock import ManualClock
 from training.distributed.shutdown import ShutdownRequest
-from training.machine import Machine
-from training.machine.threads import Threads
+from training.machine import Machine, Threads
 
 PROGRAM = """
 import os, sys, time

@@ -11,9 +11,8 @@ import pytest
 from tests.container import small_runs
 from training import run_setup
 from training.config import TrainerConfig
-from training.distributed.agreement import agree, disagreements
+from training.distributed.agreement import agree, claim, disagreements
 from training.distributed.cluster import Cluster
-from training.distributed.fence import claim
 from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput
 

@@ -70,16 +70,16 @@ def test_a_program_that_does_not_run_after_it_was_loaded_is_met_once(fault: str,
 INTERRUPTED = """
 import signal
 from training import one_host
-from training.backends.compile_cache import pjrt
+from training.backends import compile_cache
 
 def interrupted(function):
     def call(*arguments):
-        setattr(pjrt._Cache, function.__name__, function)
+        setattr(compile_cache._Cache, function.__name__, function)
         signal.raise_signal(signal.SIGINT)
     return call
 
-for function in (pjrt._Cache._key, pjrt._Cache._serialize):
-    setattr(pjrt._Cache, function.__name__, interrupted(function))
+for function in (compile_cache._Cache._key, compile_cache._Cache._serialize):
+    setattr(compile_cache._Cache, function.__name__, interrupted(function))
 for _ in range(2):
     try:
         one_host.train(one_host.configuration("notebook.yaml"))

@@ -17,7 +17,7 @@ or nothing) but may lose or flip what it holds. Therefore:
 * Only a finite state is committed: the loop ends at the first step that is not finite, and each host checks its part in
   host memory. Restoring skips a checkpoint that is not finite, like a damaged one.
 * Only the newest start of a run commits: host 0 looks for later claims before and after it writes the manifest
-  (`training.distributed.fence`). A host that was suspended between look and write may commit a step of an older
+  (`training.distributed.agreement`). A host that was suspended between look and write may commit a step of an older
   attempt. The newest start keeps that checkpoint if it is complete, and replaces it otherwise.
 * A manifest names its parts and slices with their crc32c, and carries a crc32c of itself. Restoring verifies what each
   host reads, whole parts or single slices, and that the slices of each tensor hold every element exactly once;

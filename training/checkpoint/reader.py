@@ -27,8 +27,7 @@ from training.checkpoint.slices import Slice, copy_into, key_in_part, load_whole
 from training.checkpoint.snapshot import allocate, find_nonfinite
 from training.distributed.rendezvous import Rendezvous
 from training.errors import BadInput
-from training.machine import SYSTEM
-from training.machine.threads import Future, Threads
+from training.machine import SYSTEM, Future, Threads
 from training.storage import NotFound, Storage, crc32c, is_remote, join, transfer_seconds
 
 _HEAD = 1 << 18  # bytes that a part's header hardly ever exceeds

@@ -26,8 +26,7 @@ from training.checkpoint.snapshot import Snapshot, StartSnapshot, allocate, faul
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.errors import BadInput, NonFinite, TrainError
-from training.machine import SYSTEM, Machine
-from training.machine.threads import Thread
+from training.machine import SYSTEM, Machine, Thread
 from training.storage import AlreadyExists, Storage, StorageError, crc32c, is_remote, join, transfer_seconds
 
 _LATE = 0.5  # seconds that a save may wait for the one before without a warning

@@ -83,12 +83,12 @@ def preflight(
 
 def _take_libtpu_flags(document: Document) -> None:
     """Sets this process's LIBTPU_INIT_ARGS to the run's, if run.environment has it; else leaves it as it is."""
-    from training.distributed.libtpu_flags import VARIABLE
+    from training.distributed.cluster import LIBTPU_FLAGS
 
     run = document.value.get("run")
     variables = run.get("environment") if isinstance(run, dict) else None
-    if isinstance(variables, dict) and VARIABLE in variables:
-        os.environ[VARIABLE] = str(variables[VARIABLE])
+    if isinstance(variables, dict) and LIBTPU_FLAGS in variables:
+        os.environ[LIBTPU_FLAGS] = str(variables[LIBTPU_FLAGS])
 
 
 def _parse_targets(document: Document, names: str | None) -> list[Accelerator]:

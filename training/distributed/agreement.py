@@ -1,13 +1,31 @@
-"""Compares what all hosts are about to run, when they first meet."""
+"""Makes the hosts of a start agree on what they run, and lets only the newest start of a run commit checkpoints.
+
+    attempts/attempt-0002.<token>.json    the claim of a start: host 0 writes it when all hosts have agreed, and never
+                                          changes it. Its "after" lists the claims that existed before
+
+Two groups of hosts may train one run: two launchers started it, or a host of an old attempt wakes up. Then one group
+goes on, from the checkpoints that the other has committed. A claim in another claim's list is older than that one,
+which lists more. Among claims that list equally many, attempt number and token decide. So all starts have one order,
+and no two take each other for older, whatever happens between listing and writing: of two starts at the same moment,
+both choose the same one."""
 
 import hashlib
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from training import storage as default_storage
+from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.errors import BadInput
 from training.machine import SYSTEM, Machine
+from training.storage import NotFound, Storage, StorageError, is_remote, join, name_of
+
+_CLAIM = re.compile(r"attempt-(\d+)\.([0-9a-f]+)\.json")
 
 
 def agree(rendezvous: Rendezvous, facts: Mapping[str, str], start_seconds: float, machine: Machine = SYSTEM) -> str:
@@ -44,3 +62,99 @@ def code_hash() -> str:
     for path in sorted(folder.rglob("*.py")):
         digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The claim of a start."""
+
+    url: str
+    after: frozenset[str]  # on host 0, the names of the claims that existed before; else empty
+
+    @property
+    def name(self) -> str:
+        return name_of(self.url)
+
+
+def claim(
+    folder: str,
+    cluster: Cluster,
+    rendezvous: Rendezvous,
+    token: str,
+    record: Mapping[str, Any],
+    storage: Storage = default_storage,
+) -> Claim:
+    """Writes this attempt's claim (`record`, and earlier claims' names) from host 0 to the run's folder; waits for all
+    hosts, and returns it on all. Raises BadInput if host 0 can't write there (a mounted bucket has no hard links) or a
+    host does not see it: the folder is not shared; StorageError if a bucket fails, and LostPeer."""
+    url = join(folder, "attempts", f"attempt-{cluster.attempt:04d}.{token}.json")
+    after: frozenset[str] = frozenset()
+    if cluster.is_first:
+        try:
+            after = _claims(folder, storage)
+            document = {**record, "after": sorted(after)}
+            # Create-only as commits are: find out now, not at the first save, that the folder can't take them.
+            storage.write(url, json.dumps(document, indent=1).encode() + b"\n", create_only=True)
+        except StorageError as error:
+            if isinstance(error, NotFound) or not is_remote(url):
+                raise BadInput(f"output: {error}") from None
+            raise
+    rendezvous.meet("claimed")
+    blind = [worker for worker, sees in enumerate(rendezvous.meet("seen", storage.stat(url) is not None)) if not sees]
+    if blind:
+        raise BadInput(
+            f"output {folder} is not one folder for all hosts: host 0 wrote {url}, and host "
+            f"{', host '.join(map(str, blind))} can't see it; use gs://, or a folder that all hosts share"
+        )
+    return Claim(url, after)
+
+
+def fence(folder: str, cluster: Cluster, own: Claim, storage: Storage = default_storage) -> Callable[[], None]:
+    """Returns a check for host 0 to call before each commit. The check reads the claims that are new in the folder, and
+    raises BadInput if one is of a newer start than `own` or can't be read."""
+    older = set(own.after | {own.name})
+
+    def check() -> None:
+        """Raises BadInput if a new claim in the folder is newer than `own` or can't be read, or StorageError."""
+        for name in sorted(_claims(folder, storage) - older):
+            if _takes_precedence(_read(folder, name, storage), name, own):
+                raise BadInput(
+                    f"run {cluster.run_id} was started again while this attempt {cluster.attempt} was training "
+                    f"({join(folder, 'attempts', name)}); only the newest start may commit. If you want both, give "
+                    "one of them another run id or output"
+                )
+            older.add(name)
+
+    return check
+
+
+def _takes_precedence(record: Mapping[str, Any], name: str, own: Claim) -> bool:
+    """Returns whether another start's claim outranks `own`: it lists more earlier claims or, with as many, `_rank`
+    orders its name higher. True for an unreadable claim."""
+    after = record.get("after")
+    if not isinstance(after, list):
+        return True  # an unreadable claim
+    return _rank(len(after), name) > _rank(len(own.after), own.name)
+
+
+def _rank(seen: int, name: str) -> tuple[int, int, str]:
+    """Returns the place of a claim in the order of all starts; `seen`: the number of claims that it lists. A claim that
+    lists another one also lists all claims of that one, so the number grows along every chain: the order has no cycles,
+    as comparing pairs by name could have."""
+    match = _CLAIM.fullmatch(name)
+    return (seen, int(match[1]), match[2]) if match else (seen, 0, name)
+
+
+def _claims(folder: str, storage: Storage) -> frozenset[str]:
+    """Returns the names of all claims in the run's folder."""
+    names = (name_of(info.url) for info in storage.listing(join(folder, "attempts")))
+    return frozenset(name for name in names if _CLAIM.fullmatch(name))
+
+
+def _read(folder: str, name: str, storage: Storage) -> Mapping[str, Any]:
+    """Reads a claim. Returns {}, which counts as newer, if it is missing or no JSON object. Raises StorageError."""
+    try:
+        record = json.loads(storage.read(join(folder, "attempts", name)))
+    except (NotFound, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}

@@ -27,14 +27,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from training.accelerators import UnknownAccelerator, accelerator
-from training.distributed import libtpu_flags
 from training.errors import BadInput
 
 RENDEZVOUS_PORT = 8490
 GLOO_PORT = 8491
 SECRET_VARIABLE = "TPU_LAUNCH_SECRET"  # the secret that the hosts of an attempt share (handshake.py)
 _SHORTEST_SECRET = 16  # characters
+LIBTPU_FLAGS = "LIBTPU_INIT_ARGS"  # the variable with the flags of libtpu and its compiler
 METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
+
+# What torch_xla 2.9 adds when it is imported on a machine with TPU chips (_setup_libtpu_flags in
+# https://github.com/pytorch/xla/blob/v2.9.0/torch_xla/__init__.py); tests/oracle compares.
+_TORCH_XLA_FLAGS = {
+    "xla_tpu_use_enhanced_launch_barrier": "false",
+    "xla_latency_hiding_scheduler_rerun": "1",
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    "xla_tpu_enable_flash_attention": "false",
+}
+_TORCH_XLA_V5_FLAGS = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true"}
 
 
 @dataclass(frozen=True)
@@ -174,9 +184,26 @@ def torch_xla_environment(cluster: Cluster, environment: Mapping[str, str]) -> d
     flags of the user and of torch_xla. Raises BadInput if the accelerator is unknown or has another number of hosts."""
     variables = tpu_environment(cluster)
     generation = accelerator(variables["TPU_ACCELERATOR_TYPE"]).generation.name
-    own = environment.get(libtpu_flags.VARIABLE, "")
-    flags = libtpu_flags.join(own, libtpu_flags.torch_xla_defaults(generation, own))
-    return {**variables, libtpu_flags.VARIABLE: flags}
+    own = environment.get(LIBTPU_FLAGS, "")
+    return {**variables, LIBTPU_FLAGS: join_flags(own, torch_xla_flags(generation, own))}
+
+
+def torch_xla_flags(generation: str, own: str) -> dict[str, str]:
+    """Returns the libtpu flags, name -> value, that torch_xla adds on a `generation` such as "v5e", and preflight too,
+    except those that `own`, the user's value of LIBTPU_INIT_ARGS, has."""
+    given = {flag.removeprefix("--").partition("=")[0] for flag in own.split()}
+    defaults = {**_TORCH_XLA_FLAGS, **(_TORCH_XLA_V5_FLAGS if generation.startswith("v5") else {})}
+    return {name: value for name, value in defaults.items() if name not in given}
+
+
+def no_flags(generation: str, own: str) -> dict[str, str]:
+    """Returns {}: TorchTPU and TensorFlow add no flags to the user's."""
+    return {}
+
+
+def join_flags(own: str, defaults: Mapping[str, str]) -> str:
+    """Returns a value for LIBTPU_INIT_ARGS: the user's flags `own`, and a flag for each of `defaults`."""
+    return " ".join([*own.split(), *(f"--{name}={value}" for name, value in defaults.items())])
 
 
 def tensorflow_environment(cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:

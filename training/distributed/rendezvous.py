@@ -2,7 +2,7 @@
 
 `meet("checkpoint 40", payload)` returns all payloads, in worker order, when all hosts have called it; if one does not
 arrive within the time-out, every host gets LostPeer, which names the missing hosts and the phase they last reported. A
-server thread in host 0's process keeps the state (`barrier_state.py`); every host, also host 0, holds one TCP
+server thread in host 0's process keeps the state (`server_protocol.py`); every host, also host 0, holds one TCP
 connection to it for the whole run and reports its phase on it.
 
 The kernel notices a lost host, because a long compilation could starve a heartbeat in Python: a killed process closes
@@ -27,18 +27,21 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from training.distributed import messages
-from training.distributed.barrier_state import Refusal
 from training.distributed.cluster import Cluster
-from training.distributed.connection import describe_error, perform_handshake
-from training.distributed.handshake import RENDEZVOUS, HostCredentials, host_credentials
+from training.distributed.handshake import (
+    RENDEZVOUS,
+    HostCredentials,
+    Refusal,
+    describe_error,
+    host_credentials,
+    perform_handshake,
+)
 from training.distributed.messages import FROM_SERVER, LineBuffer, Malformed, Message, decode, encode
 from training.distributed.rendezvous_server import RendezvousServer
 from training.distributed.server_protocol import summarize
-from training.distributed.shutdown import ShutdownRequest
-from training.distributed.time_limit import time_limit
+from training.distributed.shutdown import ShutdownRequest, time_limit
 from training.errors import Exit, LostPeer, StopRequested, TrainError
-from training.machine import SYSTEM, Machine
-from training.machine.network import Connection
+from training.machine import SYSTEM, Connection, Machine
 
 STOP_PATIENCE = 10.0  # seconds that a host at start-up waits for other hosts after it was asked to stop
 GRACE = 1.0  # seconds in which the main thread may end by itself after a peer is lost

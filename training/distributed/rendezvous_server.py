@@ -12,11 +12,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from training.distributed.cluster import Cluster
-from training.distributed.connection import accept_connection, describe_error
-from training.distributed.handshake import NONCE_BYTES, RENDEZVOUS, host_credentials
+from training.distributed.handshake import NONCE_BYTES, RENDEZVOUS, accept_connection, describe_error, host_credentials
 from training.distributed.server_protocol import Actions, ServerProtocol
-from training.machine import SYSTEM, Machine
-from training.machine.network import Connection
+from training.machine import SYSTEM, Connection, Machine
 
 TICK = 0.5  # seconds between checks of deadlines
 _ACCEPTED_AT_ONCE = 64  # then open connections have their turn

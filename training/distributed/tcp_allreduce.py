@@ -16,14 +16,19 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from training.distributed.barrier_state import Refusal
 from training.distributed.cluster import Cluster
-from training.distributed.connection import accept_peers, perform_handshake
-from training.distributed.handshake import GRADIENT_EXCHANGE, HostCredentials, host_credentials
+from training.distributed.handshake import (
+    GRADIENT_EXCHANGE,
+    HostCredentials,
+    Refusal,
+    accept_peers,
+    host_credentials,
+    perform_handshake,
+)
 from training.distributed.messages import Malformed
 from training.distributed.rendezvous import Rendezvous
 from training.errors import LostPeer
-from training.machine.network import SystemNetwork
+from training.machine import SystemNetwork
 
 NAMING_SECONDS = 5.0  # in which the rendezvous learns which host is lost
 HANGING_SECONDS = 10.0  # in which the healthy hosts arrive at the barrier that names a hanging one

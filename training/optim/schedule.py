@@ -1,6 +1,7 @@
-"""The learning rate as a pure function of the step, in double precision on the host, so that every backend and every
-resumed run sees the same numbers."""
+"""The learning rate, in double precision on the host, and the seed of dropout as pure functions of the step, so that
+every backend and every resumed run sees the same numbers."""
 
+import hashlib
 import math
 from typing import Literal
 
@@ -42,3 +43,9 @@ def learning_rate(settings: ScheduleSettings, step: int) -> float:
     progress = max(0, step - begin) / max(1, settings.steps - begin)
     share = 0.5 * (1 + math.cos(math.pi * progress)) if settings.schedule == "cosine" else 1 - progress
     return settings.learning_rate * (settings.floor + (1 - settings.floor) * max(0.0, share))
+
+
+def step_seed(seed: int, step: int, host: int) -> int:
+    """Returns the seed of dropout for one step on one host (its worker number), in [0, 2**31)."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{host}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from training.accelerators import Accelerator
 from training.config import Mesh, TrainerConfig, batch_mistake, mesh_mistake
-from training.distributed import libtpu_flags
+from training.distributed.cluster import LIBTPU_FLAGS, join_flags
 from training.errors import BadInput
 from training.preflight import report
 from training.preflight.compiler import (
@@ -74,7 +74,7 @@ def run_preflight(
 def libtpu_defaults(config: TrainerConfig, target: Accelerator) -> dict[str, str]:
     """Returns libtpu's flags that a run on this slice adds to the LIBTPU_INIT_ARGS of the environment."""
     flags: dict[str, str] = load(BACKENDS[config.backend].libtpu_defaults)(
-        target.generation.name, os.environ.get(libtpu_flags.VARIABLE, "")
+        target.generation.name, os.environ.get(LIBTPU_FLAGS, "")
     )
     return flags
 
@@ -109,9 +109,9 @@ def compile_all(
         for traced, (outcome, seconds) in zip(programs, outcomes, strict=True)
     ]
     capacity = target.generation.usable_hbm_bytes_per_device
-    user_flags = os.environ.get(libtpu_flags.VARIABLE, "").replace(DEEP_STACKS, "")
+    user_flags = os.environ.get(LIBTPU_FLAGS, "").replace(DEEP_STACKS, "")
     return AcceleratorResult(
-        target.name, target.devices, target.hosts, capacity, graphs, flags=libtpu_flags.join(user_flags, flags)
+        target.name, target.devices, target.hosts, capacity, graphs, flags=join_flags(user_flags, flags)
     )
 
 

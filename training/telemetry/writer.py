@@ -11,8 +11,7 @@ The thread also opens the log, which lists the run's folder. `finish` waits for 
 from collections import deque
 from collections.abc import Callable
 
-from training.machine import SYSTEM, Machine
-from training.machine.threads import Thread
+from training.machine import SYSTEM, Machine, Thread
 from training.telemetry.metrics import MetricsLog
 from training.telemetry.tracker import Values
 

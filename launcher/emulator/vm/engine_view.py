@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher.emulator.vm import virtual_tpu
 from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL, EngineError
-from training.machine.clock import parse_time
+from training.machine import parse_time
 
 REQUESTED_LABEL = "tpu-launch.emulator.asked"  # the settings that a container was created with, shown by inspect
 HOST_STORAGE = "http://127.0.0.1:4443"  # the emulated Cloud Storage, as a host reaches it

@@ -18,7 +18,7 @@ from launcher.tpu_vm.ssh import addresses
 from launcher.tpu_vm.ssh.addresses import KnownSlice
 from launcher.tpu_vm.ssh.pool import ConnectionPool, HostResult
 from launcher.workstation import Address, Workstation
-from training.machine.threads import Future
+from training.machine import Future
 
 _GCLOUD_SECONDS = 40.0  # for one call, beside the time of the script that it runs
 _GCLOUD_CALLS = 16  # at once

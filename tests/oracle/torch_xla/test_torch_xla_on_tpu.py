@@ -41,7 +41,7 @@ def test_the_compilers_flags_are_torch_xlas_own(name: str) -> None:
 CACHE_BEFORE_THE_COMPILER = """
 import ctypes, libtpu, sys
 from pathlib import Path
-from training.backends.compile_cache.pjrt import open_cache
+from training.backends.compile_cache import open_cache
 library = libtpu.get_library_path()
 environment = {"PJRT_DEVICE": "TPU", "TPU_LAUNCH_COMPILE_CACHE": sys.argv[1]}
 tpu = ctypes.CDLL(library)

@@ -20,7 +20,7 @@ from launcher.run.top import View
 from tests.simulation.launcher import hangs
 from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.jobs import SUPERVISORS
-from training.machine.clock import parse_time
+from training.machine import parse_time
 from training.telemetry.progress_line import parse
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from tests.simulation.launcher import hangs
 from tests.simulation.launcher.faults import API_FAULTS
 from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.jobs import SECRET, SUPERVISORS
-from training.machine.clock import parse_time
+from training.machine import parse_time
 
 if TYPE_CHECKING:
     from tests.simulation.launcher.commands import Command

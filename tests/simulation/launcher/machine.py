@@ -15,7 +15,7 @@ from tests.simulation.launcher.gcloud import Gcloud
 from tests.simulation.launcher.hosts import EPOCH, Execution, Host
 from tests.simulation.launcher.world import BROKEN_SECONDS, Actor, Laptop, World
 from tests.simulation.scheduler import Process, Scheduler, SimulatedThreads
-from training.machine.clock import Clock
+from training.machine import Clock
 
 _OnStart = Callable[[Callable[[], None]], object]  # is given what kills the process
 _CONNECT_SECONDS = 5.0  # as the launcher's transport has it

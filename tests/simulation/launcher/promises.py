@@ -22,7 +22,7 @@ from launcher.run.runs import list_runs
 from launcher.tpu_vm.requests import RequestRecord
 from tests.simulation.launcher import claims, end_promises, slice_promises
 from tests.simulation.launcher.jobs import REST, SECRET, SUPERVISORS
-from training.machine.clock import parse_time
+from training.machine import parse_time
 
 if TYPE_CHECKING:
     from launcher.run.events import RunEvent

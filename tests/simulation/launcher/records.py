@@ -10,7 +10,7 @@ from launcher.run import events
 from launcher.tpu_vm.requests import RequestRecord
 from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.promises import containers_of, slices_of
-from training.machine.clock import parse_time
+from training.machine import parse_time
 
 if TYPE_CHECKING:
     from launcher.run.events import RunEvent

@@ -18,7 +18,7 @@ from launcher.tpu_vm.requests import RequestRecord
 from tests.simulation.launcher.faults import API_FAULTS, MEDDLING
 from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.jobs import SUPERVISORS
-from training.machine.clock import parse_time
+from training.machine import parse_time
 
 if TYPE_CHECKING:
     from launcher.tpu_vm.inventory import Listing

@@ -1,4 +1,4 @@
-"""Simulated TCP between hosts: implements the Protocols of training.machine.network.
+"""Simulated TCP between hosts: implements the Protocols of training.machine.
 
 Bytes arrive in order, after a latency. A process that dies closes its connections, and the other side notices. A host
 that is cut off loses every packet: what was sent meanwhile arrives when it is back (TCP sends it again), unless the
@@ -304,7 +304,7 @@ class Wire:
 
 
 class HostNetwork:
-    """The training.machine.network.Network of one process."""
+    """The training.machine.Network of one process."""
 
     def __init__(self, wire: Wire, address: str, process: Process) -> None:
         self._wire, self._link, self._process = wire, wire.link(address), process

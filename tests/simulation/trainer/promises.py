@@ -39,7 +39,7 @@ _NAMED = re.compile(r"[Hh]osts? \d|this host|worker \d")
 
 @dataclass(frozen=True)
 class Claimed:
-    """The claim of a start (see training.distributed.fence)."""
+    """The claim of a start (see training.distributed.agreement)."""
 
     name: str  # of the object
     after: frozenset[str]  # names of the claims that it lists

@@ -6,7 +6,7 @@ devices of its CPU, under `MirroredStrategy`, which is TPUStrategy's path throug
 gradients are summed over TCP, in a fixed order: two programs a step instead of one. (MultiWorkerMirroredStrategy would
 sum them too, but after a peer's death it waits for heartbeats, or ends the process with an exit code of its own.)
 
-The training step itself is in `step.py`, the state in `state.py`, devices in `replicas.py`, the network in `model.py`.
+The training step itself and the state are in `step.py`, devices in `replicas.py`, the network in `model.py`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ import tensorflow as tf
 
 from training.backends.protocol import Backend
 from training.backends.tensorflow.calls import StepCalls
-from training.backends.tensorflow.failures import translate_failures
 from training.backends.tensorflow.input import dataset_of, distributed, distributed_evaluation, is_upcoming
 from training.backends.tensorflow.model import Noise, Parameter, build
-from training.backends.tensorflow.replicas import Replicas
-from training.backends.tensorflow.state import TensorFlowState
-from training.backends.tensorflow.step import TensorFlowStep
+from training.backends.tensorflow.replicas import Replicas, translate_failures
+from training.backends.tensorflow.step import TensorFlowState, TensorFlowStep
 from training.batch import SUMS, Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.snapshot import Snapshot
@@ -259,3 +257,17 @@ class _PendingResult:
             norm, skipped = remaining
             return StepResult(sums, signals, gradient_norm=norm, skipped=skipped > 0)
         return StepResult(sums, signals, np.array(remaining) if remaining else None)
+
+
+class TensorFlowProfiler:
+    """TensorFlow's profiler, behind the protocol of `training.profiler.Tracer`."""
+
+    def start(self, folder: str) -> None:
+        tf.profiler.experimental.start(folder)
+
+    def stop(self) -> None:
+        tf.profiler.experimental.stop()
+
+    def scope(self, name: str, **facts: int) -> contextlib.AbstractContextManager[Any]:
+        scope: contextlib.AbstractContextManager[Any] = tf.profiler.experimental.Trace(name, **facts)
+        return scope

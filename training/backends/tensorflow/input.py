@@ -6,37 +6,19 @@ replaced ones: `on_corrupt: skip` works, but the summary of a run on several TPU
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from training.backends.tensorflow.failures import translate_failures
+from training.backends.tensorflow.replicas import Distributed, Upcoming, translate_failures
 from training.batch import Arrays, HostBatch
 from training.config import TrainerConfig
 from training.data.formats.dataset import TYPES, Dataset
 from training.data.tf.record_source import translate_errors
 from training.tasks.rows_tf import evaluation_rows, training_rows
 from training.tasks.task import RunData, Task, evaluation_slice, task_class, training_slice
-
-
-@dataclass(frozen=True)
-class Distributed:
-    """A global array whose rows are on the devices."""
-
-    value: Any  # the strategy's per-replica value, an argument of its programs
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Upcoming:
-    """A global array that the step's program itself will take from the strategy's iterator."""
-
-    iterator: Any
-    shape: tuple[int, ...]
-    dataset: Dataset  # named in error messages
 
 
 def is_upcoming(batch: Arrays) -> bool:

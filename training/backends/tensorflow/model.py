@@ -1,5 +1,5 @@
-"""Builds networks for the TensorFlow backend: transformers' Keras 2 models, with initial weights and dropout. Needs no
-torch.
+"""Builds networks for the TensorFlow backend: transformers' Keras 2 models, with initial weights and dropout; and opens
+trained ones. Needs no torch.
 
 Checkpoints and model folders have parameters under PyTorch's names and in PyTorch's shapes, whichever backend wrote
 them. In TensorFlow a dense layer's kernel is the transpose of PyTorch's weight; other shapes are the same.
@@ -8,11 +8,16 @@ them. In TensorFlow a dense layer's kernel is the transpose of PyTorch's weight;
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
+import transformers
+from safetensors.numpy import load_file
+from transformers import AutoConfig, AutoTokenizer, pipeline
+from transformers.modeling_tf_pytorch_utils import load_pytorch_state_dict_in_tf2_model
 
 from training import storage
 from training.checkpoint.safetensors_file import Damaged, decode
@@ -29,7 +34,7 @@ from training.models.hugging_face import (
     require_family,
 )
 from training.models.initial import initial_weights
-from training.registry import Head
+from training.registry import TASKS, Head
 from training.storage.hub import model_folder
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": np.uint16}
@@ -206,3 +211,24 @@ def _make_dropout(rate: float, place: int, noise: Noise) -> Callable[..., Any]:
         return tf.nn.experimental.stateless_dropout(inputs, rate, seed, rng_alg="philox")
 
     return call
+
+
+_NETWORKS = {entry.head.pipeline: f"TFAutoModel{entry.head.network}" for entry in TASKS.values()}
+
+
+def open_pipeline(name: str, folder: str) -> Any:
+    """Returns `transformers.pipeline(name)` over a local model folder, on the CPU. Raises BadInput for absent weights.
+
+    Loads the weights itself because transformers 4.57's TFAutoModel.from_pretrained fails on a safetensors file with
+    PyTorch's names ("'builtins.safe_open' object is not iterable")."""
+    model = getattr(transformers, _NETWORKS[name]).from_config(AutoConfig.from_pretrained(folder))
+    count_positions(model)
+    ids = tf.constant([[0, 1]])
+    weights = load_file(Path(folder) / WEIGHTS)
+    _, report = load_pytorch_state_dict_in_tf2_model(
+        model, weights, tf_inputs={"input_ids": ids}, allow_missing_keys=True, output_loading_info=True
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise BadInput(f"{folder} lacks {len(missing)} of the model's weights: {', '.join(missing[:3])}")
+    # Without dtype=None, transformers would look its default up in torch.
+    return pipeline(name, model=model, tokenizer=AutoTokenizer.from_pretrained(folder), framework="tf", dtype=None)

@@ -1,17 +1,96 @@
-"""Places arrays on the devices of a tf.distribute strategy: each device is a replica of the model with its rows of the
-batch. Data parallelism is the only layout; another one belongs here.
-"""
+"""The devices of a slice in TensorFlow: places arrays on them, translates their errors, and tries them.
+
+Each device of a tf.distribute strategy is a replica of the model with its rows of the batch. Data parallelism is the
+only layout; another one belongs here. Operations run asynchronously, so an error surfaces in the next call that waits:
+for a step, a batch, a copy of the state."""
 
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from training.backends.tensorflow.failures import translate_tpu_failures
-from training.backends.tensorflow.input import Distributed, Upcoming
+from training.backends.tensorflow import pod
 from training.batch import Arrays
+from training.data.formats.dataset import Dataset
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import Rendezvous
+from training.distributed.tcp_allreduce import TcpAllReduce
+from training.errors import LostPeer, OutOfMemory, UnusableTpu
+
+_SIDE = 256  # of the matrices that try the devices
+_SECONDS = 60.0  # to try them
+
+# gRPC's messages for a lost worker; TensorFlow passes them on under various codes.
+_NO_CONNECTION = re.compile(r"socket closed|connection (reset|refused)|failed to connect|broken pipe", re.IGNORECASE)
+_LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
+
+
+@contextmanager
+def translate_failures() -> Iterator[None]:
+    """Translates errors of a block that waits for operations: to OutOfMemory if a device or a host is out of memory, to
+    LostPeer if the worker of a host of this slice is gone. Other errors pass unchanged."""
+    try:
+        yield
+    except tf.errors.ResourceExhaustedError as error:
+        raise OutOfMemory(error.message) from None
+    except tf.errors.OpError as error:
+        if not _is_lost_worker(error):
+            raise
+        raise LostPeer(f"a worker of this slice is gone: {error.message.splitlines()[0][:300]}") from None
+
+
+@contextmanager
+def translate_tpu_failures() -> Iterator[None]:
+    """Translates errors of a block that initialises the TPU to UnusableTpu, except that of a lost worker."""
+    try:
+        yield
+    except (tf.errors.OpError, RuntimeError, ValueError) as error:
+        if isinstance(error, tf.errors.OpError) and _is_lost_worker(error):
+            raise
+        raise describe_tpu_failure(str(error)) from None
+
+
+def describe_tpu_failure(message: str) -> UnusableTpu:
+    """Returns the error for TensorFlow's message about a TPU that it could not initialise: its reason is the first of
+    several errors, and it names the host if the message names a worker."""
+    worker = re.search(r"remote target /job:\w+/replica:\d+/task:(\d+)", message)
+    first = re.search(r"^ *\(0\) (.*)$", message, re.MULTILINE)
+    lines = [line.strip() for line in message.splitlines()]
+    reason = first[1] if first else "\n".join(line for line in lines if line and not line.startswith("[["))
+    host = f"host {worker[1]}" if worker else "a host of this slice" if _has_workers() else "this host"
+    return UnusableTpu(re.sub(r"\{\{.*?\}\} *", "", reason), os.environ.get("TPU_ACCELERATOR_TYPE"), host)
+
+
+def _is_lost_worker(error: tf.errors.OpError) -> bool:
+    """Returns whether this process drives workers and, by its type or message, the error is that of a lost one."""
+    return _has_workers() and (isinstance(error, _LOST) or _NO_CONNECTION.search(error.message or "") is not None)
+
+
+def _has_workers() -> bool:
+    """Returns whether TPU_NAME lists gRPC workers, rather than this host's own chips."""
+    return os.environ.get("TPU_NAME", "local") != "local"
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """A global array whose rows are on the devices."""
+
+    value: Any  # the strategy's per-replica value, an argument of its programs
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Upcoming:
+    """A global array that the step's program itself will take from the strategy's iterator."""
+
+    iterator: Any
+    shape: tuple[int, ...]
+    dataset: Dataset  # named in error messages
 
 
 class Replicas:
@@ -86,3 +165,76 @@ def _cpu_strategy(devices: int) -> Any:
     [cpu] = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
     return tf.distribute.MirroredStrategy([f"/cpu:{index}" for index in range(devices)])
+
+
+class TensorFlowDevices:
+    """Tries the devices, behind the protocol of `training.device_check.Devices`. On a TPU slice of several hosts,
+    host 0 drives all of them through a worker on every host, as in training (pod.py)."""
+
+    def __init__(self, cluster: Cluster, rendezvous: Rendezvous) -> None:
+        """Opens the devices; on a TPU slice of several hosts, also tries them all here and keeps the results for the
+        methods, so that all hosts must call it. Raises TrainError."""
+        self._wrong: int | None = None
+        self._sum: float | None = None
+        self._exchange: TcpAllReduce | None = None
+        self._replicas: Replicas | None = None
+        if cluster.hosts > 1 and os.environ.get("PJRT_DEVICE") == "TPU":
+            self._use_workers(cluster, rendezvous)
+            return
+        self._replicas = Replicas()
+        self.local = self._replicas.count
+        self.total = self.local * cluster.hosts
+        if cluster.hosts > 1:
+            self._exchange = TcpAllReduce(cluster, rendezvous, _SECONDS)
+
+    def _use_workers(self, cluster: Cluster, rendezvous: Rendezvous) -> None:
+        """Tries all devices from host 0 while the workers of all hosts serve, and shares the results with all hosts.
+        Raises TrainError."""
+        port = int(os.environ.get("TPU_TASK_PORT") or pod.WORKER_PORT)
+        results: dict[str, Any] = {}
+        environment = {**pod.worker_environment(cluster), "TPU_LOAD_LIBRARY": "1"}
+        with pod.worker(environment, port, _SECONDS):
+            addresses = rendezvous.meet("workers", f"{cluster.addresses[cluster.worker]}:{port}")
+            if cluster.is_first:
+                os.environ["TPU_NAME"] = ",".join(f"grpc://{address}" for address in addresses)
+                self._replicas = Replicas()
+                names = [device.name for device in tf.config.list_logical_devices("TPU")]
+                on_hosts = [sum(f"/task:{worker}/" in name for name in names) for worker in range(cluster.hosts)]
+                results = {"hosts": on_hosts, "wrong": self.wrong_products(), "sum": self.sum_ones()}
+            results = rendezvous.meet("devices tried", results)[0]
+        self.local, self.total = results["hosts"][cluster.worker], sum(results["hosts"])
+        self._wrong, self._sum = results["wrong"], results["sum"]
+
+    def memory_bytes(self) -> int | None:
+        return None  # TensorFlow does not report it
+
+    def wrong_products(self) -> int:
+        """Returns the number of wrong elements in matrix products, added up over all replicas. Repeats the number that
+        was found when the devices were opened, if they were tried then."""
+        if self._wrong is not None or self._replicas is None:
+            return self._wrong or 0
+        # Factors of -1, 0 and 1: the products are integers up to 256, which bfloat16 represents exactly.
+        random = np.random.default_rng(0)
+        rows = random.integers(-1, 2, (_SIDE, _SIDE)).astype(np.float32)
+        columns = random.integers(-1, 2, (_SIDE, _SIDE)).astype(np.float32)
+        replicas = self._replicas
+
+        def multiply() -> Any:
+            product = tf.cast(tf.cast(rows, tf.bfloat16) @ tf.cast(columns, tf.bfloat16), tf.float32)
+            return replicas.sum(tf.reduce_sum(tf.cast(product != rows @ columns, tf.float32)))
+
+        return int(replicas.run(tf.function(multiply)))
+
+    def sum_ones(self) -> float:
+        """Returns the sum of a 1 from each device of all hosts: by the strategy's all-reduce, CPU hosts by TCP."""
+        if self._sum is not None or self._replicas is None:
+            return self._sum or 0.0
+        replicas = self._replicas
+
+        def add() -> Any:
+            return replicas.sum(tf.constant(1.0))
+
+        total = float(replicas.run(tf.function(add)))
+        if self._exchange:
+            total = float(self._exchange.sum(np.array([total], np.float32))[0])
+        return total

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from training.backends.placement import ROWS, Axes
-from training.backends.seeds import step_seed
 from training.backends.torch.state import HostState
 from training.batch import SUMS, Arrays, Signals, StepResult
 from training.config import TrainerConfig
 from training.data.sampling.order import host_rows
 from training.distributed.cluster import Cluster
 from training.models.torch.dropout import row_keys
-from training.optim.schedule import learning_rate
+from training.optim.schedule import learning_rate, step_seed
 
 SIGNALS = 2  # stop, save
 REPORT = len(SUMS) + SIGNALS  # numbers that every step gives: the sums, and how many hosts raise each signal

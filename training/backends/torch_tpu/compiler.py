@@ -1,5 +1,5 @@
 """Compiles programs with libtpu for slices that are not there, by the functions of its own table (see
-`compile_cache.pjrt`): the bytes and the options that TorchTPU gives libtpu in a run need nothing else to read them.
+`compile_cache`): the bytes and the options that TorchTPU gives libtpu in a run need nothing else to read them.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from typing import Any
 import libtpu
 
 from training.accelerators import Accelerator, accelerator
-from training.backends.compile_cache.pjrt import PluginError, PluginProgram, PluginTable, plugin_arguments
+from training.backends.compile_cache import PluginError, PluginProgram, PluginTable, plugin_arguments
 from training.data.formats.example_codec import read_fields, unpack_varints
 from training.preflight.compiler import (
     CompilationRefused,

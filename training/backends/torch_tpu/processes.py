@@ -1,9 +1,8 @@
-"""The processes of all chips, and the part of the state that each holds.
+"""The processes of all chips, and the part of the state that each holds; tries the chips.
 
 With `train.mesh.fsdp`, a process holds a slice of each layer's matrix and of its moments, as
 `training.backends.placement` says. A layer gathers its whole matrix in the forward pass and again in the backward pass;
-its process receives the summed gradient of its slice.
-"""
+its process receives the summed gradient of its slice."""
 
 import os
 import warnings
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from training.backends import placement
 from training.backends.placement import FSDP, mesh_shape, place
-from training.backends.torch.step import HostArray, sum_of_squares
+from training.backends.torch.step import HostArray, rows_of, sum_of_squares
 from training.backends.torch_tpu import internals
 from training.checkpoint.slices import HeldSlice, Slice, whole
 from training.config import mesh_mistake
@@ -30,6 +29,9 @@ from training.distributed.tcp_allreduce import raise_lost_peer
 from training.distributed.torch_tpu import trainer_environment
 from training.errors import BadInput, UnusableTpu
 from training.models.torch.attention import recompute
+
+_ROWS, _INNER, _COLUMNS = 128, 256, 128
+_SECONDS = 60.0
 
 
 class Chip:
@@ -163,3 +165,36 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """Returns this process's part of the gradient, summed over the group."""
         return functional.reduce_scatter_tensor(gradient, "sum", context.axis, context.group), None, None
+
+
+class TorchTpuDevices:
+    """Tries one process's chip, behind the protocol of `training.device_check.Devices`; the figures are those of all
+    processes."""
+
+    def __init__(self, cluster: Cluster, rendezvous: Rendezvous) -> None:
+        """Opens this process's chip and connects all processes: all call it. Raises BadInput, UnusableTpu."""
+        self._chip = Chip(cluster, rendezvous, _SECONDS)
+        self.local, self.total = int(os.environ["LOCAL_WORLD_SIZE"]), self._chip.devices
+
+    def memory_bytes(self) -> int | None:
+        return None  # no documented call of torch_tpu tells it
+
+    def wrong_products(self) -> int:
+        """Returns the number of wrong elements in matrix products, added up over all chips; all processes call it."""
+        # Factors of -1, 0 and 1: the products are integers up to 256, which bfloat16 represents exactly.
+        random = np.random.default_rng(0)
+        left, right = (
+            random.integers(-1, 2, shape).astype(np.float32) for shape in ((_ROWS, _INNER), (_INNER, _COLUMNS))
+        )
+        first, second, product = self._chip.send([rows_of(array) for array in (left, right, left @ right)])
+        wrong = (first.to(torch.bfloat16) @ second.to(torch.bfloat16)).to(torch.float32) != product
+        return int(self._add_up(wrong.to(torch.float32).sum()))
+
+    def sum_ones(self) -> float:
+        """Returns the sum of a 1 from each chip; all processes call it."""
+        return self._add_up(torch.ones((), device=self._chip.device))
+
+    def _add_up(self, value: torch.Tensor) -> float:
+        """Returns the sum of a scalar over all processes."""
+        [total] = self._chip.read(self._chip.sum(value.reshape(1)))
+        return total

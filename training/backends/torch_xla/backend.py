@@ -9,6 +9,7 @@ The training step itself is in `step.py`, its cached programs in `step_cache.py`
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -22,16 +23,16 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as xla_metrics
 from torch import Tensor
 from torch_xla.backends import set_mat_mul_precision
+from torch_xla.debug import profiler
 
 from training.accelerators import ACCELERATORS
-from training.backends.compile_cache.pjrt import open_cache
+from training.backends.compile_cache import open_cache
 from training.backends.placement import bytes_on_device
-from training.backends.torch.network import build_network
+from training.backends.torch.state import build_network
 from training.backends.torch.step import REPORT, HostArray, StepInputs, TrainingStep, read_report
 from training.backends.torch_xla import internals
-from training.backends.torch_xla.devices import has_tpu_cores, memory_of
 from training.backends.torch_xla.processor import describe_slow_products, read_flags
-from training.backends.torch_xla.sharding import DataParallel
+from training.backends.torch_xla.sharding import DataParallel, has_tpu_cores, memory_of
 from training.backends.torch_xla.splash import splash_attention
 from training.backends.torch_xla.state import State
 from training.backends.torch_xla.step_cache import Shapes, StepCache
@@ -313,3 +314,16 @@ def count_transfers() -> dict[str, int]:
 def count_fallbacks() -> dict[str, int]:
     """Returns how often each operation that the device lacks ran on the host in this process."""
     return {name: xla_metrics.counter_value(name) for name in xla_metrics.counter_names() if name.startswith("aten::")}
+
+
+class TorchProfiler:
+    """torch_xla's profiler, behind the protocol of `training.profiler.Tracer`."""
+
+    def start(self, folder: str) -> None:
+        profiler.start_trace(folder)
+
+    def stop(self) -> None:
+        profiler.stop_trace()
+
+    def scope(self, name: str, **facts: int) -> contextlib.AbstractContextManager[Any]:
+        return internals.trace_event(name, **facts)

@@ -1,4 +1,4 @@
-"""Layouts of arrays over the devices of the slice.
+"""The devices of the slice, layouts of arrays over them, and a check of them.
 
 Under SPMD, rows of a batch are split over all devices of all hosts, and the state is placed as
 `training.backends.placement` says. The compiler adds the collectives: the sum of gradients and, for a split state, the
@@ -8,6 +8,7 @@ there is no mesh, and the state is never split.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +29,12 @@ from training.batch import Arrays
 from training.checkpoint.slices import HeldSlice
 from training.config import mesh_mistake
 from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import Rendezvous
+from training.distributed.tcp_allreduce import TcpAllReduce
 from training.errors import BadInput, TrainError, UnusableTpu
+
+_ROWS, _INNER, _COLUMNS = 128, 256, 128  # of the matrices that try a device
+_SECONDS = 60.0
 
 
 class DataParallel:
@@ -222,3 +228,56 @@ class _Placed(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
         result = gradient.clone()
         context.sharding.declare(result, context.axes)
         return result, None, None
+
+
+class TorchDevices:
+    """Tries the devices, behind the protocol of `training.device_check.Devices`. Under SPMD,
+    `wrong_products` and `sum_ones` are programs of all hosts."""
+
+    def __init__(self, cluster: Cluster, rendezvous: Rendezvous) -> None:
+        """Opens the devices and, between CPU hosts, connects them. All hosts call it. Raises TrainError."""
+        self._sharding, self._exchange = DataParallel(cluster), None
+        self.total = self._sharding.devices
+        self.local: int = xla_runtime.addressable_runtime_device_count() if self._sharding.is_spmd else 1
+        if cluster.hosts > 1 and not self._sharding.is_spmd:
+            self._exchange = TcpAllReduce(cluster, rendezvous, _SECONDS)
+
+    def memory_bytes(self) -> int | None:
+        return memory_of(self._sharding)[1] or None
+
+    def wrong_products(self) -> int:
+        """Returns the number of wrong elements in matrix products, added up over all devices; all hosts call it."""
+        # Factors of -1, 0 and 1: the products are integers up to 256, which bfloat16 represents exactly.
+        random = np.random.default_rng(0)
+        rows = random.integers(-1, 2, (self.local * _ROWS, _INNER)).astype(np.float32)
+        columns = random.integers(-1, 2, (_INNER, _COLUMNS)).astype(np.float32)
+        sent = self._sharding.send_rows({"rows": rows, "product": rows @ columns})
+        factor = self._sharding.send_replicated(columns).to(torch.bfloat16)
+        wrong = (sent["rows"].to(torch.bfloat16) @ factor).to(torch.float32) != sent["product"]
+        return int(self._read(wrong.to(torch.float32).sum()))
+
+    def sum_ones(self) -> float:
+        """Returns the sum of a 1 from each device of all hosts: by XLA's all-reduce, between CPU hosts over TCP."""
+        ones = self._sharding.send_rows({"ones": np.ones((self.local, 1), np.float32)})["ones"]
+        total = self._read(ones.sum())
+        return float(self._exchange.sum(np.array([total], np.float32))[0]) if self._exchange else total
+
+    def _read(self, value: torch.Tensor) -> float:
+        """Runs the recorded operations and returns their scalar; under SPMD all hosts must call it."""
+        report = self._sharding.replicate_report(value.reshape(1))
+        torch_xla.sync()
+        return float(report.cpu().item())
+
+
+def has_tpu_cores() -> bool:
+    """Returns whether the devices are cores of TPUs: others may be called TPU, but have no place in a grid."""
+    return all("coords" in attributes for attributes in xla_runtime.global_runtime_device_attributes())
+
+
+def memory_of(sharding: DataParallel) -> tuple[int, int]:
+    """Returns bytes in use and in total of this host's first device; 0, 0 where PJRT does not report them: CPUs."""
+    with contextlib.suppress(RuntimeError, KeyError):
+        device = internals.local_devices()[0] if sharding.is_spmd else str(sharding.device)
+        memory = xm.get_memory_info(device)
+        return int(memory["bytes_used"]), int(memory["bytes_limit"])
+    return 0, 0

@@ -17,10 +17,14 @@ and nothing is saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from operator import itemgetter
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 import torch
 import torch_xla
@@ -28,13 +32,13 @@ from torch import Tensor
 
 from training.backends.torch.step import StepInputs
 from training.backends.torch_xla import internals
-from training.backends.torch_xla.python_state import read_plain_values
 from training.backends.torch_xla.state import State
 from training.errors import TrainError
 
 FIRST_TRACED = 4  # batches of a shape
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # of a batch's arrays, by name
 Copy = Callable[[Tensor], Tensor]  # to the host
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class StepCache:
@@ -262,3 +266,38 @@ def _is_seed(argument: Tensor, seed: int, copy: Copy) -> bool:
 def _describe(shapes: Shapes) -> str:
     """Returns shapes as text, for messages."""
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes)
+
+
+def read_plain_values(*roots: object) -> list[Any]:
+    """Returns the numbers, texts and None that are reachable from objects through attributes, containers, closures and
+    the places of iterators, in an order that repeats. Leaves out tensors, sets, generators, classes and globals."""
+    found: list[Any] = []
+    seen: dict[int, object] = {}  # keeps what was made on the way, so that its id stays its own
+    left: list[Any] = list(roots)
+    while left:
+        value = left.pop()
+        if isinstance(value, _PLAIN):
+            found.append(value)
+        elif id(value) not in seen and not isinstance(value, (Tensor, type, ModuleType)):
+            seen[id(value)] = value
+            left += getattr(value, "__dict__", {}).values()
+            with suppress(TypeError, ValueError):  # a generator's place, and an empty cell, can't be read
+                left += _parts(value)
+    return found
+
+
+def _parts(value: Any) -> list[Any]:
+    """Returns what a container, function, method, partial or iterator holds beside its attributes; else []."""
+    if isinstance(value, Mapping):
+        return [*value, *value.values()]
+    if isinstance(value, FunctionType):
+        return [*(value.__closure__ or ())]
+    if isinstance(value, CellType):
+        return [value.cell_contents]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, Iterator):
+        return [*value.__reduce__()[1:]]
+    return [*value] if isinstance(value, (list, tuple)) else []

@@ -1,0 +1,344 @@
+"""Clock, threads, network and randomness of the machine that a process runs on, as one value.
+
+The hosts' protocol, checkpoints, shutdown and telemetry, and with more members (`launcher.workstation`) the launcher,
+take a `Machine` and use nothing of `time`, `threading`, `queue`, `socket` and `random` beside it. So a simulation
+decides when everything happens, and in which order. Files are not part of it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import errno
+import functools
+import os
+import queue
+import random
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from training.errors import TrainError
+
+
+class Clock:
+    """Tells the operating system's time, and waits. Others are derived from it."""
+
+    def monotonic(self) -> float:
+        """Returns seconds since an arbitrary moment; never goes backwards."""
+        return time.monotonic()
+
+    def time(self) -> float:
+        """Returns Unix seconds, as far as this host knows."""
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        """Returns after `seconds`."""
+        time.sleep(seconds)
+
+
+def format_time(seconds: float) -> str:
+    """Returns Unix seconds as an RFC 3339 timestamp in UTC, to the second."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def parse_time(timestamp: str) -> float | None:
+    """Returns the Unix seconds of an RFC 3339 timestamp in UTC, as Google and container engines print it; None for an
+    empty one. Raises ValueError for another text."""
+    if not timestamp:
+        return None
+    head, _, fraction = timestamp.removesuffix("Z").partition(".")
+    whole = datetime.fromisoformat(head).replace(tzinfo=UTC).timestamp()
+    return whole + (float(f"0.{fraction}") if fraction.isdigit() else 0.0)
+
+
+@functools.lru_cache(maxsize=1024)  # one observation asks three times about the same line
+def shift(timestamp: str, by: timedelta) -> str:
+    """Returns an RFC 3339 timestamp moved by a duration, with nine digits of a second (Python has six), so that
+    timestamps compare as text."""
+    head, _, fraction = timestamp.removesuffix("Z").partition(".")
+    return f"{(datetime.fromisoformat(head) + by).isoformat()}.{(fraction or '0')[:9].ljust(9, '0')}Z"
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Thread(Protocol):
+    """A started thread. It does not keep the process alive."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until the thread has ended, at most `timeout` seconds."""
+
+    def is_alive(self) -> bool: ...
+
+
+class Event(Protocol):
+    """`threading.Event`."""
+
+    def is_set(self) -> bool: ...
+
+    def set(self) -> None:
+        """Sets the flag and wakes all waiters."""
+
+    def clear(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the flag is set, at most `timeout` seconds. Returns whether it is set."""
+
+
+class Condition(AbstractContextManager[bool, None], Protocol):
+    """`threading.Condition`, with a lock of its own."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Releases the lock and waits for a notification, at most `timeout` seconds. Returns whether one came."""
+
+    def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T:
+        """Waits until `predicate()` is true, at most `timeout` seconds. Returns its value."""
+
+    def notify_all(self) -> None:
+        """Wakes all waiters."""
+
+
+class Queue(Protocol[T]):
+    """A bounded first-in, first-out queue."""
+
+    def put(self, item: T) -> None:
+        """Adds an item; waits for room while the queue is full."""
+
+    def get(self, timeout: float) -> T | None:
+        """Takes the oldest item; returns None when none came within `timeout` seconds."""
+
+
+class Future(Protocol[R_co]):
+    """The outcome of a call in a thread of its own."""
+
+    def done(self) -> bool: ...
+
+    def exception(self) -> BaseException | None:
+        """Waits for the call to end. Returns what it raised, or None."""
+
+    def result(self) -> R_co:
+        """Waits for the call to end. Returns what it returned, or raises what it raised."""
+
+
+class Threads:
+    """Makes threads and what they share. A thread that still runs does not keep the process from ending."""
+
+    def lock(self) -> AbstractContextManager[Any]:
+        """Returns a lock for one thread at a time, not reentrant."""
+        return threading.Lock()
+
+    def semaphore(self, count: int) -> AbstractContextManager[Any]:
+        """Returns a lock for `count` threads at a time."""
+        return threading.BoundedSemaphore(count)
+
+    def condition(self) -> Condition:
+        return threading.Condition()
+
+    def event(self) -> Event:
+        return threading.Event()
+
+    def queue(self, size: int) -> Queue[Any]:
+        """Returns a queue of at most `size` items."""
+        return _ThreadQueue(size)
+
+    def start(self, function: Callable[..., None], *args: Any, name: str | None = None) -> Thread:
+        """Starts a thread that calls a function."""
+        thread = threading.Thread(target=function, args=args, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
+        """Calls a function in a thread of its own, and returns at once a future with its result or its error."""
+        future = concurrent.futures.Future[R]()
+
+        def run() -> None:
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.start(run)
+        return future
+
+    def map(self, function: Callable[[T], R], items: Iterable[T], at_once: int) -> list[R]:
+        """Returns the results for all items, in their order; `at_once` threads call the function. When all calls have
+        ended, raises what the first failed item raised."""
+        waiting = list(items)
+        results: list[Any] = [None] * len(waiting)
+        failures: dict[int, BaseException] = {}
+        numbers = iter(range(len(waiting)))
+        taking = threading.Lock()
+
+        def work() -> None:
+            """Calls the function for one waiting item after the other, and keeps results and errors."""
+            while True:
+                with taking:
+                    number = next(numbers, None)
+                if number is None:
+                    return
+                try:
+                    results[number] = function(waiting[number])
+                except BaseException as error:
+                    failures[number] = error
+
+        # Ctrl-C in the waiting thread leaves at once: no thread is joined on the way out.
+        for worker in [self.submit(work) for _ in range(min(at_once, len(waiting)))]:
+            worker.result()
+        if failures:
+            raise failures[min(failures)]
+        return results
+
+
+class _ThreadQueue:
+    def __init__(self, size: int) -> None:
+        self._queue: queue.Queue[Any] = queue.Queue(size)
+
+    def put(self, item: Any) -> None:
+        self._queue.put(item)
+
+    def get(self, timeout: float) -> Any | None:
+        try:
+            return self._queue.get(timeout=timeout) if timeout > 0 else self._queue.get_nowait()
+        except queue.Empty:
+            return None
+
+
+NAME_SECONDS = 60.0  # in which the cluster's name service learns the name of this host
+
+
+class Connection(Protocol):
+    """A connected socket. All methods but `close` may raise OSError."""
+
+    def sendall(self, data: bytes, /) -> None: ...
+
+    def send(self, data: memoryview, /) -> int:
+        """Sends some bytes and returns their number. Raises BlockingIOError if it would wait and the time-out is 0."""
+
+    def recv(self, size: int, /) -> bytes:
+        """Waits for at most `size` bytes; returns b"" if the peer has closed. Raises TimeoutError without an errno
+        after the time of `settimeout`, and BlockingIOError at once if that is 0."""
+
+    def settimeout(self, seconds: float | None, /) -> None: ...
+
+    def shutdown(self, how: int, /) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Listener(Protocol):
+    """A listening socket."""
+
+    def accept(self) -> tuple[Connection, Any]:
+        """Returns a new connection and the client's address. Raises OSError, and BlockingIOError if the time-out is 0
+        and no client waits."""
+
+    def settimeout(self, seconds: float | None, /) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Selector(Protocol):
+    """`selectors.BaseSelector`."""
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> Any: ...
+
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> Any: ...
+
+    def unregister(self, fileobj: Any) -> Any: ...
+
+    def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
+        """Waits at most `timeout` seconds until sockets are ready. Returns their (key, events)."""
+
+    def close(self) -> None: ...
+
+
+class Network(Protocol):
+    """Makes connections."""
+
+    def listen(self, address: str, port: int) -> Listener:
+        """Listens on this host's own address. Raises TrainError if it is not this host's, or its port is in use."""
+
+    def connect(self, address: str, port: int, timeout: float) -> Connection:
+        """Returns a connection to a host, made within `timeout` seconds. Raises OSError."""
+
+    def selector(self) -> Selector: ...
+
+    def detect_silence(self, connection: Connection, lost_seconds: float) -> None:
+        """Makes the kernel break a connection to a vanished machine within about `lost_seconds`, however busy this
+        process is."""
+
+
+class SystemNetwork:
+    """The network of this machine."""
+
+    def listen(self, address: str, port: int) -> socket.socket:
+        """Waits until the name service knows this host's `address`, NAME_SECONDS at most, and returns a listening
+        socket. Raises TrainError if it stays unknown or is not this host's, or the port is in use."""
+        deadline = time.monotonic() + NAME_SECONDS
+        while True:
+            try:
+                socket.getaddrinfo(address, port)
+                break
+            except socket.gaierror as error:
+                if time.monotonic() > deadline:
+                    raise TrainError(
+                        f"this host is worker 0, but its own name {address} was not known within {NAME_SECONDS:g} s: "
+                        f"{error}"
+                    ) from None
+                time.sleep(0.5)
+        try:
+            listener = socket.create_server((address, port), backlog=1024, reuse_port=False)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted connections inherit it
+            return listener
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise TrainError(
+                    f"port {port} on {address} is in use, so the hosts can't meet there: does another trainer run on "
+                    "this host?"
+                ) from None
+            raise TrainError(
+                f"this host is worker 0, but can't listen on {address}:{port}: {error.strerror or error}; is "
+                "TPU_WORKER_HOSTNAMES in worker order?"
+            ) from None
+
+    def connect(self, address: str, port: int, timeout: float) -> socket.socket:
+        """Returns a connection, made within `timeout` seconds, without Nagle's delay of small messages."""
+        connection = socket.create_connection((address, port), timeout=timeout)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    def selector(self) -> Selector:
+        return selectors.DefaultSelector()
+
+    def detect_silence(self, connection: Any, lost_seconds: float) -> None:
+        """Sets TCP's keep-alive and time-out so that a vanished peer breaks the connection after `lost_seconds`."""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            ("TCP_KEEPIDLE", 1),
+            ("TCP_KEEPINTVL", 1),
+            ("TCP_KEEPCNT", max(1, int(lost_seconds) - 1)),
+            ("TCP_USER_TIMEOUT", int(lost_seconds * 1000)),
+        ):
+            if hasattr(socket, option):  # Linux has all four
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine that a process runs on; the real one by default."""
+
+    clock: Clock = field(default_factory=Clock)
+    threads: Threads = field(default_factory=Threads)
+    network: Network = field(default_factory=SystemNetwork)
+    random: random.Random = field(default_factory=random.SystemRandom)
+    exit: Callable[[int], NoReturn] = os._exit  # ends the process at once, with this exit code
+
+
+SYSTEM = Machine()
