@@ -102,12 +102,14 @@ def all_keys() -> Iterator[tuple[str, Key]]:
 def keys(model: type[BaseModel]) -> list[Key]:
     """Returns the keys of a section, in the order of the code."""
     hints = typing.get_type_hints(model, include_extras=True)
-    return [_key(name, field, hints[name]) for name, field in model.model_fields.items()]
+    sections = reversed(model.__mro__[:-2])  # without BaseModel and object
+    texts = {name: text for section in sections for name, text in member_texts(section).items()}
+    return [_key(name, field, hints[name], texts.get(name, "")) for name, field in model.model_fields.items()]
 
 
-def _key(name: str, field: FieldInfo, hint: Any) -> Key:
+def _key(name: str, field: FieldInfo, hint: Any, text: str) -> Key:
     section = _section_of(hint)
-    meaning = field.description or (_docstring(section) if section is not None else "")
+    meaning = text or (_docstring(section) if section is not None else "")
     bounds = _bounds(field.metadata)
     type_name = "section" if section is not None else f"{_type_name(hint)} {bounds}".strip()
     return Key(name, type_name, _default(field), _unit(name, field), " ".join(meaning.split()), section)

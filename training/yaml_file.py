@@ -38,7 +38,7 @@ class ConfigError(Exception):
 class Section(BaseModel):
     """Base of every section: immutable, no unknown keys, no silent conversions (an integer may stand for a float)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 Model = TypeVar("Model", bound=BaseModel)

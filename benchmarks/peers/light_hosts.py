@@ -199,8 +199,10 @@ def rack(hosts: int) -> Iterator[Rack]:
             check=True,
         )
         port, acceptor = serve_api(state)
+        # Both sides keep their compiled bytecode, as an installed package and an installed gcloud do.
+        left_out = ("DOCKER_HOST", "PYTHONDONTWRITEBYTECODE")
         environment = {
-            **{key: value for key, value in os.environ.items() if key != "DOCKER_HOST"},
+            **{key: value for key, value in os.environ.items() if key not in left_out},
             "CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU": f"http://127.0.0.1:{port}/",
             "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE": f"http://127.0.0.1:{port}/compute/v1/",
             "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
