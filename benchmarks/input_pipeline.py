@@ -227,9 +227,9 @@ def bucket(folder: str) -> Iterator[dict[str, str]]:
 
 def serve(port: int, folder: str) -> None:
     """Serves buckets in a folder, each answer LATENCY late, until the process is ended."""
+    from launcher.emulator.bucket import Buckets
     from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse, serve_http
-    from launcher.emulator.storage.api import StorageApi
-    from launcher.emulator.storage.bucket import Buckets
+    from launcher.emulator.storage import StorageApi
 
     buckets = Buckets(Path(folder))
     buckets.ensure("bucket")

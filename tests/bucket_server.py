@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launcher.emulator.storage.api import StorageApi
-from launcher.emulator.storage.bucket import Buckets
+from launcher.emulator.bucket import Buckets
+from launcher.emulator.storage import StorageApi
 from tests.loopback import LoopbackServer
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from launcher.emulator.http_server import HttpRequest, HttpResponse
-from launcher.emulator.registry.api import NAMES, RegistryApi
-from launcher.emulator.registry.blobs import BlobStore
+from launcher.emulator.registry import NAMES, BlobStore, RegistryApi
 from launcher.emulator.state import EmulatorState, Store
-from launcher.emulator.storage.tls import CA_FILE, serve_secure, tls_context
+from launcher.emulator.tls import CA_FILE, serve_tls, tls_context
 from launcher.images.distribution.transport import ADDRESS
 from tests.loopback import LoopbackServer
 
@@ -35,7 +34,7 @@ class RegistryServer(LoopbackServer):
         super().__init__()
 
     def serve(self, connection: socket.socket) -> None:
-        serve_secure(connection, self.context, self.answer)
+        serve_tls(connection, self.context, self.answer)
 
     def answer(self, request: HttpRequest) -> HttpResponse:
         self.asked.append(f"{request.method} {request.path}")

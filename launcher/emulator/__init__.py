@@ -1,7 +1,9 @@
 """The emulator: Google's side of a slice, on one machine.
 
     api/            the Cloud TPU API, its few neighbours, and what they refuse
-    storage/        Cloud Storage: buckets on disk, the JSON API, uploads, TLS under Google's names
+    storage.py      Cloud Storage: the JSON API over bucket.py, buckets on disk
+    registry.py     Artifact Registry: repositories, the registry's protocol and content
+    tls.py          HTTPS under Google's names
     vm/             TPU VMs: their containers, metadata server, container engine and image registry
     operations.py   long-running operations, which make and remove the hosts
     faults.py       injected failures

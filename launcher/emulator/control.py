@@ -24,7 +24,7 @@ from launcher import shell
 from launcher.emulator.api.stock import StockSection
 from launcher.emulator.server import ACCESS_TOKEN, CONTROL, ENGINE
 from launcher.emulator.state import EmulatorState, emulator_id, from_json, to_json
-from launcher.emulator.storage.tls import CA_FILE
+from launcher.emulator.tls import CA_FILE
 from launcher.emulator.vm import virtual_tpu
 from launcher.emulator.vm.engine_client import Engine, EngineError
 from launcher.emulator.vm.host_containers import remove_everything

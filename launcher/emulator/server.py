@@ -18,19 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from launcher.emulator import faults
-from launcher.emulator.api import catalogue, queued_resources, repositories, stock
+from launcher.emulator import faults, registry, storage
+from launcher.emulator.api import catalogue, queued_resources, stock
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import ApiError
+from launcher.emulator.bucket import Buckets
 from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse, json_response, serve_http
 from launcher.emulator.operations import OperationRunner
-from launcher.emulator.registry.api import NAMES as REGISTRY_NAMES
-from launcher.emulator.registry.api import RegistryApi
-from launcher.emulator.registry.blobs import BlobStore
 from launcher.emulator.state import Fault, Node, Store, from_json
-from launcher.emulator.storage.api import StorageApi, refuse_buckets
-from launcher.emulator.storage.bucket import Buckets
-from launcher.emulator.storage.tls import CA_FILE, NAMES, serve_secure, tls_context
+from launcher.emulator.tls import CA_FILE, serve_tls, tls_context
 from launcher.emulator.vm import metadata
 from launcher.emulator.vm.engine_client import LABEL, Engine, EngineError
 from launcher.emulator.vm.engine_proxy import EngineProxy
@@ -62,11 +58,11 @@ class Server:
         self.engine = Engine(state.engine)
         self.containers = HostContainers(self.engine, state.id, image, self.sockets)
         self.buckets = Buckets(home / "buckets")
-        self.storage = StorageApi(self.buckets)
+        self.storage = storage.StorageApi(self.buckets)
         self.acceptor = Acceptor()
-        self.tls = tls_context(self.sockets, (*NAMES, *REGISTRY_NAMES))
+        self.tls = tls_context(self.sockets, (*storage.NAMES, *registry.NAMES))
         self.token = state.token
-        self.registry = RegistryApi(BlobStore(home / "registry"), self.store)
+        self.registry = registry.RegistryApi(registry.BlobStore(home / "registry"), self.store)
         self.hosts = Hosts(
             self.store,
             self.containers,
@@ -91,10 +87,10 @@ class Server:
     def run(self, listener: socket.socket) -> None:
         """Opens the other sockets, continues pending operations, starts hosts that went down meanwhile, and serves
         until `stopping` is set. Then lets hosts that are being made finish."""
-        registry = _registry_listener(self._registry_port())
+        registry_listener = _registry_listener(self._registry_port())
         write_private(self.home / ACCESS_TOKEN, self.token)
         with self.store.change() as state:
-            state.registry_port = registry.getsockname()[1]
+            state.registry_port = registry_listener.getsockname()[1]
             state.subnet = self.containers.ensure_network(state.subnet)
             state.pid = os.getpid()
             nodes, hosts = list(state.nodes.values()), state.hosts
@@ -104,7 +100,7 @@ class Server:
         self.hosts.start_stopped(nodes)
         self.acceptor.add(unix_listener(self.sockets / ENGINE), self.engine_proxy.serve_workstation)
         self.acceptor.add(listener, lambda connection: serve_http(connection, self.google))
-        self.acceptor.add(registry, lambda connection: serve_secure(connection, self.tls, self.registry.answer))
+        self.acceptor.add(registry_listener, lambda connection: serve_tls(connection, self.tls, self.registry.answer))
         self.store.after_change = self.operations.wake
         self.operations.wake()
         self.hosts.watch()
@@ -159,9 +155,9 @@ class Server:
             segments = request.segments
             if segments[:3] == ["compute", "v1", "projects"] and len(segments) == 4 and request.method == "GET":
                 return json_response(tpu_api.compute_project(segments[3]))
-            if repositories.concerns(segments):
+            if registry.concerns_repositories(segments):
                 with self.store.change() as state:
-                    made = repositories.answer(state, request.method, segments, request.query, request.json())
+                    made = registry.answer_repositories(state, request.method, segments, request.query, request.json())
                     return json_response(made)
             locations_only = segments[0] == "v1" and segments[3:4] == ["locations"] and len(segments) <= 5
             if not (segments[0] in ("v2", "v2alpha1") or locations_only) or len(segments) < 3:
@@ -175,19 +171,19 @@ class Server:
                 try:
                     return json_response(answer(state, call, time.time()))
                 except ApiError as error:  # answer inside the block: a fault that was used up must be written
-                    return json_response(error.as_json(), catalogue.CODES[error.code][0])
+                    return json_response(error.as_json(), error.status)
         except ApiError as error:
-            return json_response(error.as_json(), catalogue.CODES[error.code][0])
+            return json_response(error.as_json(), error.status)
         except ValueError as error:
-            return json_response(
-                ApiError(catalogue.INVALID_ARGUMENT, f"Invalid JSON payload received. {error}").as_json(), 400
-            )
+            text = f"Invalid JSON payload received. {error}"
+            return json_response(ApiError(catalogue.INVALID_ARGUMENT, text).as_json(), 400)
 
     def _storage(self, request: HttpRequest) -> HttpResponse:
         """Answers a Cloud Storage request; an object-user fault refuses requests about buckets themselves."""
         with self.store.read() as state:
-            refused = refuse_buckets(request) if any(fault.kind == "object-user" for fault in state.faults) else None
-        return self._faulty("storage", lambda: refused or self.storage.answer(request))
+            refuses = any(fault.kind == "object-user" for fault in state.faults)
+        refusal = storage.refuse_buckets(request) if refuses else None
+        return self._faulty("storage", lambda: refusal or self.storage.answer(request))
 
     def _registry_port(self) -> int:
         with self.store.read() as state:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.emulator.storage import tls as bucket_tls
-from launcher.emulator.storage.api import StorageApi
-from launcher.emulator.storage.bucket import Buckets
+from launcher.emulator import tls
+from launcher.emulator.bucket import Buckets
+from launcher.emulator.storage import NAMES, StorageApi
 from tests.loopback import LoopbackServer
 
 
@@ -21,12 +21,12 @@ class Google(LoopbackServer):
     def __init__(self, folder: Path) -> None:
         buckets = Buckets(folder / "buckets")
         buckets.ensure("bucket")
-        self.api, self.context = StorageApi(buckets), bucket_tls.tls_context(folder)
-        self.ca = folder / bucket_tls.CA_FILE
+        self.api, self.context = StorageApi(buckets), tls.tls_context(folder, NAMES)
+        self.ca = folder / tls.CA_FILE
         super().__init__()
 
     def serve(self, connection: socket.socket) -> None:
-        bucket_tls.serve_tls(connection, self.context, self.api.answer)
+        tls.serve_tls(connection, self.context, self.api.answer)
 
     def ask(
         self, name: str, method: str, path: str, body: bytes = b"", ca: Path | None = None, **headers: str
@@ -67,8 +67,8 @@ def test_objects_are_written_and_read_as_tensorflow_does(google: Google) -> None
 
 def test_only_the_emulators_certificate_and_googles_storage_names_are_believed(google: Google, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    bucket_tls.tls_context(tmp_path / "other")
-    other = tmp_path / "other" / bucket_tls.CA_FILE
+    tls.tls_context(tmp_path / "other", NAMES)
+    other = tmp_path / "other" / tls.CA_FILE
     for name, ca in (("storage.googleapis.com", other), ("oauth2.googleapis.com", google.ca)):
         with pytest.raises(ssl.SSLCertVerificationError):
             google.ask(name, "GET", "/bucket/o", ca=ca)
@@ -76,8 +76,8 @@ def test_only_the_emulators_certificate_and_googles_storage_names_are_believed(g
 
 
 def test_no_key_is_left_on_the_disk_and_the_machines_own_cas_stay_believed(tmp_path: Path) -> None:
-    bucket_tls.tls_context(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [bucket_tls.CA_FILE]
-    text = (tmp_path / bucket_tls.CA_FILE).read_text()
+    tls.tls_context(tmp_path, NAMES)
+    assert [path.name for path in tmp_path.iterdir()] == [tls.CA_FILE]
+    text = (tmp_path / tls.CA_FILE).read_text()
     assert "PRIVATE" not in text
     assert text.count("BEGIN CERTIFICATE") > 1

@@ -11,9 +11,9 @@ import pytest
 from launcher.checks import inputs
 from launcher.checks.doctor import check_buckets
 from launcher.config import Config
+from launcher.emulator.bucket import StorageApiError
 from launcher.emulator.http_server import HttpRequest, HttpResponse, json_response
-from launcher.emulator.storage.api import error_response, refuse_buckets
-from launcher.emulator.storage.bucket import StorageApiError
+from launcher.emulator.storage import error_response, refuse_buckets
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.findings import Severity
 from tests.bucket_server import BucketServer

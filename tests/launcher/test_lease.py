@@ -54,7 +54,7 @@ class Machines:
         self.said: list[str] = []
         self.exits: list[str] = []
         clock = SimpleNamespace(time=lambda: EPOCH + self.scheduler.now)
-        monkeypatch.setattr("launcher.emulator.storage.bucket.time", clock)
+        monkeypatch.setattr("launcher.emulator.bucket.time", clock)
         monkeypatch.setattr(
             "launcher.emulator.http_server._Connection.date_time_string",
             lambda _: formatdate(clock.time(), usegmt=True),

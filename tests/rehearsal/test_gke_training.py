@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from launcher import shell
-from launcher.emulator.storage.api import StorageApi
-from launcher.emulator.storage.bucket import Buckets
+from launcher.emulator.bucket import Buckets
+from launcher.emulator.storage import StorageApi
 from launcher.images.build import ensure_image
 from launcher.images.specification import default_spec
 from tests.container import small_runs

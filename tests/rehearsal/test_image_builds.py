@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from launcher import shell
-from launcher.emulator.storage.tls import CA_FILE, tls_context
+from launcher.emulator.tls import CA_FILE, tls_context
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import engine
 from launcher.images.build import ensure_image
@@ -55,7 +55,7 @@ def spec(tmp_path: Path) -> Iterator[ImageSpec]:
     )
     (folder / "code.py").write_text("print(1)\n")
     bundle = tmp_path / CA_FILE
-    tls_context(tmp_path)  # writes it
+    tls_context(tmp_path, ("example.com",))  # writes it
     bundle.write_text(f"{SECRET}\n{bundle.read_text()}")
     name = f"tpu-launch-test/{secrets.token_hex(4)}"
     yield folder_spec(name, folder, ca_bundle=bundle)

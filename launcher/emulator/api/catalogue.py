@@ -60,11 +60,15 @@ class ApiError(Exception):
     message: str
     details: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def status(self) -> int:
+        """The HTTP status."""
+        return CODES[self.code][0]
+
     def as_json(self) -> dict[str, Any]:
         """Returns the response's body."""
-        status, name = CODES[self.code]
         details = {"details": self.details} if self.details else {}
-        return {"error": {"code": status, "message": self.message, "status": name, **details}}
+        return {"error": {"code": self.status, "message": self.message, "status": CODES[self.code][1], **details}}
 
 
 def find(resources: Mapping[str, T], name: str) -> T:

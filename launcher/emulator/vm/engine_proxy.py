@@ -14,8 +14,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from launcher.emulator import faults
-from launcher.emulator.api import repositories
-from launcher.emulator.registry.blobs import BlobStore
+from launcher.emulator.registry import BlobStore, repository_is_missing
 from launcher.emulator.state import Store
 from launcher.emulator.vm import engine_view, image_registry, virtual_tpu
 from launcher.emulator.vm.engine_client import Engine, EngineError
@@ -73,7 +72,7 @@ class EngineProxy:
         self._refuse_when_broken("", image=f"{reference}")
         with self.store.read() as state:
             full = state.full_pushes
-            if repositories.is_missing(state, repository):
+            if repository_is_missing(state, repository):
                 raise EngineRefusal(404, f'name unknown: Repository "{repository.split("/")[2]}" not found')
         tag = request.query.get("tag") or reference.tag
         if not tag:

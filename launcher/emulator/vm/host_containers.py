@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.emulator.state import Host, Node
-from launcher.emulator.storage.tls import NAMES as STORAGE_NAMES
+from launcher.emulator.storage import NAMES as STORAGE_NAMES
 from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL, Engine, EngineError, filters
 
 log = logging.getLogger(__name__)

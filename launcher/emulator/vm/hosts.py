@@ -20,7 +20,7 @@ from urllib.parse import urlencode
 from launcher.emulator import faults
 from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse, serve_http
 from launcher.emulator.state import EmulatorState, Host, Node, Store
-from launcher.emulator.storage.tls import serve_tls
+from launcher.emulator.tls import serve_tls
 from launcher.emulator.vm.engine_client import LABEL, MACHINE_LABEL, EngineError, UnixConnection, filters
 from launcher.emulator.vm.engine_view import EngineRefusal
 from launcher.emulator.vm.host_containers import SHARED, HostContainers

@@ -1,1 +1,0 @@
-"""The emulated Cloud Storage."""
