@@ -27,8 +27,8 @@ from launcher.emulator.state import EmulatorState, emulator_id, from_json, to_js
 from launcher.emulator.tls import CA_FILE
 from launcher.emulator.vm import virtual_tpu
 from launcher.emulator.vm.engine_client import Engine, EngineError
+from launcher.emulator.vm.engine_images import remove_pulled
 from launcher.emulator.vm.host_containers import remove_everything
-from launcher.emulator.vm.image_registry import remove_pulled
 from launcher.errors import BadInput, LaunchError
 from launcher.file_lock import is_held, lock
 from launcher.home import root, write_private

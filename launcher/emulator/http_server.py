@@ -152,17 +152,19 @@ def timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-Handler = Callable[[HttpRequest], HttpResponse]
+# None: the handler has used the connection itself, which carries no other request.
+Handler = Callable[[HttpRequest], HttpResponse | None]
 
 
-def serve_http(connection: socket.socket, handler: Handler) -> None:
+def serve_http(connection: socket.socket, handler: Handler, *, read_ahead: bool = True) -> None:
     """Answers the requests of one connection, with 500 where `handler` raises; returns when the client closes it or is
-    silent for _IDLE_SECONDS. Leaves the connection open."""
+    silent for _IDLE_SECONDS. Leaves the connection open. Without `read_ahead`, takes no byte from it that `handler`
+    has not read."""
     connection.setblocking(True)
     with contextlib.suppress(OSError):  # a unix socket has no such option
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError, Disconnected):
-        _Connection(connection, handler)
+        (_Connection if read_ahead else _UnbufferedConnection)(connection, handler)
 
 
 class _Connection(BaseHTTPRequestHandler):
@@ -186,19 +188,21 @@ class _Connection(BaseHTTPRequestHandler):
         raise AttributeError(name)
 
     def _answer(self) -> None:
-        """Sends the handler's response, or a 500 if it fails; nothing if the client disconnects during the handler."""
+        """Sends the handler's response; a 500 if it fails; nothing if it has none, or the client disconnected."""
         path, _, query = self.path.partition("?")
         body = Body(self.rfile, self.headers)  # type: ignore[arg-type]
         parameters = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
         try:
             response = self._handler(HttpRequest(self.command, path, parameters, self.headers, body))
         except Disconnected:
-            self.close_connection = True
-            return
+            response = None
         except Exception:
             log.exception("%s %s", self.command, self.path)
             error = {"code": 500, "message": "the emulator failed; see its log", "status": "INTERNAL"}
             response = json_response({"error": error}, 500)
+        if response is None:
+            self.close_connection = True
+            return
         try:
             body.drain()
         except Disconnected:
@@ -228,6 +232,10 @@ class _Connection(BaseHTTPRequestHandler):
         if self.close_connection:
             head.append("Connection: close")
         return "\r\n".join(dict.fromkeys(head)) + "\r\n\r\n"
+
+
+class _UnbufferedConnection(_Connection):
+    rbufsize = 0
 
 
 class Acceptor:

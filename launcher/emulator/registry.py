@@ -6,7 +6,7 @@ https://distribution.github.io/distribution/spec/auth/token/
 https://cloud.google.com/artifact-registry/docs/reference/docker-api: no uploads in pieces; a PATCH without a range,
 which docker sends, is taken.
 
-`BlobStore` keeps the content in a folder. vm/image_registry.py has the names that docker pushes without bytes.
+`BlobStore` keeps the content in a folder. vm/engine_images.py has the names that docker pushes without bytes.
 
     blobs/<hex>                           bytes by their sha256: layers, configurations, manifests
     repositories/<name>/blobs/<hex>       marks a blob of a repository (an empty file); <name> is percent-encoded

@@ -29,10 +29,10 @@ from launcher.emulator.state import Fault, Node, Store, from_json
 from launcher.emulator.tls import CA_FILE, serve_tls, tls_context
 from launcher.emulator.vm import metadata
 from launcher.emulator.vm.engine_client import LABEL, Engine, EngineError
+from launcher.emulator.vm.engine_images import EngineImages
 from launcher.emulator.vm.engine_proxy import EngineProxy
 from launcher.emulator.vm.host_containers import HostContainers
 from launcher.emulator.vm.hosts import Hosts, unix_listener
-from launcher.emulator.vm.image_registry import ImageTransfer
 from launcher.file_lock import lock
 from launcher.home import write_private
 
@@ -75,11 +75,10 @@ class Server:
         self.engine_proxy = EngineProxy(
             self.store,
             self.engine,
+            EngineImages(self.store, self.engine, self.registry.store),
             bind=self.hosts.bind,
             ca=self.sockets / CA_FILE,
             tpu_volume=tpu_volume,
-            blobs=self.registry.store,
-            transfer=ImageTransfer(self.engine, self._registry_port, self.token),
         )
         self.operations = OperationRunner(self.store, self.containers, open_agent_socket=self.hosts.open_agent_socket)
         self.stopping = threading.Event()
@@ -87,7 +86,8 @@ class Server:
     def run(self, listener: socket.socket) -> None:
         """Opens the other sockets, continues pending operations, starts hosts that went down meanwhile, and serves
         until `stopping` is set. Then lets hosts that are being made finish."""
-        registry_listener = _registry_listener(self._registry_port())
+        with self.store.read() as state:
+            registry_listener = _registry_listener(state.registry_port)
         write_private(self.home / ACCESS_TOKEN, self.token)
         with self.store.change() as state:
             state.registry_port = registry_listener.getsockname()[1]
@@ -184,10 +184,6 @@ class Server:
             refuses = any(fault.kind == "object-user" for fault in state.faults)
         refusal = storage.refuse_buckets(request) if refuses else None
         return self._faulty("storage", lambda: refusal or self.storage.answer(request))
-
-    def _registry_port(self) -> int:
-        with self.store.read() as state:
-            return state.registry_port
 
     def _metadata(self, hostname: str, request: HttpRequest) -> HttpResponse:
         """Answers a host's metadata request; a path below /v2/ is a call of the Cloud TPU API."""

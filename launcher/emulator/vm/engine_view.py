@@ -2,7 +2,7 @@
 
 A host's containers run on the workstation's engine: their names begin with the host's name, labels name the host, and
 `--network host` means the network of the host's container. A setting that cannot be emulated is refused with a message
-that says so. engine_proxy.py receives the requests; image_registry.py resolves the names of images.
+that says so. engine_proxy.py receives the requests; engine_images.py resolves the names of images.
 """
 
 import copy

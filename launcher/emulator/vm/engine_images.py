@@ -1,0 +1,238 @@
+"""Artifact Registry as container engines see it: pushes, pulls and inspections of images with names of its hosts.
+
+Image names on hosts of Google's registries belong to the emulated registry, all others to the engine. `docker push`
+enters only a name in the state's `pushed` (repository -> tag or digest -> image id): the image stays in the
+workstation's store, and its digest is its id. With `EmulatorState.full_pushes` the engine also pushes the bytes into
+launcher/emulator/registry.py. Hosts can pull what was pushed either way, and nothing else.
+
+The engine reaches the registry at 127.0.0.1, where engines accept any certificate. A pulled image keeps a name there,
+so that it stays in the engine's store until the emulator stops.
+"""
+
+import base64
+import contextlib
+import json
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from launcher.emulator import faults
+from launcher.emulator.http_server import HttpResponse
+from launcher.emulator.registry import BlobStore, repository_is_missing
+from launcher.emulator.state import Store
+from launcher.emulator.vm.engine_client import Engine, EngineError
+from launcher.emulator.vm.engine_view import EngineRefusal
+from launcher.images.distribution.reference import Reference, is_google, parse
+
+_USER = "oauth2accesstoken"
+_SECONDS = 3600.0  # for a push or a pull
+_MANIFEST_BYTES = 2000  # shown after a push of a name; any size will do
+
+
+def is_registry(name: str) -> bool:
+    """Returns whether an image name belongs to the emulated registry."""
+    host, slash, _ = name.partition("/")
+    return bool(slash) and is_google(host)
+
+
+@dataclass(eq=False)
+class EngineImages:
+    """The images of the emulated registry, for the engines of the hosts and of the workstation."""
+
+    store: Store
+    engine: Engine
+    blobs: BlobStore
+
+    # -- names
+
+    def resolve(self, name: str, *, only_pushed: bool) -> str:
+        """Returns the image id for a registry's name (without `only_pushed` for a digest alone: a tag is the
+        workstation's) and any other name unchanged. With it, raises EngineRefusal for a registry's name that was not
+        pushed."""
+        if not is_registry(name):
+            return name
+        image = self._pushed(parse(name))
+        if image is None and only_pushed:
+            raise EngineRefusal(404, f"No such image: {name}")
+        # On the workstation a tag is its own engine's, pushed or not; only a digest needs the registry.
+        return image if image is not None and (only_pushed or "@" in name) else name
+
+    def _pushed(self, reference: Reference, version: str = "") -> str | None:
+        """Returns the id of the image that was pushed as this version, else as the reference's own; None if none."""
+        with self.store.read() as state:
+            return state.pushed.get(reference.repository, {}).get(version or reference.version)
+
+    def _enter(self, repository: str, version: str, image: str, digest: str) -> None:
+        """Records an image id under a tag or digest, and under its digest."""
+        with self.store.change() as state:
+            state.pushed.setdefault(repository, {}).update({version: image, digest: image})
+
+    def add_digests(self, image: dict[str, Any]) -> dict[str, Any]:
+        """Returns an image's inspection with the digests added under which it was pushed."""
+        with self.store.read() as state:
+            ours = [
+                f"{repository}@{version}"
+                for repository, versions in sorted(state.pushed.items())
+                for version, known in versions.items()
+                if known == image["Id"] and version.startswith("sha256:")
+            ]
+        others = [digest for digest in image.get("RepoDigests") or [] if digest not in ours]
+        return {**image, "RepoDigests": others + ours}
+
+    # -- faults
+
+    def _fault_message(self, hostname: str, image: str) -> str | None:
+        """Returns the injected error of a host's engine ("": the workstation's) or `image`'s registry; None if none."""
+        with self.store.read() as state:
+            return faults.engine_trouble(state, hostname, registry=is_registry(image))
+
+    def refuse_when_broken(self, hostname: str, *, image: str = "") -> None:
+        """Raises EngineRefusal while a fault affects this engine or the registry of `image`."""
+        if message := self._fault_message(hostname, image):
+            raise EngineRefusal(500, message)
+
+    def refuse_unless_pulled(self, hostname: str, name: str) -> None:
+        """Raises EngineRefusal (404, no such image) for a registry's image that the host has not pulled, or while a
+        fault affects the host's engine or the registry."""
+        if is_registry(name):
+            image = self._pushed(parse(name))
+            with self.store.read() as state:
+                entry = state.find_host(hostname)
+                pulled = entry is not None and image in entry[1].pulled
+            if not pulled or self._fault_message(hostname, name):
+                raise EngineRefusal(404, f"No such image: {name}")
+
+    # -- pushes
+
+    def push(self, reference: Reference, tag: str) -> HttpResponse:
+        """Enters an image of the workstation as pushed; sends its bytes to the registry if `full_pushes`. Returns the
+        progress that docker shows. Raises EngineRefusal for an unknown image, a missing repository or a registry that
+        is down."""
+        repository, tag = reference.repository, tag or reference.tag
+        self.refuse_when_broken("", image=f"{reference}")
+        with self.store.read() as state:
+            full = state.full_pushes
+            if repository_is_missing(state, repository):
+                raise EngineRefusal(404, f'name unknown: Repository "{repository.split("/")[2]}" not found')
+        if not tag:
+            raise EngineRefusal(400, "docker push --all-tags is not emulated: push one tag")
+        status, data = self.engine.raw("GET", f"/images/{quote(f'{repository}:{tag}', safe='/:')}/json")
+        if status != 200:
+            raise EngineRefusal(404, f"An image does not exist locally with the tag: {repository}")
+        image = json.loads(data)["Id"]
+        digest = self._push_bytes(image, repository, tag) if full else image
+        self._enter(repository, tag, image, digest)
+        return _progress(
+            {"status": f"The push refers to repository [{repository}]"},
+            {"status": f"{tag}: digest: {digest} size: {_MANIFEST_BYTES}"},
+            {"progressDetail": {}, "aux": {"Tag": tag, "Digest": digest, "Size": _MANIFEST_BYTES}},
+        )
+
+    def _push_bytes(self, image: str, repository: str, tag: str) -> str:
+        """Has the engine push an image into the registry. Returns its digest, or raises EngineRefusal."""
+        name = f"{self._engine_prefix()}{repository}"
+        self.engine.call("POST", f"/images/{quote(image, safe=':')}/tag", {"repo": name, "tag": tag})
+        try:
+            records = self._transfer(f"/images/{quote(name, safe='/:')}/push", {"tag": tag})
+        finally:
+            with contextlib.suppress(EngineError):
+                self.engine.call("DELETE", f"/images/{quote(f'{name}:{tag}', safe='/:')}")
+        digests = [record["aux"]["Digest"] for record in records if "Digest" in record.get("aux", {})]
+        if not digests:
+            raise EngineRefusal(500, f"the engine pushed {repository}:{tag} without reporting a digest")
+        return str(digests[-1])
+
+    # -- pulls
+
+    def pull(self, hostname: str, name: str, tag: str, login: str) -> HttpResponse:
+        """Enters an image as pulled by the host; moves bytes only if the workstation's store lacks it. `login`: the
+        X-Registry-Auth header. Raises EngineRefusal for a wrong token, or an image that was not pushed."""
+        separator = "@" if tag.startswith("sha256:") else ":"
+        reference = parse(f"{name}{separator}{tag}" if tag else name)
+        with self.store.read() as state:
+            entry = state.find_host(hostname)
+            token = entry[1].token if entry else ""
+        if _password(login) != token:
+            raise EngineRefusal(
+                500,
+                f'Head "https://{reference.host}/v2/{reference.path}/manifests/{reference.version}": denied: '
+                "Unauthenticated request. Unauthenticated requests do not have permission "
+                f'"artifactregistry.repositories.downloadArtifacts" on resource "{reference.path}" (or it may not '
+                "exist)",
+            )
+        unknown = f'manifest for {reference} not found: manifest unknown: Failed to fetch "{reference.version}"'
+        image = self._fetch(reference)
+        if image is None:
+            raise EngineRefusal(404, unknown)
+        if not self._is_stored(image):
+            reason = "it was pushed, and then removed from the workstation's store; push it again"
+            raise EngineRefusal(404, f"{unknown} ({reason})")
+        with self.store.change() as state:
+            if (entry := state.find_host(hostname)) and image not in entry[1].pulled:
+                entry[1].pulled.append(image)
+        return _progress(
+            {"status": f"Pulling from {reference.path}", "id": reference.version},
+            {"status": f"Digest: {image}"},
+            {"status": f"Status: Image is up to date for {reference}"},
+        )
+
+    def _fetch(self, reference: Reference) -> str | None:
+        """Returns the id of a registry's image, or None. The engine pulls it if only the registry has its bytes."""
+        held = self.blobs.manifest(reference.repository, reference.version)
+        image = self._pushed(reference, held[0] if held else "")
+        if held is None or (image is not None and self._is_stored(image)):
+            return image
+        name, digest = f"{self._engine_prefix()}{reference.repository}", held[0]
+        self._transfer("/images/create", {"fromImage": name, "tag": digest})
+        image = str(self.engine.call("GET", f"/images/{quote(f'{name}@{digest}', safe='/:@')}/json")["Id"])
+        self._enter(reference.repository, reference.version, image, digest)
+        return image
+
+    def _is_stored(self, image: str) -> bool:
+        return self.engine.raw("GET", f"/images/{image}/json")[0] == 200
+
+    # -- bytes
+
+    def _engine_prefix(self) -> str:
+        with self.store.read() as state:
+            return _engine_prefix(state.registry_port)
+
+    def _transfer(self, path: str, query: dict[str, str]) -> list[dict[str, dict[str, str]]]:
+        """Returns the records that the engine's push or pull streams; a record of a failure raises EngineRefusal."""
+        with self.store.read() as state:
+            login = json.dumps({"username": _USER, "password": state.token}).encode()
+        headers = {"X-Registry-Auth": base64.urlsafe_b64encode(login).decode()}
+        status, data = self.engine.raw("POST", path, query, headers=headers, timeout=_SECONDS)
+        records = [json.loads(line) for line in data.splitlines() if line.strip()]
+        failures = [str(record["error"]) for record in records if "error" in record]
+        if status >= 400 or failures:
+            raise EngineRefusal(500, failures[-1] if failures else data.decode(errors="replace")[:300])
+        return records
+
+
+def remove_pulled(engine: Engine, port: int) -> None:
+    """Removes the names of images pulled from the registry at this port, and the images that have no other name."""
+    for image in engine.call("GET", "/images/json"):
+        for name in image.get("RepoDigests") or []:
+            if name.startswith(_engine_prefix(port)):
+                with contextlib.suppress(EngineError):
+                    engine.call("DELETE", f"/images/{quote(name, safe='/:@')}")
+
+
+def _engine_prefix(port: int) -> str:
+    return f"127.0.0.1:{port}/"
+
+
+def _password(header: str) -> str | None:
+    """Returns the password in an X-Registry-Auth header, or None when it has none."""
+    try:
+        credentials = json.loads(base64.urlsafe_b64decode(header + "=" * (-len(header) % 4)))
+        return str(credentials["password"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _progress(*lines: dict[str, Any]) -> HttpResponse:
+    """Returns the JSON lines that an engine streams during a push or a pull."""
+    body = "".join(json.dumps(line) + "\r\n" for line in lines)
+    return HttpResponse(200, body.encode(), {"Content-Type": "application/json"})
