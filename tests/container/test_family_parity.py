@@ -197,7 +197,7 @@ def test_the_first_steps_are_those_of_transformers(
     patch_modules(network, remat, default="none", barrier=xm.optimization_barrier_)
     move(network, device)
     if family == "llama":
-        monkeypatch.setattr("training.tasks.causal_lm.torch._WHOLE_LOGITS", 10 * VOCABULARY)  # the head in 4 pieces
+        monkeypatch.setattr("training.tasks.torch._WHOLE_LOGITS", 10 * VOCABULARY)  # the head in 4 pieces
     sums = load(TASKS[task].torch)
     graphs: list[int] = []
     seen: list[tuple[Tensor, list[Tensor]]] = []
@@ -240,7 +240,7 @@ def test_logits_in_pieces_have_the_same_loss_and_gradients(
     network.lm_head.register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
     found = []
     for whole in (1 << 27, 10 * VOCABULARY):
-        monkeypatch.setattr("training.tasks.causal_lm.torch._WHOLE_LOGITS", whole)
+        monkeypatch.setattr("training.tasks.torch._WHOLE_LOGITS", whole)
         total = sums(network, rows)[0]
         gradients = torch.autograd.grad(total[0] / 3, trained)
         with torch.no_grad():
@@ -261,7 +261,7 @@ def test_evaluated_pieces_have_no_gradient(opened: Callable[[str, str], Any], mo
     rows = {name: torch.from_numpy(array).to(torch_xla.device()) for name, array in batch("causal-lm", 0).items()}
     products = []
     for whole in (1 << 27, 10 * VOCABULARY):
-        monkeypatch.setattr("training.tasks.causal_lm.torch._WHOLE_LOGITS", whole)
+        monkeypatch.setattr("training.tasks.torch._WHOLE_LOGITS", whole)
         with torch.no_grad():
             products.append(internals.program_text([sums(network, rows)[0]]).count(" dot("))
     assert products[1] == products[0] + 3, "four pieces of the head in place of one"

@@ -16,7 +16,7 @@ from training.distributed.rendezvous import SingleHost
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import StopRequested
 from training.evaluate import evaluate_all
-from training.tasks.mlm.task import MaskedLanguageModeling
+from training.tasks.tokens import MaskedLanguageModeling
 from training.telemetry.metrics import read_history
 
 BATCHES = 7

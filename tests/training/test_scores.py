@@ -12,8 +12,7 @@ from training.config import Model
 from training.errors import BadInput
 from training.models.hugging_face import build_model_config, read_labels, usable_positions
 from training.registry import TASKS, task_of_model
-from training.tasks.classification.task import accuracy, check_labels, weighted_f1
-from training.tasks.regression.task import Regression, pearson
+from training.tasks.labels import Regression, accuracy, check_labels, pearson, weighted_f1
 
 Pairs = Sequence[tuple[int, int]]  # true, predicted
 CLASSES = 4

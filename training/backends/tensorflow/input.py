@@ -17,8 +17,8 @@ from training.batch import Arrays, HostBatch
 from training.config import TrainerConfig
 from training.data.formats.dataset import TYPES, Dataset
 from training.data.tf.record_source import translate_errors
-from training.tasks.rows_tf import evaluation_rows, training_rows
 from training.tasks.task import RunData, Task, evaluation_slice, task_class, training_slice
+from training.tasks.tf import evaluation_rows, training_rows
 
 
 def is_upcoming(batch: Arrays) -> bool:

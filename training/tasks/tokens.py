@@ -1,8 +1,4 @@
-"""The data halves of tasks on rows of one length: packed tokens, some of them hidden by masks that a seed decides; or
-whole documents.
-
-A subclass turns totals into figures.
-"""
+"""Tasks that predict tokens, over rows of one length: hidden tokens of packed rows, and the next token of documents."""
 
 import math
 from abc import abstractmethod
@@ -11,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from training.batch import Arrays, HostBatch
+from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
 from training.data.loading.document_batches import DocumentBatches, document_evaluation
@@ -22,13 +18,13 @@ from training.distributed.cluster import Cluster
 from training.tasks.task import BatchSource, Task, evaluation_slice, host_batch, read_ahead
 
 
-class FixedLengthRows(Task):
-    """Rows of one length of one run."""
+class TokenPrediction(Task):
+    """A task on rows of one length. A subclass opens `source`."""
 
     has_labels = False
     has_lengths = False
     shapes = 1
-    source: BatchSource[Any]
+    source: BatchSource[Any]  # of training batches
 
     @staticmethod
     def batch_lengths(dataset: Dataset, rows: int) -> tuple[int, ...]:
@@ -51,9 +47,15 @@ class FixedLengthRows(Task):
         assert self.data.evaluation is not None
         return math.ceil(self.data.evaluation.records / self._config.evaluation_batch_size)
 
+    def figures(self, total: StepResult) -> dict[str, float]:
+        """Returns the loss, the perplexity (inf for a loss from 700 on) and the accuracy (nan without predictions)."""
+        weight = total.sums["weight"] or float("nan")
+        perplexity = math.inf if total.loss >= 700 else math.exp(total.loss)  # exp overflows above 709
+        return {"loss": total.loss, "perplexity": perplexity, "accuracy": total.sums["correct"] / weight}
 
-class MaskedRows(FixedLengthRows):
-    """Packed rows with masks."""
+
+class MaskedLanguageModeling(TokenPrediction):
+    """Predicts tokens of packed rows that are hidden by masks, which a seed decides."""
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
         super().__init__(config, cluster)
@@ -75,8 +77,8 @@ class MaskedRows(FixedLengthRows):
         return mlm_evaluation(dataset, host_slice, self._masking)
 
 
-class DocumentRows(FixedLengthRows):
-    """Rows of whole documents."""
+class CausalLanguageModeling(TokenPrediction):
+    """Predicts each token of a document from those before it. Rows hold whole documents."""
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
         super().__init__(config, cluster)

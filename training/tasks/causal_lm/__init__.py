@@ -1,1 +1,0 @@
-"""Causal language modelling: the next token of a document."""

@@ -1,0 +1,262 @@
+"""Tasks on labelled rows: batches of a few lengths, each row with its label, or its labels.
+
+A task says which labels can be, checks them, and turns the totals of an evaluation over all hosts into figures, which
+are therefore exact over exactly the evaluation set.
+"""
+
+import itertools
+import math
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from training.batch import Arrays, HostBatch, StepResult
+from training.config import TrainerConfig
+from training.data.formats.dataset import Dataset
+from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
+from training.data.sampling import bucket_schedule
+from training.distributed.cluster import Cluster
+from training.errors import BadInput
+from training.registry import TASKS
+from training.tasks.task import Task, evaluation_slice, host_batch, read_ahead
+
+OUTSIDE = "O"  # the label of words in no entity, which micro_f1 leaves out
+
+
+class LabelledRows(Task):
+    """The data half of a task on labelled rows."""
+
+    has_lengths = True
+    label_dtype: npt.DTypeLike
+
+    def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
+        """Opens the data and starts the reader's threads. Raises BadInput if data and configuration do not fit."""
+        super().__init__(config, cluster)
+        train, evaluation = self.data.train, self.data.evaluation
+        if evaluation and evaluation.has_pairs != train.has_pairs:
+            texts = {False: "one text", True: "two texts"}
+            raise BadInput(
+                f"{evaluation.url} has rows of {texts[evaluation.has_pairs]}, and {train.url} of "
+                f"{texts[train.has_pairs]}: write both with the same --text-pair"
+            )
+        self._source = LabelledBatches(self.data.train, self._slice, self._config.seed)
+        self.shapes = len(self._source.lengths)
+
+    @staticmethod
+    def batch_lengths(dataset: Dataset, rows: int) -> tuple[int, ...]:
+        return bucket_schedule.batch_lengths(dataset.records_of_length, rows)
+
+    @classmethod
+    def empty_batch(cls, config: TrainerConfig, rows: int, length: int, labels: int = 0) -> Arrays:
+        kind = TASKS[config.task].rows
+        of_tokens, of_sets = kind == "token-labelled", kind == "set-labelled"
+        shape = (rows, length) if of_tokens else (rows, labels) if of_sets else (rows,)
+        return {
+            "input_ids": np.zeros((rows, length), np.int32),
+            "attention_mask": np.zeros((rows, length), np.int32),
+            "labels": np.zeros(shape, cls.label_dtype),
+            "weights": np.zeros(shape if of_tokens else rows, np.float32),
+        }
+
+    def batches(self, start: int) -> Generator[HostBatch, None, None]:
+        return read_ahead(self._source, self.training_batch, start, self._config.train.prefetch)
+
+    def training_batch(self, batch: LabelledBatch) -> HostBatch:
+        """Returns what a step takes of a training batch. Raises as `check_batch`."""
+        return self._checked(self.data.train, batch)
+
+    def evaluation_batches(self) -> Iterator[HostBatch]:
+        """Yields this host's rows of the whole evaluation set, bucket by bucket, in record order."""
+        assert self.data.evaluation is not None
+        batches = labelled_evaluation(self.data.evaluation, evaluation_slice(self._config, self._slice))
+        return map(partial(self._checked, self.data.evaluation), batches)
+
+    @property
+    def evaluation_batch_count(self) -> int:
+        assert self.data.evaluation is not None
+        records, size = self.data.evaluation.records_of_length, self._config.evaluation_batch_size
+        groups = bucket_schedule.group_lengths(records, size)
+        return sum(math.ceil(sum(records[length] for length in lengths) / size) for lengths in groups)
+
+    def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
+        """Raises BadInput for a label that the task can't have; without an override, for none."""
+
+    def _checked(self, dataset: Dataset, batch: LabelledBatch) -> HostBatch:
+        self.check_batch(dataset, batch)
+        return host_batch(batch)
+
+
+class Classification(LabelledRows):
+    """Classes of whole texts. An evaluation adds up a confusion matrix: entry [t, p] counts the examples of class t
+    that were taken for class p. Every figure but the loss follows from it."""
+
+    has_labels = True
+    label_dtype = np.int32
+    least_labels = 2
+    labels: tuple[str, ...]
+
+    def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
+        """Opens the data. Raises BadInput also for too few labels, a class weight of an unknown one, or an evaluation
+        set with other labels."""
+        super().__init__(config, cluster)
+        self.labels = tuple(self.data.train.manifest.labels)
+        if len(self.labels) < self.least_labels:
+            raise BadInput(
+                f"{self.data.train.url} has {len(self.labels)} label(s), and {config.task} needs {self.least_labels} "
+                "or more"
+            )
+        weights = self._config.train.class_weights
+        if unknown := sorted(weights.keys() - set(self.labels)):
+            raise BadInput(
+                f"train.class_weights names {', '.join(unknown)}, and {self.data.train.url} has the labels: "
+                f"{', '.join(self.labels)}"
+            )
+        self._class_weights = np.array([weights.get(name, 1) for name in self.labels], np.float32) if weights else None
+        if self.data.evaluation:
+            _require_same_labels(self.data.train, self.data.evaluation)
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what a checkpoint must agree with, the labels among it."""
+        return {**super().identity(), "labels": list(self.labels)}
+
+    def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
+        check_labels(dataset.url, batch.labels, batch.records, len(self.labels), self._config.task)
+
+    def training_batch(self, batch: LabelledBatch) -> HostBatch:
+        """Returns what a step takes of a training batch, with weights multiplied by `train.class_weights`."""
+        found = super().training_batch(batch)
+        if self._class_weights is None:
+            return found
+        weights = found.arrays["weights"] * self._class_weights[np.maximum(found.arrays["labels"], 0)]
+        return replace(found, arrays={**found.arrays, "weights": weights})
+
+    def figures(self, total: StepResult) -> dict[str, float]:
+        confusion = np.array(self.confusion(total.counts))
+        return {"loss": total.loss, "accuracy": accuracy(confusion), "weighted_f1": weighted_f1(confusion)}
+
+    def confusion(self, counts: npt.NDArray[Any] | None) -> list[list[float]] | None:
+        rows: list[list[float]] | None = None if counts is None else counts.reshape(len(self.labels), -1).tolist()
+        return rows
+
+
+class TokenClassification(Classification):
+    """Classes of words. Only the first token of a word has a label; others, and special tokens, have weight 0."""
+
+    def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
+        labels = np.where(batch.weights > 0, batch.labels, 0)
+        check_labels(dataset.url, labels, batch.records, len(self.labels), self._config.task)
+
+    def figures(self, total: StepResult) -> dict[str, float]:
+        """Returns the loss, the accuracy over all classes, and the micro F1 over all but OUTSIDE."""
+        confusion = np.array(self.confusion(total.counts))
+        inside = np.array([name != OUTSIDE for name in self.labels])
+        true, predicted, hits = confusion[inside].sum(), confusion[:, inside].sum(), np.diag(confusion)[inside].sum()
+        return {"loss": total.loss, "accuracy": accuracy(confusion), "micro_f1": micro_f1(hits, true, predicted)}
+
+
+class MultiLabel(Classification):
+    """Any number of labels for each text. The loss is the mean binary cross-entropy over texts and labels. Counts of an
+    evaluation are totals over texts and labels, in this order: labels that were rightly predicted, that texts have,
+    that were predicted."""
+
+    least_labels = 1
+
+    def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
+        """Raises BadInput for a number that is neither 0 nor 1."""
+        check_labels(dataset.url, batch.labels, batch.records, 2, self._config.task)
+
+    def figures(self, total: StepResult) -> dict[str, float]:
+        """Returns the loss and the micro F1 over all texts and labels."""
+        assert total.counts is not None
+        return {"loss": total.loss, "micro_f1": micro_f1(*total.counts.tolist())}
+
+    def confusion(self, counts: npt.NDArray[Any] | None) -> list[list[float]] | None:
+        """Returns None: texts of several labels have no confusion matrix."""
+        return None
+
+
+class Regression(LabelledRows):
+    """One number for each text. The loss is the squared error. Counts of an evaluation are totals over rows, in this
+    order: the absolute error, prediction p and label l, their squares pp and ll, their product pl.
+
+    Devices add up in float32: pearson is good to about 1e-5 where the mean of the labels is at most ten of their
+    standard deviations from 0, and loses two digits for each further factor of ten. Such labels are learnt slowly too:
+    shift and scale them first."""
+
+    has_labels = False
+    label_dtype = np.float32
+
+    def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
+        """Raises BadInput for a label that is not finite."""
+        for row in np.flatnonzero(~np.isfinite(batch.labels))[:1]:
+            raise BadInput(
+                f"{dataset.url}: record {batch.records[row]} has label {batch.labels[row]}: "
+                "write the shards again with `tpu-train shards --task regression`"
+            )
+
+    def figures(self, total: StepResult) -> dict[str, float]:
+        """Returns loss and mse, which are the same, mae (nan without rows) and pearson."""
+        assert total.counts is not None
+        count = total.sums["weight"]
+        mae = float(total.counts[0] / count) if count else float("nan")
+        return {"loss": total.loss, "mse": total.loss, "mae": mae, "pearson": pearson(count, total.counts[1:])}
+
+
+def check_labels(
+    url: str, labels: npt.NDArray[Any], records: npt.NDArray[np.int64], classes: int, task: str = "classification"
+) -> None:
+    """Raises BadInput for a label that no class has: on a device it would be another row of the matrix, or nan.
+    `labels`: (rows,), or (rows, numbers)."""
+    for row, *place in np.argwhere((labels < 0) | (labels >= classes))[:1]:
+        raise BadInput(
+            f"{url}: record {records[row]} has label {labels[(row, *place)]}, and the dataset has {classes} labels, 0 "
+            f"to {classes - 1}: write the shards again with `tpu-train shards --task {task}`"
+        )
+
+
+def accuracy(confusion: npt.NDArray[np.float64]) -> float:
+    """Returns the share on the diagonal of (true, predicted) counts; nan without examples."""
+    total = confusion.sum()
+    return float(np.trace(confusion) / total) if total else float("nan")
+
+
+def weighted_f1(confusion: npt.NDArray[np.float64]) -> float:
+    """Returns the mean of the classes' F1 = 2 hits / (true + predicted), weighted by the number of examples of each
+    class; nan without examples.
+
+    A class that is neither present nor predicted counts 0, with weight 0. As scikit-learn's
+    f1_score(average="weighted"): https://scikit-learn.org/stable/modules/generated/sklearn.metrics.f1_score.html"""
+    true, predicted = confusion.sum(1), confusion.sum(0)  # (classes,) each
+    f1 = 2 * np.diag(confusion) / np.maximum(true + predicted, 1)
+    return float((f1 * true).sum() / true.sum()) if true.sum() else float("nan")
+
+
+def micro_f1(hits: float, true: float, predicted: float) -> float:
+    """Returns 2 hits / (true + predicted), of totals over all labels; nan if there is neither. As scikit-learn's
+    f1_score(average="micro")."""
+    return float(2 * hits / (true + predicted)) if true + predicted else float("nan")
+
+
+def pearson(count: float, totals: npt.NDArray[np.float64]) -> float:
+    """Returns the correlation of predictions and labels, between -1 and 1; 0 if either is constant. `count`: of rows;
+    `totals`: (5,), of p, l, pp, ll and pl as in `Regression`."""
+    p, label, pp, ll, pl = totals.tolist()
+    spread = (count * pp - p * p) * (count * ll - label * label)
+    return max(-1.0, min(1.0, (count * pl - p * label) / math.sqrt(spread))) if spread > 0 else 0.0
+
+
+def _require_same_labels(train: Dataset, other: Dataset) -> None:
+    """Raises BadInput, naming the first difference, unless both datasets have the same labels in the same order."""
+    first, second = train.manifest.labels, other.manifest.labels
+    if first != second:
+        pairs = enumerate(itertools.zip_longest(first, second))  # None: it has no more
+        place, pair = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
+        shown = ["no more" if name is None else name for name in pair]
+        raise BadInput(
+            f"{other.url} has {len(second)} labels and {train.url} {len(first)}; label {place} is {shown[1]!r} in the "
+            f"one and {shown[0]!r} in the other: give both the same list (tpu-train shards --labels)"
+        )

@@ -1,1 +1,0 @@
-"""Masked language modelling: predict tokens that were masked."""

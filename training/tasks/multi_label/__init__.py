@@ -1,1 +1,0 @@
-"""Any number of labels for each text."""
