@@ -15,8 +15,7 @@ from launcher.errors import Exit, LaunchError
 from launcher.findings import Finding, Severity, any_fatal, failure, warning
 from launcher.images import local
 from launcher.provider import Attempt, HostReport, Observation, Provider
-from launcher.run.runs import new_run_id, runs_on_slice
-from launcher.run.session import Context
+from launcher.run.session import Context, new_run_id, runs_on_slice
 from launcher.run.start import require_all, require_ready
 from launcher.tpu_vm import slice_hints
 from training.device_check import find_problems, parse_facts

@@ -17,7 +17,7 @@ from launcher.checks import preflight
 from launcher.config import Candidate, Config
 from launcher.errors import BadInput, LaunchError
 from launcher.run import events, specification
-from launcher.run.runs import list_runs
+from launcher.run.session import list_runs
 from launcher.tpu_vm.requests import RequestRecord, median_seconds_to_grant
 from launcher.workstation import Workstation
 from training import storage

@@ -19,7 +19,7 @@ from launcher.emulator import control
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import home, write_private
 from launcher.providers import this_machine
-from launcher.run.runs import find_run
+from launcher.run.session import find_run
 from training import storage
 from training.accelerators import Api
 

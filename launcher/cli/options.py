@@ -78,7 +78,7 @@ def _import(url: str, overrides: tuple[str, ...]) -> tuple[Config, str]:
     """Imports a run of a bucket, and the record of the requests for its slice. Returns its configuration and its id.
     Raises BadInput if there is none, or for --set."""
     from launcher.run import specification
-    from launcher.run.runs import import_run
+    from launcher.run.session import import_run
     from launcher.tpu_vm.requests import RequestRecord
 
     if overrides:

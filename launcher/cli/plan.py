@@ -16,7 +16,7 @@ from launcher.gke import manifest as manifests
 from launcher.home import home, where
 from launcher.images import base as bases
 from launcher.images import local as images
-from launcher.run.stall import describe_limits
+from launcher.run.progress import describe_limits
 
 
 @click.command()

@@ -15,8 +15,7 @@ from launcher.errors import Exit
 from launcher.home import home
 from launcher.run import launch
 from launcher.run import status as statuses
-from launcher.run.runs import find_run
-from launcher.run.session import Outcome
+from launcher.run.session import Outcome, find_run
 from launcher.run.supervise import explain
 from launcher.tpu_vm import slice_hints
 

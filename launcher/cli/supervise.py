@@ -22,8 +22,7 @@ from launcher.providers import make_provider, require_programs
 from launcher.run import supervisor
 from launcher.run.bucket import RunBucket
 from launcher.run.ledger import Ledger
-from launcher.run.runs import import_run
-from launcher.run.session import Context, Output
+from launcher.run.session import Context, Output, import_run
 from training import storage
 
 

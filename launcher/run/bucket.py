@@ -5,10 +5,17 @@
     overlays/overlay-<sha256>.tar.gz
     events/00000001.json      an event; numbered without a gap, created once and never changed
     requests/                 the record of requests for the slice (launcher.tpu_vm.requests)
-    lease.json                the supervisor's name; replaced only by generation (launcher.run.lease)
+    lease.json                the supervisor's name; replaced only by generation
 
 Only one of several writers can create the event with a number: a supervisor that has lost its lease finds the first
 event of its successor there, and records nothing more. No value of a secret is in the bucket.
+
+The lease says which process, on any machine, supervises the run. Only one of several processes can replace it, and its
+holder renews it every few seconds. It has expired when its age, measured only by the bucket's clock, is over
+`LEASE_SECONDS`. The new holder then records `Supervised`, with an event's number that can be used only once, so the
+bucket refuses the previous holder's next event. A holder that finds that it has lost the lease exits at once, as if it
+were killed: the hosts keep running, and the new holder continues from the ledger. While the lease can't be renewed, its
+holder decides nothing (`Ledger.confirm`).
 
 All functions raise StorageError while the bucket does not answer.
 """
@@ -17,16 +24,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
+from launcher.errors import Exit, LaunchError
 from launcher.home import write_private_bytes
+from launcher.workstation import Workstation
 from training import storage
-from training.machine import Clock, Threads
+from training.machine import Clock, Event, Threads
 
 FOLDER = "launcher"
 LEASE_SECONDS = 30.0
 """After which a lease that is not renewed has expired."""
+RENEW_SECONDS = 5.0
 _RECORD = "run.json"
 _REPLACED = ("config.yaml", "specification.yaml")  # `run` may resume a run with other values
 _OVERLAYS = "overlays"
@@ -138,3 +150,100 @@ class RunBucket:
         for name in _REPLACED:
             write_private_bytes(folder / name, storage.read(storage.join(self.url, name)))
         write_private_bytes(folder / _RECORD, record)
+
+
+class Lease:
+    """This process's lease of one run. `keep` runs in a thread of its own."""
+
+    def __init__(
+        self, bucket: RunBucket, run_id: str, holder: str, machine: Workstation, say: Callable[[str], None]
+    ) -> None:
+        """Takes nothing yet. `holder` is the name of this machine's folder of the run in the run's leases."""
+        self._bucket, self._run_id, self._holder, self._machine, self._say = bucket, run_id, holder, machine, say
+        self._lock = machine.threads.lock()
+        self._generation = 0
+        self._renewed = (0.0, 0.0)  # monotonic clock, which may stand still while a laptop sleeps, and Unix seconds
+        self._said = set[bool]()  # whether of the problems that were said one was a LaunchError, and one was not
+        self.supervisions = 0
+        """How many Supervised events there are while this process holds the lease."""
+
+    def take(self, found: LeaseState | None) -> None:
+        """Takes the lease, which was read as `found`. Raises LaunchError (Exit.CONFLICT), which names the supervisor
+        that has it."""
+        try:
+            if found is None or not found.is_live or found.holder == self._holder:
+                self._renewed = self._now()
+                self._generation = self._bucket.write_lease(self._holder, found.generation if found else 0)
+                return
+        except storage.AlreadyExists:
+            found = self._bucket.read_lease()
+        raise LaunchError(
+            f"run {self._run_id} is supervised by {found.holder if found is not None else 'another process'}: "
+            "`tpu-launch logs -f` follows it, `tpu-launch stop` stops it",
+            exit_code=Exit.CONFLICT,
+        )
+
+    def keep(self, over: Event, pull: Callable[[], None]) -> None:
+        """Renews the lease and pulls new events, such as a stop from another machine, every few seconds until `over` is
+        set. Ends the process when another one has the lease."""
+        while not over.wait(RENEW_SECONDS):
+            try:
+                self._renew()
+                pull()
+                self._said.clear()
+            except (storage.StorageError, LaunchError) as error:
+                self._say_once(error)
+
+    def confirm(self) -> None:
+        """Returns at once if the lease is fresh; else renews it, and waits until that succeeds. Ends the process if
+        another one has the lease."""
+        while not self.is_fresh():
+            try:
+                self._renew()
+            except storage.StorageError as error:
+                self._say_once(error)
+                self._machine.clock.sleep(RENEW_SECONDS)
+
+    def release(self) -> None:
+        """Lets another process take the lease at once. Does nothing if that fails: the lease expires."""
+        with self._lock, contextlib.suppress(storage.StorageError):
+            self._bucket.write_lease("", self._generation)
+
+    def is_fresh(self) -> bool:
+        """Returns whether the lease was renewed less than 15 s ago, by the monotonic and the wall clock."""
+        monotonic, time = self._now()
+        return max(monotonic - self._renewed[0], abs(time - self._renewed[1])) < LEASE_SECONDS / 2
+
+    def end(self, supervisor: str) -> NoReturn:
+        """Says that `supervisor` supervises the run now, and ends the process (Exit.CONFLICT)."""
+        self._say(
+            f"run {self._run_id} is supervised by {supervisor} now, so this tpu-launch exits; "
+            f"`tpu-launch logs -f --run {self._run_id}` follows the run"
+        )
+        self._machine.exit(int(Exit.CONFLICT))
+
+    def _now(self) -> tuple[float, float]:
+        return self._machine.clock.monotonic(), self._machine.clock.time()
+
+    def _renew(self) -> None:
+        """Renews the lease. Raises StorageError; ends the process if another one has the lease."""
+        with self._lock:
+            while True:
+                before = self._now()
+                try:
+                    self._generation = self._bucket.write_lease(self._holder, self._generation)
+                    break
+                except storage.AlreadyExists:
+                    found = self._bucket.read_lease()
+                    if found is None or found.holder != self._holder:
+                        self.end(found.holder if found is not None and found.holder else "another process")
+                    self._generation = found.generation  # of a renewal of this process, whose answer was lost
+            self._renewed = before
+
+    def _say_once(self, error: storage.StorageError | LaunchError) -> None:
+        """Says once, until `keep` succeeds, that the lease can't be renewed (LaunchError: events can't be pulled)."""
+        if (is_of_pull := isinstance(error, LaunchError)) not in self._said:
+            self._said.add(is_of_pull)
+            waiting = f"run {self._run_id}: its lease can't be renewed; decisions wait until it is: {error}; "
+            bill = "what runs on hosts goes on, and is billed until `tpu-launch down`"
+            self._say(str(error) if is_of_pull else waiting + bill)

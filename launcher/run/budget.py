@@ -13,8 +13,7 @@ from launcher.errors import BadInput, Exit, LaunchError
 from launcher.file_lock import hold_shared
 from launcher.run import events
 from launcher.run.events import Entry
-from launcher.run.runs import runs_on_slice
-from launcher.run.session import Session, deletion_mark
+from launcher.run.session import Session, deletion_mark, runs_on_slice
 from launcher.run.verdict import Kind
 from training.machine import parse_time
 

@@ -9,9 +9,8 @@ from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.masking import SecretMasker
 from launcher.provider import CommandReport, LogLine, Observation
-from launcher.run import explanation
-from launcher.run.runs import find_run
-from launcher.run.session import Context, Session, open_session
+from launcher.run import hang
+from launcher.run.session import Context, Session, find_run, open_session
 from launcher.run.specification import SecretSource
 from launcher.run.state import Phase
 from training.machine import Future, format_time
@@ -82,8 +81,8 @@ def explain_run(session: Session) -> tuple[str | None, str]:
     observations = machine.threads.map(read, session.workers, at_once=64)
     lines = {each.worker: line for each in observations if (line := slowest(each.progress))}
     masker = SecretMasker(session.secret_values())
-    found = explanation.explain_live(session.provider, container, lines, 0.0, machine.clock, masker, native=False)
-    folder = explanation.write_files(session.ledger, number, found)
+    found = hang.explain_live(session.provider, container, lines, 0.0, machine.clock, masker, native=False)
+    folder = hang.write_files(session.ledger, number, found)
     return (found.hang.paragraph if found.hang else None), folder
 
 

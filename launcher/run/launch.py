@@ -14,12 +14,23 @@ from launcher.errors import BadInput, Exit, LaunchError
 from launcher.file_lock import hold_shared, is_held
 from launcher.images import local, overlays
 from launcher.provider import HostReport, Overlay, Provider
-from launcher.run import budget, env_file, events, specification
-from launcher.run.lease import supervising
+from launcher.run import budget, events, specification
 from launcher.run.ledger import Ledger
 from launcher.run.loop import resume_open_attempt, run_attempts
-from launcher.run.runs import find_run, list_runs, pull_known, resolve_run, runs_on_slice
-from launcher.run.session import Context, Outcome, RunStopped, Session, deletion_mark, open_session
+from launcher.run.session import (
+    Context,
+    Outcome,
+    RunStopped,
+    Session,
+    deletion_mark,
+    find_run,
+    list_runs,
+    open_session,
+    pull_known,
+    resolve_run,
+    runs_on_slice,
+    supervising,
+)
 from launcher.run.specification import SecretSource, Specification
 from launcher.run.start import end_interrupted_start, observe_phase, require_all, require_inputs, require_ready
 from launcher.run.state import Phase
@@ -48,12 +59,12 @@ class RunRequest:
     """Refuse a step that preflight found too large."""
 
 
-def read_extras(request: RunRequest, context: Context) -> tuple[env_file.EnvFile | None, Overlay | None]:
-    """Reads the env file and packs the overlay, or the changed files of --sync; None for each that is not asked for.
+def read_extras(request: RunRequest, context: Context) -> tuple[dict[str, str], Overlay | None]:
+    """Reads the env file and packs the overlay, or the changed files of --sync; {} and None for what is not asked for.
     Tells the user which files are left out because they hold credentials, and which --sync found changed or removed.
     Raises BadInput if the env file, the overlay or the folder can't be used."""
     config, say = request.config, context.output.say
-    variables = env_file.read(request.env_file) if request.env_file is not None else None
+    variables = specification.read_env_file(request.env_file) if request.env_file is not None else {}
     if option := request.sync or request.overlay:
         overlays.report_credentials(option, say)
     if request.sync is None:
@@ -85,7 +96,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
         pull_known(ledger, context.machine)
     known_stops = {ledger.run_id: ledger.state.stops for ledger in list_runs(context.home, context.machine)}
     variables, overlay = read_extras(request, context)
-    secrets = SecretSource(context.environment, variables.values if variables else {})
+    secrets = SecretSource(context.environment, variables)
     config.require_something_to_run()
     budget.require_prices(config)
     inputs.buckets(config, say)
@@ -96,7 +107,9 @@ def run(request: RunRequest, context: Context) -> Outcome:
     with contextlib.closing(context.make_provider(config)) as provider:
         _require_capabilities(request, provider, secrets)
         local.check(config)
-        requested = specification.describe(config, "", variables=variables, overlay=overlay, preflight=checked)
+        requested = specification.describe(
+            config, "", env_file=request.env_file, variables=variables, overlay=overlay, preflight=checked
+        )
         for run_id in _stop_before_restart(config, context) if request.sync is not None else ():
             known_stops[run_id] = known_stops.get(run_id, 0) + 1  # this command's own
         ledger = resolve_run(
@@ -145,7 +158,7 @@ def attach(request: RunRequest, context: Context) -> Outcome:
         option = "--overlay" if request.sync is None else "--sync"
         raise BadInput(f"{option}: a run that is there keeps the files that it was started with: leave out --attach")
     ledger = _find(config, context, request.run_id)
-    given = env_file.read(request.env_file).values if request.env_file is not None else {}
+    given = specification.read_env_file(request.env_file) if request.env_file is not None else {}
     with supervising(ledger, context.machine, context.output.say):
         state = ledger.state
         if state.phase is Phase.NEW:

@@ -28,15 +28,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, Protocol
 
 from launcher.errors import BadInput, Exit, LaunchError, from_disk
 from launcher.file_lock import is_held, lock
 from launcher.home import write_private, write_whole
-from launcher.run.bucket import RunBucket
+from launcher.run.bucket import Lease, RunBucket
 from launcher.run.events import Entry, RunEvent, from_document
 from launcher.run.state import Phase, RunState, state_of
-from launcher.run.stragglers import draw_hosts
 from training import storage
 from training.machine import Clock, Threads, format_time
 from training.telemetry.progress_line import LONGEST_LINE, ProgressLine, encode, parse
@@ -83,22 +81,6 @@ class _Read:
     state: RunState = field(default_factory=RunState)
 
 
-class HeldLease(Protocol):
-    """A process's lease of a run that has a bucket (launcher.run.lease)."""
-
-    supervisions: int
-    """How many Supervised events there are while the process holds it."""
-
-    def is_fresh(self) -> bool:
-        """Returns whether the lease was renewed less than 15 s ago, half of the time that it lasts."""
-
-    def confirm(self) -> None:
-        """Renews the lease unless it is fresh, and waits until it is; ends this process if another one has it."""
-
-    def end(self, supervisor: str) -> NoReturn:
-        """Says that `supervisor`, the holder of the lease, supervises the run now, and ends this process."""
-
-
 class Ledger:
     """The folder of one run. Threads may use it at once."""
 
@@ -110,7 +92,7 @@ class Ledger:
         self._read = _Read()  # replaced as a whole, because threads read at once
         self._writer = os.urandom(8).hex()  # makes its events differ from those of all other processes
         self._unrecorded = set[str]()  # kinds of events that `note` could not record since it last recorded one
-        self.lease: HeldLease | None = None
+        self.lease: Lease | None = None
         """This process's; None when it does not supervise the run, or the run has no bucket."""
 
     @property
@@ -268,15 +250,8 @@ class Ledger:
         _append(self.progress_file(attempt), encode(line))
 
     def keep_hosts(self, attempt: int, step: int, seconds: Mapping[int, float]) -> None:
-        """Appends the seconds that a step took each host, for `draw_hosts`. Does nothing on a full disk."""
+        """Appends the seconds that a step took each host, for a heat map. Does nothing on a full disk."""
         _append(self.folder / f"hosts-{attempt}.jsonl", json.dumps({"step": step, "seconds": seconds}))
-
-    def draw_hosts(self, attempt: int) -> None:
-        """Writes hosts-<attempt>.svg, a heat map of the kept seconds, if there are any and the disk is not full."""
-        with contextlib.suppress(OSError, ValueError):
-            text = (self.folder / f"hosts-{attempt}.jsonl").read_text(encoding="utf-8")
-            picture = draw_hosts([json.loads(line) for line in text.splitlines()])
-            write_private(self.folder / f"hosts-{attempt}.svg", picture)
 
     def newest_progress(self, attempt: int) -> ProgressLine | None:
         """Returns the newest line of progress that is kept of an attempt; None without one."""

@@ -1,12 +1,231 @@
-"""Collects the progress that the hosts of one attempt tell, keeps it for `status` and `top`, and records stragglers."""
+"""The progress that the hosts of an attempt tell: whether it hangs, which host is slower than the others, what is kept.
 
-from collections.abc import Callable, Mapping
+An attempt makes progress when any host's step, phase or count changes. It hangs when none has changed for longer than
+is normal in the phase of every host. Time in which the lines of most hosts could not be read does not count.
 
+A straggler is found by windows: what a host's seconds by part grew between two lines, divided by its steps. Waiting for
+the result is left out: there every host but the slow one waits. All but `HostsProgress` is pure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launcher.home import write_private
 from launcher.run import events
 from launcher.run.ledger import Ledger
-from launcher.run.stall import ProgressView, update
-from launcher.run.stragglers import Watch, own_seconds
-from training.telemetry.progress_line import ProgressLine
+from training.telemetry import svg
+from training.telemetry.progress_line import COMPILE, END, EVALUATION, SAVE, START, TRAINING, ProgressLine
+
+DEFAULT_SECONDS = 300.0
+"""Longest training without progress, unless `run.stall_minutes` says otherwise."""
+
+SLOW_STEPS = 20
+"""Median steps that one step may take."""
+
+_PHASE_FACTORS = {START: 12, COMPILE: 12, EVALUATION: 6, SAVE: 6, END: 12}
+"""How many times the limit of training a phase may take: an hour, or half an hour, by default."""
+
+_SEEN_STEPS = 16  # whose median seconds are computed
+
+
+@dataclass(frozen=True)
+class ProgressView:
+    """The progress of one host, from all its lines. Times are seconds of the launcher's monotonic clock."""
+
+    line: ProgressLine
+    asked: float  # when its line was last read
+    moved: float  # when step, phase or count was last seen to change
+    steps: tuple[tuple[float, int], ...] = ()  # when which step was first seen, newest last
+
+    @property
+    def step_seconds(self) -> float:
+        """Median seconds of a step: as told, else as seen; 0 before two steps were seen."""
+        if self.line.step_seconds:
+            return self.line.step_seconds
+        seen = [
+            (time - before) / (step - earlier)
+            for (before, earlier), (time, step) in zip(self.steps, self.steps[1:], strict=False)
+            if step > earlier
+        ]
+        return statistics.median(seen) if seen else 0.0
+
+    def limit(self, seconds: float) -> float:
+        """Returns how many seconds without progress are normal in its phase: in training at least `seconds`."""
+        trains = self.line.phase == TRAINING or (not self.line.phase and len(self.steps) > 1)
+        least = seconds if trains else seconds * _PHASE_FACTORS.get(self.line.phase, _PHASE_FACTORS[START])
+        return max(least, SLOW_STEPS * self.step_seconds, self.line.save_seconds, self.line.limit)
+
+    def later(self, seconds: float) -> ProgressView:
+        """Returns the view with `asked` and `moved` so many seconds later."""
+        return replace(self, asked=self.asked + seconds, moved=self.moved + seconds)
+
+
+def update(view: ProgressView | None, line: ProgressLine, now: float) -> ProgressView:
+    """Returns the view of a host with its newest line, which was read at `now`; `view` is None for its first line."""
+    if view is None:
+        return ProgressView(line, now, now, ((now, line.step),))
+    before = view.line
+    if (line.step, line.phase, line.count) == (before.step, before.phase, before.count):
+        return replace(view, line=line, asked=now)
+    steps = view.steps if line.step == before.step else (*view.steps, (now, line.step))[-_SEEN_STEPS:]
+    return ProgressView(line, now, now, steps)
+
+
+def judge_stall(views: Mapping[int, ProgressView], limit: float, quiet: float) -> str | None:
+    """Returns how an attempt whose hosts tell their progress hangs, in words; None while it may be healthy.
+
+    Args:
+        views: Running hosts that tell their progress.
+        limit: Seconds without progress in training, at least.
+        quiet: For how many seconds no host has written a line of output, which counts for programs without phases.
+    """
+    if not views:
+        return None
+    asked = sorted((view.asked for view in views.values()), reverse=True)
+    seconds = asked[(len(asked) - 1) // 2] - max(view.moved for view in views.values())
+    if not all(view.line.phase for view in views.values()):
+        seconds = min(seconds, quiet)
+    longest = max(view.limit(limit) for view in views.values())
+    if seconds <= longest:
+        return None
+    return f"no progress for {seconds / 60:.1f} minutes (normal: up to {longest / 60:.1f})"
+
+
+def describe_limits(stall_minutes: float | None) -> Sequence[str]:
+    """Returns two sentences, for `plan`, that say what counts as a stall with this run.stall_minutes."""
+    minutes = DEFAULT_SECONDS / 60 if stall_minutes is None else stall_minutes
+    without = "never hangs" if stall_minutes is None else f"hangs after {minutes:g} minutes without output"
+    return [
+        f"a run hangs after {minutes:g} minutes without a step (or {SLOW_STEPS} median steps, or its longest save, if "
+        f"that is longer), {minutes * 12:g} minutes of start and compilation, "
+        f"{minutes * 6:g} minutes of an evaluation or save",
+        f"a program that reports no progress {without} (run.stall_minutes)",
+    ]
+
+
+WINDOW_SECONDS = 30.0
+"""At least between the lines of a window."""
+
+WINDOWS = 3
+"""In a row that begin, or end, a straggler."""
+
+_FACTOR, _SHARE = 1.5, 0.1  # of the others' median; of the step's seconds
+_NOT_OWN = ("result",)
+_COLUMNS = 200
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A host that takes longer in a part of the step than the others."""
+
+    worker: int
+    part: str
+    factor: float
+    """Its seconds, as a multiple of the others' median."""
+
+    step: int
+    """At the end of the window."""
+
+    def __str__(self) -> str:
+        return f"host {self.worker} takes {self.factor:.1f} times the others' time in {self.part.replace('_', ' ')}"
+
+
+def compare(before: Mapping[int, ProgressLine], now: Mapping[int, ProgressLine]) -> Straggler | None:
+    """Returns the host that was slowest by far in a part of the steps of a window; None where none was, or where fewer
+    than two hosts made steps."""
+    found: list[tuple[float, Straggler]] = []
+    if len(shares := _seconds_a_step(before, now)) < 2:
+        return None
+    for part in sorted({name for parts in shares.values() for name in parts} - set(_NOT_OWN)):
+        slowest = max(shares, key=lambda worker: shares[worker].get(part, 0.0))
+        own = shares[slowest].get(part, 0.0)
+        others = statistics.median(parts.get(part, 0.0) for worker, parts in shares.items() if worker != slowest)
+        excess = own - others
+        if own >= _FACTOR * others and excess > _SHARE * sum(shares[slowest].values()):
+            factor = own / others if others > own / 1000 else 1000.0
+            found.append((excess, Straggler(slowest, part, factor, now[slowest].step)))
+    return max(found, key=lambda each: each[0], default=(0.0, None))[1]
+
+
+def own_seconds(before: Mapping[int, ProgressLine], now: Mapping[int, ProgressLine]) -> dict[int, float]:
+    """Returns the seconds that a step took each host in a window, without waiting for the others."""
+    return {
+        worker: round(sum(seconds for name, seconds in parts.items() if name not in _NOT_OWN), 4)
+        for worker, parts in _seconds_a_step(before, now).items()
+    }
+
+
+def draw_hosts(windows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the heat map of hosts by steps as an SVG file. `windows`: "step", and "seconds" by host; several become
+    one column, of the slowest, where there are too many."""
+    size = math.ceil(len(windows) / _COLUMNS)
+    columns = [windows[begin : begin + size] for begin in range(0, len(windows), size)]
+    workers = sorted({worker for window in windows for worker in window["seconds"]}, key=int)
+    rows = {
+        f"host {worker}": [
+            max((window["seconds"][worker] for window in column if worker in window["seconds"]), default=None)
+            for column in columns
+        ]
+        for worker in workers
+    }
+    steps = [column[-1]["step"] for column in columns]
+    return svg.standalone(svg.heat_map("A step on each host, without waiting for others", steps, rows))
+
+
+def _seconds_a_step(before: Mapping[int, ProgressLine], now: Mapping[int, ProgressLine]) -> dict[int, dict[str, float]]:
+    """Returns the seconds by part of a step in a window, of each host that tells parts, made steps and did not start
+    again."""
+    shares = {}
+    for worker, line in now.items():
+        old = before.get(worker, line)  # a host that is new has made no step
+        grown = {name: seconds - old.seconds.get(name, 0.0) for name, seconds in line.seconds.items()}
+        if grown and line.step > old.step and all(seconds >= 0 for seconds in grown.values()):
+            shares[worker] = {name: seconds / (line.step - old.step) for name, seconds in grown.items()}
+    return shares
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The windows of an attempt so far."""
+
+    current: Straggler | None = None
+    """The straggler that was reported and has not ended."""
+
+    window: Mapping[int, ProgressLine] | None = None
+    begun: float = 0.0
+    recent: tuple[Straggler | None, ...] = ()
+    """The straggler of each of the last windows, None without one."""
+
+    def observe(
+        self, lines: Mapping[int, ProgressLine], now: float
+    ) -> tuple[Watch, Straggler | None, Straggler | None]:
+        """Returns the next watch, and the straggler that has begun and the one that has ended now, or None. `lines` end
+        a window if WINDOW_SECONDS have passed and two hosts made steps since it began; else the watch stays. A
+        straggler begins when the last WINDOWS windows show it, and ends when none of them does. `now`: monotonic."""
+        if (window := self.window) is None:
+            return Watch(self.current, dict(lines), now, self.recent), None, None
+        moved = sum(worker not in window or line.step != window[worker].step for worker, line in lines.items())
+        if now - self.begun < WINDOW_SECONDS or moved < min(2, len(lines)):
+            return self, None, None
+        recent = (*self.recent, compare(window, lines))[-WINDOWS:]
+        current = self.current
+        begun = ended = None
+        if current is not None and len(recent) == WINDOWS and not any(_is_same(current, each) for each in recent):
+            current, ended = None, current
+        elif current is None and (last := recent[-1]) is not None and len(recent) == WINDOWS:
+            current = begun = last if all(_is_same(last, each) for each in recent) else None
+        return Watch(current, dict(lines), now, recent), begun, ended
+
+
+def _is_same(one: Straggler, other: Straggler | None) -> bool:
+    return other is not None and (one.worker, one.part) == (other.worker, other.part)
 
 
 class HostsProgress:
@@ -22,6 +241,13 @@ class HostsProgress:
 
         self._stragglers = Watch()
         self._kept_step = -1  # of the progress that was last kept
+
+    def draw(self) -> None:
+        """Writes hosts-<attempt>.svg, a heat map of the kept seconds, if there are any and the disk is not full."""
+        folder = self._ledger.folder
+        with contextlib.suppress(OSError, ValueError):
+            kept = (folder / f"hosts-{self._attempt}.jsonl").read_text(encoding="utf-8").splitlines()
+            write_private(folder / f"hosts-{self._attempt}.svg", draw_hosts([json.loads(line) for line in kept]))
 
     @property
     def lines(self) -> Mapping[int, ProgressLine]:

@@ -12,17 +12,20 @@ names it.
 """
 
 import hashlib
+import io
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from dotenv.parser import parse_stream
+
 from launcher.config import CONFIG_FILE, TRAINER_SECTIONS, Config, restore
 from launcher.errors import BadInput
 from launcher.home import write_private, write_private_bytes
 from launcher.provider import Attempt, Overlay
-from launcher.run import env_file
 from training.preflight.checked_programs import CHECKED_PROGRAMS_VARIABLE
 from training.yaml_file import ConfigError, Document, Section, load, refuse_unknown, validate
 
@@ -86,12 +89,14 @@ def describe(
     config: Config,
     run_id: str,
     *,
-    variables: env_file.EnvFile | None = None,
+    env_file: Path | None = None,
+    variables: Iterable[str] = (),
     overlay: Overlay | None = None,
     preflight: Sequence[str] = (),
 ) -> Specification:
-    """Returns a run's specification, without its image; of `variables` it holds the names, of `overlay` the hash."""
-    names = [*config.run.secrets, *(variables.values if variables else ())]
+    """Returns a run's specification, without its image; of `overlay` it holds the hash. `variables` are the names of
+    those in `env_file`."""
+    names = [*config.run.secrets, *variables]
     return Specification(
         run=run_id,
         provider=config.provider,
@@ -99,7 +104,7 @@ def describe(
         configuration=dict(config.document.value),
         command=config.run.command,
         secrets=list(dict.fromkeys(names)),
-        env_file=str(variables.path.absolute()) if variables else None,
+        env_file=str(env_file.absolute()) if env_file is not None else None,
         overlay=OverlaySection(digest=overlay.digest, target=overlay.target) if overlay else None,
         preflight=list(preflight),
         left_out=list(config.left_out),
@@ -218,7 +223,7 @@ class SecretSource:
         none; raises BadInput if that file is invalid."""
         recorded: dict[str, str] = {}
         if specification.env_file is not None and not self.given and Path(specification.env_file).exists():
-            recorded = env_file.read(Path(specification.env_file)).values
+            recorded = read_env_file(Path(specification.env_file))
         known = {**self.environment, **recorded, **self.given}
         return {name: known[name] for name in specification.secrets if name in known}
 
@@ -234,3 +239,27 @@ def describe_missing(specification: Specification, missing: Iterable[str]) -> st
     if specification.env_file is not None:
         places += f" and {specification.env_file}"
     return f"values of secrets are missing (looked in {places}): {', '.join(missing)}"
+
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def read_env_file(path: Path) -> dict[str, str]:
+    """Returns the variables of `run --env-file`, by name. python-dotenv parses the lines; nothing is expanded, and this
+    process's environment stays as it is. Raises BadInput, with file:line and no value, for a file that can't be read
+    or a line that is not NAME=VALUE."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"--env-file {path}: can't be read: {error}") from None
+    values = {}
+    for binding in parse_stream(io.StringIO(text)):
+        if binding.key is None and not binding.error:
+            continue  # a comment, or nothing
+        if binding.key is None or binding.value is None or not _NAME.fullmatch(binding.key):
+            text_before = binding.original.string[: -len(binding.original.string.lstrip())]
+            raise BadInput(f"{path}:{binding.original.line + text_before.count(chr(10))}: must be NAME=VALUE")
+        if "\0" in binding.value:
+            raise BadInput(f"{path}: the value of {binding.key} holds a NUL byte, which no variable can")
+        values[binding.key] = binding.value
+    return values

@@ -14,8 +14,7 @@ from launcher.errors import BadInput, Exit, LaunchError
 from launcher.provider import DELIVERY_SECONDS, SECRETS_LATE, ContainerState, HostReport, Observation, Provider
 from launcher.run import events, specification
 from launcher.run.ledger import NotRecorded
-from launcher.run.runs import pull_known, runs_on_slice
-from launcher.run.session import RunStopped, Session
+from launcher.run.session import RunStopped, Session, pull_known, runs_on_slice
 from launcher.run.state import Phase, phase_on_hosts
 from launcher.run.supervise import stop_hosts
 from launcher.run.verdict import SLICE_DELETED, Cause, Kind, Verdict

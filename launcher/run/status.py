@@ -14,8 +14,7 @@ from launcher.run import events
 from launcher.run.events import Entry
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, next_page, read_from, tail
-from launcher.run.runs import find_run
-from launcher.run.session import Context, Output, open_session
+from launcher.run.session import Context, Output, find_run, open_session
 from launcher.run.specification import SecretSource
 from launcher.run.verdict import describe_exit
 from launcher.workstation import Workstation

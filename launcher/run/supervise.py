@@ -16,12 +16,11 @@ from launcher.errors import BadInput, LaunchError, from_disk
 from launcher.masking import SecretMasker
 from launcher.provider import HostReport, Observation, SliceState
 from launcher.run import budget, events, post_mortem
-from launcher.run.explanation import blame_silent_host, explain_stall
+from launcher.run.hang import blame_silent_host, explain_stall
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, next_page, tail
-from launcher.run.progress import HostsProgress
+from launcher.run.progress import DEFAULT_SECONDS, HostsProgress, judge_stall
 from launcher.run.session import DESCRIBE_AGAIN_SECONDS, Session
-from launcher.run.stall import DEFAULT_SECONDS, judge_stall
 from launcher.run.state import Phase, recorded_ends, recorded_verdict
 from launcher.run.verdict import RECREATED, HostView, Kind, Limits, Verdict, describe_exit, judge
 from training.machine import Queue
@@ -95,7 +94,7 @@ def supervise(session: Session, attempt: int) -> Verdict:
         orphaned |= _end_on_hosts(session, attempt, verdict, reachable)
     verdict = supervision.confirm_lost(verdict)
     supervision.fetch_rest(reachable)
-    ledger.draw_hosts(attempt)
+    supervision.progress.draw()
     if orphaned:  # Record Orphaned before Ended: readers of Ended report that nothing runs.
         ledger.append(events.Orphaned(attempt, session.container(attempt), tuple(sorted(orphaned))))
     shareable = ledger.bucket is None or not unknown  # no secret that is not masked goes to the bucket

@@ -13,8 +13,7 @@ from launcher import costs
 from launcher.config import Config
 from launcher.provider import Provider
 from launcher.run.ledger import Ledger
-from launcher.run.runs import find_run
-from launcher.run.session import Context
+from launcher.run.session import Context, find_run
 from launcher.run.status import HostStatus, read_status
 from launcher.tpu_vm import slice_hints
 from training.machine import format_time

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 
 from launcher.errors import Exit
 from launcher.provider import ContainerState
-from launcher.run.stall import Stall
 from training.errors import Exit as TrainerExit
 
 
@@ -181,7 +180,7 @@ def judge(
     stop_requested: bool = False,
     quiet: float = 0.0,
     tells_progress: bool = False,
-    stall: Stall | None = None,
+    stall: str | None = None,
     api_only_seconds: float = 0.0,
     stepped: float = float("-inf"),
 ) -> Verdict:
@@ -195,7 +194,7 @@ def judge(
         stop_requested: Whether the user stopped the run: failures other than bad input then count as STOPPED.
         quiet: For how many seconds no host has written a line.
         tells_progress: Whether any host reports its progress: then `stall` counts, and `quiet` does not.
-        stall: The stall that the hosts' progress shows.
+        stall: How the attempt hangs, as the hosts' progress shows; None: it does not.
         api_only_seconds: For how many seconds the API has answered while no host has.
         stepped: When a host was last seen to do another training step, by the monotonic clock.
     """
@@ -222,7 +221,7 @@ def judge(
     if stop_requested or not all(view.reachable for view in views):
         return verdict or Verdict(Kind.RUNNING)
     if stall is not None:
-        return Verdict(Kind.STALLED, Cause(-1, str(stall)))
+        return Verdict(Kind.STALLED, Cause(-1, stall))
     if limits.stall is not None and quiet > limits.stall and not tells_progress:
         return Verdict(Kind.STALLED, Cause(-1, f"no host has written a line for {quiet / 60:.1f} minutes"))
     return Verdict(Kind.RUNNING)

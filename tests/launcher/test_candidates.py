@@ -24,7 +24,7 @@ from launcher.errors import BadInput, CommandTimeout, LaunchError
 from launcher.gcloud.errors import Conflict, QuotaExceeded, Refused, Stockout, Unavailable
 from launcher.provider import SliceState
 from launcher.run.ledger import RunRecord
-from launcher.run.runs import begin_run
+from launcher.run.session import begin_run
 from launcher.run.specification import Specification
 from launcher.tpu_vm import candidates, commands, deletion, race, requests, slice_hints
 from launcher.tpu_vm.ownership import NotOurs

@@ -18,7 +18,7 @@ from launcher.home import write_private
 from launcher.providers import this_machine
 from launcher.run import events
 from launcher.run.ledger import RunRecord
-from launcher.run.runs import begin_run
+from launcher.run.session import begin_run
 from launcher.run.specification import describe
 from tests.launcher.test_bad_input import launch
 from tests.launcher.test_preflight import write_inputs

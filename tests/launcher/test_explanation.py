@@ -10,7 +10,7 @@ import pytest
 from launcher.errors import BadInput, LaunchError
 from launcher.masking import SecretMasker
 from launcher.run import events, execution
-from launcher.run.explanation import blame_silent_host, explain_stall
+from launcher.run.hang import blame_silent_host, explain_stall
 from launcher.run.verdict import Cause, Kind, Verdict
 from tests.launcher.test_hang import COLLECTIVE, USER, dump
 from tests.launcher.test_runs import Hosts, Workstation, detach

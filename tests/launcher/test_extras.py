@@ -18,7 +18,7 @@ from launcher.config import Config
 from launcher.errors import BadInput
 from launcher.findings import Severity
 from launcher.images import overlays
-from launcher.run import env_file
+from launcher.run.specification import read_env_file
 from launcher.tpu_vm import commands
 from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.script_host import write_program
@@ -60,15 +60,15 @@ def test_a_wrong_overlay_is_refused(wanted: str, words: str) -> None:
 def test_an_env_file_is_read_as_people_write_it(tmp_path: Path) -> None:
     path = tmp_path / ".env"
     path.write_text("# comment\n\nA=1\nexport B='two words'\nC=\"$HOME\"\nD=a=b\nE=\n")
-    assert env_file.read(path).values == {"A": "1", "B": "two words", "C": "$HOME", "D": "a=b", "E": ""}
+    assert read_env_file(path) == {"A": "1", "B": "two words", "C": "$HOME", "D": "a=b", "E": ""}
     path.write_bytes(b"\xef\xbb\xbfA=1\r\nB=2\r\n")  # as an editor on Windows writes it
-    assert env_file.read(path).values == {"A": "1", "B": "2"}
+    assert read_env_file(path) == {"A": "1", "B": "2"}
     path.write_text("A=secret\0value\n")
     with pytest.raises(BadInput, match="the value of A holds a NUL byte"):
-        env_file.read(path)
+        read_env_file(path)
     path.write_text("A=1\nnot a variable: secret-value\n")
     with pytest.raises(BadInput, match=r"\.env:2: must be NAME=VALUE") as refused:
-        env_file.read(path)
+        read_env_file(path)
     assert "secret-value" not in str(refused.value)
 
 

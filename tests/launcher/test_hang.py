@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.run.explanation import find_silent_host
-from launcher.run.hang import Hang, explain_hang
+from launcher.run.hang import Hang, explain_hang, find_silent_host
 from launcher.run.stack_traces import parse_stacks
 from training.telemetry.progress_line import ProgressLine
 

@@ -82,8 +82,7 @@ def test_files_for_hosts_are_refused_where_the_platform_has_none(
 ) -> None:
     without = replace(FakeProvider.capabilities, overlays=False, sends_secrets=False)
     monkeypatch.setattr(FakeProvider, "capabilities", without)
-    monkeypatch.setattr(launch, "read_extras", lambda *_: (None, None))
-    monkeypatch.setattr(launch.env_file, "read", lambda path: path)
+    monkeypatch.setattr(launch, "read_extras", lambda *_: ({}, None))
     with pytest.raises(BadInput, match=f"--{option}: provider"):
         work.run(work.config(command=COMMAND), **{option.replace("-", "_"): "code=/code"})
 

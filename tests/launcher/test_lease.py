@@ -21,10 +21,8 @@ from launcher.home import write_whole
 from launcher.run import bucket as run_bucket
 from launcher.run.bucket import LEASE_SECONDS
 from launcher.run.events import AttemptBegan, HostBack, Supervised
-from launcher.run.lease import Lease, supervising
 from launcher.run.ledger import Ledger, RunRecord
-from launcher.run.runs import begin_run, import_run
-from launcher.run.session import Session
+from launcher.run.session import Session, begin_run, import_run, share, supervising, take_lease
 from launcher.run.specification import Specification
 from launcher.workstation import Workstation
 from tests.bucket_server import BucketServer
@@ -313,9 +311,8 @@ def test_a_supervisor_ends_although_another_command_of_its_machine_has_pulled_wh
 
     def take(name: str, machine: Workstation) -> None:
         ledger = prompt.ledger(name, machine)
-        lease = Lease(ledger, ledger.bucket, machine, prompt.said.append)
-        lease.take()
-        lease.share()
+        take_lease(ledger, ledger.bucket, machine, prompt.said.append)
+        share(ledger, ledger.bucket, prompt.said.append)
         ledgers.append(ledger)
         scheduler.sleep(LEASE_SECONDS + 2)
 
@@ -367,11 +364,11 @@ def test_a_process_whose_lease_is_not_renewed_waits_says_so_once_and_ends_if_the
 
     def wait() -> None:
         server.fault = lambda request: HttpResponse(403) if scheduler.now < 10 or 20 < scheduler.now < 100 else None
-        lease = Lease(ledger := prompt.ledger("a", a), ledger.bucket, a, prompt.said.append)
+        ledger = prompt.ledger("a", a)
         with pytest.raises(LaunchError, match="run r: its lease can't be taken: "):
-            lease.take()
+            take_lease(ledger, ledger.bucket, a, prompt.said.append)
         scheduler.sleep(15)
-        lease.take()
+        lease = take_lease(ledger, ledger.bucket, a, prompt.said.append)
         scheduler.sleep(30)
         lease.confirm()
         assert scheduler.now >= 100

@@ -16,7 +16,7 @@ from launcher.run import events
 from launcher.run import ledger as ledger_module
 from launcher.run.events import AttemptBegan, Ended, Entry, HostBack
 from launcher.run.ledger import Ledger, RunRecord
-from launcher.run.runs import begin_run, find_run, list_runs, new_run_id
+from launcher.run.session import begin_run, find_run, list_runs, new_run_id
 from launcher.run.specification import Specification
 from launcher.run.state import Phase, RunState, phase_on_hosts, recorded_ends, recorded_verdict, state_of
 from launcher.run.verdict import Kind, Verdict

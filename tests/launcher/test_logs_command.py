@@ -13,8 +13,7 @@ from launcher.providers import this_machine
 from launcher.run import events, launch, status
 from launcher.run.ledger import Ledger
 from launcher.run.logs import read_from
-from launcher.run.runs import find_run
-from launcher.run.session import Context, Output, open_session
+from launcher.run.session import Context, Output, find_run, open_session
 from launcher.run.specification import SecretSource
 from launcher.run.supervise import _Supervision
 from tests.launcher.run_files import load_text

@@ -2,6 +2,7 @@
 
 import json
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from launcher.config import load
 from launcher.errors import BadInput
 from launcher.provider import Overlay
-from launcher.run import env_file, specification
+from launcher.run import specification
 from launcher.run.ledger import Ledger
 from launcher.run.specification import SecretSource, Specification
 from tests.launcher.run_files import SLICE, load_text
@@ -32,8 +33,10 @@ def spec(tmp_path: Path) -> Specification:
     config = load_text(tmp_path, FILE, ["train.steps=20", "run.preemption_retries=3"])
     overlay = Overlay("/opt", b"archive")
     specification.write_overlay(tmp_path, overlay)
-    variables = env_file.read(tmp_path / "some.env")
-    return specification.describe(config, "demo-1", variables=variables, overlay=overlay, preflight=["ab"])
+    variables = specification.read_env_file(tmp_path / "some.env")
+    return specification.describe(
+        config, "demo-1", env_file=tmp_path / "some.env", variables=variables, overlay=overlay, preflight=["ab"]
+    )
 
 
 def test_what_is_written_is_read_back_and_means_the_same_configuration(tmp_path: Path, spec: Specification) -> None:
@@ -104,4 +107,7 @@ def test_an_event_of_another_version_is_refused_with_its_path(tmp_path: Path, li
 def test_quoted_values_of_an_env_file_arrive_as_they_are(values: dict[str, str]) -> None:
     quoted = {name: value.replace("\\", "\\\\").replace("'", "\\'") for name, value in values.items()}
     lines = "".join(f"{name}='{value}'\n" for name, value in quoted.items())
-    assert env_file.parse(lines, Path("x.env")).values == values
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
+        file.write(lines)
+        file.flush()
+        assert specification.read_env_file(Path(file.name)) == values

@@ -33,8 +33,7 @@ from launcher.provider import (
 from launcher.providers import this_machine
 from launcher.run import events, launch, specification
 from launcher.run.ledger import Ledger
-from launcher.run.runs import find_run, runs_on_slice
-from launcher.run.session import Context, Outcome, Output
+from launcher.run.session import Context, Outcome, Output, find_run, runs_on_slice
 from launcher.run.start import _may_lack_secrets, require_ready
 from launcher.run.verdict import Kind
 from tests.launcher.run_files import SLICE, load_text

@@ -5,9 +5,7 @@ import re
 import xml.etree.ElementTree
 from unittest.mock import Mock
 
-from launcher.run.progress import HostsProgress
-from launcher.run.stall import update
-from launcher.run.stragglers import WINDOWS, Straggler, Watch, compare, draw_hosts, own_seconds
+from launcher.run.progress import WINDOWS, HostsProgress, Straggler, Watch, compare, draw_hosts, own_seconds, update
 from training.telemetry.progress_line import ProgressLine
 
 

@@ -23,10 +23,8 @@ from launcher.run import events, launch, specification, supervisor
 from launcher.run import ledger as ledger_module
 from launcher.run.bucket import RunBucket
 from launcher.run.events import AttemptBegan, Ended, RunEvent, Started
-from launcher.run.lease import supervising
 from launcher.run.ledger import Ledger, RunRecord
-from launcher.run.runs import _folder_in_bucket, begin_run, import_run, resolve_run
-from launcher.run.session import Context, Output
+from launcher.run.session import Context, Output, _folder_in_bucket, begin_run, import_run, resolve_run, supervising
 from launcher.run.specification import Specification
 from launcher.run.supervisor import Supervisor, is_unfinished
 from launcher.run.verdict import Cause, Kind

@@ -28,10 +28,10 @@ from launcher.config import Config, load
 from launcher.emulator.api import stock
 from launcher.errors import LaunchError
 from launcher.gcloud.errors import Stockout
-from launcher.run import bucket, lease, supervisor
+from launcher.run import bucket, session, supervisor
 from launcher.run.events import AttemptBegan, Supervised
 from launcher.run.ledger import Ledger, RunRecord
-from launcher.run.runs import begin_run, import_run
+from launcher.run.session import begin_run, import_run
 from launcher.run.specification import Specification
 from launcher.tpu_vm import candidates, deletion, race, requests
 from launcher.tpu_vm.requests import RequestRecord, create_only
@@ -147,7 +147,7 @@ class Week:
     def play(self) -> Result:
         with (
             mock.patch.object(requests, "create_only", self._write),
-            mock.patch.object(lease, "RENEW_SECONDS", 14.0 if self.kills else lease.RENEW_SECONDS),
+            mock.patch.object(bucket, "RENEW_SECONDS", 14.0 if self.kills else bucket.RENEW_SECONDS),
             mock.patch.object(race, "_POLL_SECONDS", 4.0 if self.kills else race._POLL_SECONDS),
             self.storage.install(),
         ):
@@ -215,7 +215,7 @@ class Week:
                 patient, ledger = machine, None
                 if person.url:
                     ledger = import_run(laptop.home, machine, person.url)
-                    stack.enter_context(lease.supervising(ledger, machine, say))
+                    stack.enter_context(session.supervising(ledger, machine, say))
                     machine = replace(machine, clock=CheckedClock(machine.clock, ledger.confirm))
                 person.acting = process
                 if ledger is not None:

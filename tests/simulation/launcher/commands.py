@@ -13,8 +13,7 @@ from launcher.gke.provider import Gke
 from launcher.provider import CommandReport, LogLine, Provider
 from launcher.run import execution, launch, status, top
 from launcher.run.ledger import Ledger
-from launcher.run.runs import import_run, list_runs
-from launcher.run.session import Context, Outcome, Output
+from launcher.run.session import Context, Outcome, Output, import_run, list_runs
 from launcher.run.supervise import explain
 from launcher.run.supervisor import Supervisor, take_over
 from launcher.run.verdict import Kind

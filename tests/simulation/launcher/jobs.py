@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from launcher.log_lines import PART_BYTES
-from launcher.run.stall import DEFAULT_SECONDS
+from launcher.run.progress import DEFAULT_SECONDS
 from tests.simulation.launcher import hangs
 from tests.simulation.launcher.hangs import Hang, Slow
 from tests.simulation.launcher.hosts import Container, Host

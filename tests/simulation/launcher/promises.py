@@ -18,7 +18,7 @@ from launcher.run import events
 from launcher.run.bucket import LEASE_SECONDS
 from launcher.run.logs import read_from
 from launcher.run.recovery import spent_so_far
-from launcher.run.runs import list_runs
+from launcher.run.session import list_runs
 from launcher.tpu_vm.requests import RequestRecord
 from tests.simulation.launcher import claims, end_promises, slice_promises
 from tests.simulation.launcher.jobs import REST, SECRET, SUPERVISORS

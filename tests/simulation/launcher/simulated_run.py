@@ -21,7 +21,7 @@ from launcher.owner import Owner, hash_account
 from launcher.run import ledger
 from launcher.run.events import RunEvent
 from launcher.run.ledger import Ledger
-from launcher.run.runs import list_runs
+from launcher.run.session import list_runs
 from launcher.tpu_vm import queued, requests
 from launcher.tpu_vm.commands import create_command, delete_command
 from launcher.tpu_vm.host_scripts import LOG_BYTES

@@ -13,7 +13,7 @@ from launcher.costs import duration, per_hour
 from launcher.errors import Exit
 from launcher.owner import hash_account
 from launcher.run import events
-from launcher.run.runs import list_runs
+from launcher.run.session import list_runs
 from launcher.tpu_vm.requests import RequestRecord
 from tests.simulation.launcher.faults import API_FAULTS, MEDDLING
 from tests.simulation.launcher.hosts import EPOCH
