@@ -41,8 +41,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.rows import Row, finish, row
 from training.batch import Signals
+from training.checkpoint.config import Keep
 from training.checkpoint.reader import restore
-from training.checkpoint.retention import Keep
 from training.checkpoint.snapshot import Snapshot
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig

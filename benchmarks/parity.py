@@ -244,7 +244,7 @@ def as_host(plan: Path, hosts: int, worker: int) -> None:
     from training.distributed.cluster import Cluster
     from training.distributed.rendezvous import SingleHost, join
     from training.distributed.shutdown import ShutdownRequest
-    from training.telemetry.phase_timer import PhaseTimer
+    from training.telemetry.host_progress import PhaseTimer
     from training.trainer import train
     from training.yaml_file import Document
 

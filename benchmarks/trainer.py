@@ -287,7 +287,7 @@ def measure_overhead(file: str, run_id: str) -> float:
     from training.distributed.rendezvous import SingleHost
     from training.distributed.shutdown import ShutdownRequest
     from training.run_setup import Dependencies, open_backend, open_task
-    from training.telemetry.phase_timer import PhaseTimer
+    from training.telemetry.host_progress import PhaseTimer
     from training.trainer import train
 
     began: list[float] = []  # of each step

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from training.backends.protocol import Backend
-from training.checkpoint.safetensors_file import TensorSpec
+from training.checkpoint.tensors import TensorSpec
 
 
 class PlainBackend(Backend):

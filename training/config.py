@@ -18,8 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationError, field_validator
 
 from training.accelerators import UnknownAccelerator, accelerator
-from training.checkpoint.config import CheckpointSection
-from training.checkpoint.retention import Best
+from training.checkpoint.config import Best, CheckpointSection
 from training.data.config import DataSection
 from training.distributed.config import RendezvousSection
 from training.errors import BadInput

@@ -14,8 +14,7 @@ from training.batch import Pending, Signals, StepResult
 from training.checkpoint.admin import choose_step, find_checkpoints
 from training.checkpoint.format import Manifest, read_manifest
 from training.checkpoint.reader import load_tensors
-from training.checkpoint.safetensors_file import Damaged, TensorSpec
-from training.checkpoint.slices import Slice
+from training.checkpoint.tensors import Damaged, Slice, TensorSpec
 from training.config import Model, TrainerConfig, restore
 from training.data import tokenizer as tokenizers
 from training.distributed.agreement import agree
@@ -29,7 +28,7 @@ from training.run_setup import open_backend, open_task
 from training.storage.hub import model_folder
 from training.tasks.task import Task, task_class
 from training.telemetry.console import warn
-from training.telemetry.tracker import finite_or_none
+from training.telemetry.metrics import finite_or_none
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from training.distributed.cluster import Cluster, device_kind, discover
 from training.distributed.rendezvous import SingleHost
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput
+from training.telemetry.host_progress import PhaseTimer
 from training.telemetry.metrics import read_history
-from training.telemetry.phase_timer import PhaseTimer
 
 _VARIABLES = ("TOKENIZERS_PARALLELISM", "TRANSFORMERS_VERBOSITY")  # that our code sets for libraries
 

@@ -16,13 +16,13 @@ import numpy as np
 
 from training.backends.protocol import Backend
 from training.batch import HostBatch, Signals, StepResult
-from training.checkpoint.retention import Best
+from training.checkpoint.config import Best
 from training.distributed.rendezvous import Rendezvous
 from training.errors import BadInput, NonFinite, TrainError
 from training.storage import Storage
 from training.telemetry.attempts import NonFiniteStep, read_nonfinite
-from training.telemetry.phase_timer import PhaseTimer
-from training.telemetry.tracker import finite_or_none
+from training.telemetry.host_progress import PhaseTimer
+from training.telemetry.metrics import finite_or_none
 
 _SHOWN_RECORDS = 64  # of a batch, in the message about a loss that is not finite
 MOST_SKIPPED = 50  # steps in a row whose update was left out: then training goes nowhere

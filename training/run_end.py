@@ -1,27 +1,35 @@
-"""After the last step: compares the weights of all hosts, exports the model and writes the summary."""
+"""After the last step: compares the weights of all hosts, exports the model, writes the summary, and records the end of
+the attempt on host 0: its last metrics, its end record, and report.html."""
 
+import contextlib
 import json
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import google_crc32c
 
-from training import storage
+from training import storage as default_storage
 from training.backends.protocol import Backend
 from training.checkpoint.format import step_folder
-from training.checkpoint.slices import key_in_part, whole
 from training.checkpoint.snapshot import in_batches
+from training.checkpoint.tensors import key_in_part, whole
 from training.checkpoint.writer import CheckpointWriter
 from training.distributed.cluster import device_kind
-from training.errors import TrainError
+from training.errors import StopRequested, TrainError
+from training.machine import SYSTEM, Machine
 from training.models import export
 from training.models.adapter import adapter_of
 from training.models.flops import WorkCounter, mfu, peak_flops
 from training.progress import Evaluations, Progress
 from training.run_setup import Run
-from training.telemetry import html
-from training.telemetry.text import format_summary
-from training.telemetry.tracker import finite_or_none
+from training.storage import Storage, join
+from training.telemetry import attempts, html
+from training.telemetry.console import Console, format_summary
+from training.telemetry.host_progress import PhaseTimer
+from training.telemetry.metrics import finite_or_none
+from training.telemetry.writer import MetricsWriter, join_thread
 
 
 def compare_weights(run: Run, backend: Backend, replaced: int, seconds: float) -> tuple[str, int]:
@@ -93,7 +101,7 @@ def export_seconds(run: Run, backend: Backend) -> float:
     """Returns how long the other hosts wait for the export of host 0: as long as storage may take for the weights, and
     rendezvous.start_seconds."""
     size = sum(spec.size for name, spec in backend.tensor_specs().items() if name.startswith(export.PREFIX))
-    return run.config.rendezvous.start_seconds + storage.transfer_seconds(run.model_folder, size)
+    return run.config.rendezvous.start_seconds + default_storage.transfer_seconds(run.model_folder, size)
 
 
 def build_summary(
@@ -130,7 +138,7 @@ def build_summary(
         ),
         "tokens_per_second": round(work.tokens / step_seconds, 1) if step_seconds else 0.0,
         "mfu": mfu(work.flops, step_seconds, peak_flops(cluster.accelerator_type, device_kind())),
-        "checkpoint": storage.join(checkpoints.folder, step_folder(progress.step)),
+        "checkpoint": join(checkpoints.folder, step_folder(progress.step)),
         "committed_step": checkpoints.committed,
         "model": run.model_folder if config.export.at_end else None,
         "hub": hub,
@@ -154,7 +162,70 @@ def write_summary(run: Run, evaluations: Evaluations, summary: dict[str, Any]) -
     if run.task.labels and (confusion := run.task.confusion(evaluations.counts)):
         html.write_confusion(run.folder, run.task.labels, confusion)
     run.dependencies.storage.write(
-        storage.join(run.folder, html.SUMMARY_FILE), json.dumps(summary, indent=1, allow_nan=False).encode() + b"\n"
+        join(run.folder, html.SUMMARY_FILE), json.dumps(summary, indent=1, allow_nan=False).encode() + b"\n"
     )
     run.console.print(format_summary(summary))
     run.console.print("summary: " + json.dumps(summary, allow_nan=False))
+
+
+END_SECONDS = 90.0  # limit for recording an end, because storage may not answer
+
+
+@dataclass
+class AttemptContext:
+    """State of the attempt that `record_attempt_end` reads; filled in while the attempt starts up."""
+
+    console: Console
+    log: MetricsWriter | None = None
+    is_hurried: Callable[[], bool] = lambda: False  # returns whether the machine is being taken away
+    step: Callable[[], int] = lambda: 0  # returns the steps done so far
+    close: list[Callable[[], None]] = field(default_factory=list)  # called first; they end background work
+
+
+@contextlib.contextmanager
+def record_attempt_end(
+    folder: str,
+    start_url: str,
+    timer: PhaseTimer,
+    context: AttemptContext,
+    warn: Callable[[str], None],
+    storage: Storage = default_storage,
+    machine: Machine = SYSTEM,
+    patience: float = math.inf,
+) -> Iterator[None]:
+    """Runs the block, a whole attempt on host 0, and records how it ended. Errors of the block are raised again.
+
+    In a thread, calls the functions in `context.close`, and writes the last metrics, the end record beside the start
+    record at `start_url`, and report.html in the run's folder `folder`. A stopped attempt skips report.html: the next
+    attempt or `tpu-train report` writes it. A failure to record is a warning: it changes neither the attempt's result
+    nor its error.
+
+    Recording takes at most `END_SECONDS`; after an error also at most half of `patience`, the seconds that the other
+    hosts wait for this one at a barrier, or they would report this host as lost instead of the error."""
+    limit = END_SECONDS
+    error: BaseException | None = None
+
+    def record() -> None:
+        """Ends background work and writes all records, in a thread. A failure is a warning."""
+        try:
+            for close in context.close:
+                close()
+            if context.log:
+                failed = error is not None and not isinstance(error, StopRequested)
+                context.log.finish(limit / 3, failed=failed, is_hurried=context.is_hurried)
+            attempts.write_end(start_url, error, context.step(), timer.report(), storage=storage)
+            if not isinstance(error, StopRequested):
+                context.console.print(f"report: {html.write_report(folder, storage=storage)}")
+        except Exception as problem:
+            warn(f"the end of the attempt is not recorded in {folder}: {type(problem).__name__}: {problem}")
+
+    try:
+        yield
+    except BaseException as raised:
+        error, limit = raised, min(limit, patience / 2)
+        raise
+    finally:
+        context.console.close()
+        recording = machine.threads.start(record, name="attempt-end")
+        if not join_thread(recording, limit, context.is_hurried, machine.clock.monotonic):
+            warn(f"the end of the attempt is not recorded in {folder}: storage is slow")

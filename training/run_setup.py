@@ -13,7 +13,7 @@ from typing import Any, cast
 from training import storage as default_storage
 from training.backends.protocol import Backend, OpenBackend
 from training.checkpoint.admin import has_checkpoint
-from training.checkpoint.retention import Keep
+from training.checkpoint.config import Keep
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig, batch_mistake
 from training.data.sampling.order import ORDER_VERSION
@@ -31,7 +31,7 @@ from training.registry import BACKENDS, TASKS, load
 from training.storage import Storage, join
 from training.tasks.task import Task, task_class
 from training.telemetry.console import Console, warn
-from training.telemetry.phase_timer import PhaseTimer
+from training.telemetry.host_progress import PhaseTimer
 
 
 @dataclass(frozen=True)

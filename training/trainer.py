@@ -17,9 +17,9 @@ from typing import Any
 from training import storage
 from training.backends.protocol import Backend
 from training.batch import HostBatch, Pending, Signals, StepResult
+from training.checkpoint.config import EveryMinutes, EverySteps
 from training.checkpoint.format import step_folder
 from training.checkpoint.reader import Restored, checkpoint_name, restore
-from training.checkpoint.retention import EveryMinutes, EverySteps
 from training.checkpoint.writer import CheckpointWriter
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
@@ -32,7 +32,15 @@ from training.models.hub import BackgroundUploader
 from training.optim.schedule import learning_rate
 from training.profiler import Profiler, Tracer
 from training.progress import Compilations, Evaluations, NonFiniteHistory, Progress
-from training.run_end import build_summary, compare_weights, export_model, export_seconds, write_summary
+from training.run_end import (
+    AttemptContext,
+    build_summary,
+    compare_weights,
+    export_model,
+    export_seconds,
+    record_attempt_end,
+    write_summary,
+)
 from training.run_setup import (
     Dependencies,
     Run,
@@ -42,14 +50,19 @@ from training.run_setup import (
     open_run,
     with_starting_model,
 )
-from training.telemetry.attempt_end import AttemptContext, record_attempt_end
 from training.telemetry.attempts import NonFiniteStep, write_nonfinite
-from training.telemetry.console import Console, warn
-from training.telemetry.host_progress import HostProgress
+from training.telemetry.console import (
+    Console,
+    format_early_end,
+    format_evaluation,
+    format_progress,
+    format_remaining,
+    format_start,
+    warn,
+)
+from training.telemetry.host_progress import HostProgress, PhaseTimer
 from training.telemetry.metrics import MetricsLog
-from training.telemetry.phase_timer import PhaseTimer
 from training.telemetry.progress_line import ProgressLine
-from training.telemetry.text import format_early_end, format_evaluation, format_progress, format_remaining, format_start
 from training.telemetry.writer import HURRIED_SECONDS, MetricsWriter
 
 _FINISH_SECONDS = 60.0  # for the last metrics to be written

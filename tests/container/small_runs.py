@@ -27,8 +27,8 @@ from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 from training.distributed.shutdown import ShutdownRequest
 from training.evaluate import Evaluated, evaluate
+from training.telemetry.host_progress import PhaseTimer
 from training.telemetry.metrics import read_history
-from training.telemetry.phase_timer import PhaseTimer
 from training.trainer import train
 from training.yaml_file import Document
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import run_python
-from training.cli.user_program import chip_process_environment
+from training.cli.processes import chip_process_environment
 from training.distributed.cluster import Cluster
 
 

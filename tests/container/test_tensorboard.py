@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from training.telemetry import tensorboard as events
-from training.telemetry.metrics import MetricsLog
-from training.telemetry.tracker import AttemptInfo
+from training.telemetry import trackers as events
+from training.telemetry.metrics import AttemptInfo, MetricsLog
 
 
 def values(loss: float) -> dict[str, float | None]:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from training.telemetry.metrics import MetricsLog, read_history
-from training.telemetry.services import MlflowRun
-from training.telemetry.tracker import AttemptInfo
+from training.telemetry.metrics import AttemptInfo, MetricsLog, read_history
+from training.telemetry.trackers import MlflowRun
 from training.telemetry.writer import MetricsWriter
 
 SETTINGS = {"train": {"steps": 10}, "seed": 1}

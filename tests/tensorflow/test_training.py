@@ -16,7 +16,7 @@ from tests.container import small_runs
 from tests.container.test_classification_runs import document as classification
 from tests.container.test_classification_runs import prepare as prepare_classification
 from tests.training.damage import flip
-from training.checkpoint.safetensors_file import decode, encode
+from training.checkpoint.tensors import decode, encode
 from training.errors import BadInput, StopRequested
 
 SMALL = {"layers": 1, "hidden_size": 32, "heads": 2, "intermediate_size": 64, "max_positions": 64}

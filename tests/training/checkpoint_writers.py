@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from training.checkpoint.retention import Keep
-from training.checkpoint.safetensors_file import TensorSpec
+from training.checkpoint.config import Keep
 from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.tensors import TensorSpec
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous, SingleHost

@@ -11,14 +11,14 @@ from tests.container import small_runs
 from tests.plain_backend import PlainBackend
 from training import storage as default_storage
 from training.batch import Arrays, Signals, StepResult
-from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.tensors import TensorSpec
 from training.config import TrainerConfig, from_document
 from training.distributed.rendezvous import SingleHost
 from training.distributed.shutdown import ShutdownRequest
 from training.run_setup import Dependencies
 from training.storage import Storage
-from training.telemetry.phase_timer import PhaseTimer
+from training.telemetry.host_progress import PhaseTimer
 from training.trainer import train
 from training.yaml_file import Document
 

@@ -12,7 +12,7 @@ from tests.training.checkpoint_writers import IDENTITY, State, host_writer, save
 from training import storage
 from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import restore
-from training.checkpoint.safetensors_file import decode
+from training.checkpoint.tensors import decode
 from training.config import TrainerConfig
 from training.distributed.agreement import claim
 from training.distributed.cluster import Cluster

@@ -10,10 +10,10 @@ from tests.training.checkpoint_writers import IDENTITY, State, host_writer
 from tests.training.damage import flip
 from training.checkpoint import admin as inspect
 from training.checkpoint import reader as restoring
+from training.checkpoint.config import Best
 from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import restore, verify
-from training.checkpoint.retention import Best
-from training.checkpoint.safetensors_file import Damaged
+from training.checkpoint.tensors import Damaged
 from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput
 

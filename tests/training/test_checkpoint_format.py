@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training.checkpoint import format as form
+from training.checkpoint.config import EveryMinutes, EverySteps, Keep
 from training.checkpoint.format import Manifest, Part, StoredSlice, StoredTensor
-from training.checkpoint.retention import EveryMinutes, EverySteps, Keep
-from training.checkpoint.safetensors_file import Damaged, TensorSpec, decode, encode
-from training.checkpoint.slices import Slice
+from training.checkpoint.tensors import Damaged, Slice, TensorSpec, decode, encode
 
 HALVES = (StoredSlice(0, Slice((0, 0), (3, 2))), StoredSlice(0, Slice((3, 0), (1, 2))))
 WEIGHTS = StoredTensor(TensorSpec("F32", (4, 2), 32), HALVES)

@@ -20,7 +20,7 @@ from training.checkpoint import format as form
 from training.checkpoint import writer as saving
 from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import Restored, restore, verify
-from training.checkpoint.safetensors_file import Damaged
+from training.checkpoint.tensors import Damaged
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous, SingleHost
 from training.errors import BadInput, LostPeer, NonFinite, TrainError

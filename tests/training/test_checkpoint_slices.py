@@ -15,8 +15,16 @@ from training import storage
 from training.checkpoint import format as form
 from training.checkpoint.format import Manifest, Part, StoredSlice, StoredTensor, dump_manifest, load_manifest
 from training.checkpoint.reader import Choose, load_tensors
-from training.checkpoint.safetensors_file import Damaged, TensorSpec, encode
-from training.checkpoint.slices import Slice, key_in_part, load_whole, partition_error, whole
+from training.checkpoint.tensors import (
+    Damaged,
+    Slice,
+    TensorSpec,
+    encode,
+    key_in_part,
+    load_whole,
+    partition_error,
+    whole,
+)
 
 shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.snapshot import Snapshot, find_nonfinite
+from training.checkpoint.tensors import TensorSpec
 
 
 class Place:

@@ -10,8 +10,8 @@ from tests.training.manual_clock import ManualClock
 from tests.training.numpy_backend import NumpyBackend, Runs
 from training.batch import HostBatch
 from training.tasks.task import Task
+from training.telemetry.host_progress import PhaseTimer
 from training.telemetry.metrics import read_history
-from training.telemetry.phase_timer import PhaseTimer
 from training.trainer import StepRate
 
 SLOW_FROM = 20  # the batch whose loading takes three times as long as a step, as do all after it

@@ -1,6 +1,6 @@
 """Claims about the findings of `tpu-train check`: which compilation is expected, which is a finding, and its line."""
 
-from training.lint.rules import HOST, PROGRAM, SHAPE, VALUE, LintFinding, StepChecker, StepTrace, TracedOperation
+from training.lint import HOST, PROGRAM, SHAPE, VALUE, LintFinding, StepChecker, StepTrace, TracedOperation
 
 FOUR, FIVE = {"x": (4, 8)}, {"x": (5, 8)}
 

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from tests.training.numpy_backend import Runs
+from training import run_end
 from training import storage as default_storage
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, LostPeer, StopRequested
 from training.storage import Stat, StorageError
-from training.telemetry import attempt_end, writer
+from training.telemetry import writer
 from training.telemetry.console import Console, warn
+from training.telemetry.host_progress import PhaseTimer
 from training.telemetry.metrics import MetricsLog, read_history
-from training.telemetry.phase_timer import PhaseTimer
 from training.telemetry.writer import MetricsWriter
 
 
@@ -143,7 +144,7 @@ def test_memory_is_bounded_while_storage_refuses_for_hours(tmp_path: Path, monke
 def test_slow_storage_does_not_delay_the_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(attempt_end, "END_SECONDS", 0.2)
+    monkeypatch.setattr(run_end, "END_SECONDS", 0.2)
     release = threading.Event()
     monkeypatch.setattr("training.telemetry.html.write_report", lambda *_, **__: release.wait(30))
     assert Runs(tmp_path).train("r", 0)["steps"] == 40
@@ -158,20 +159,20 @@ def test_slow_storage_does_not_delay_the_exit(
 def test_the_trackers_of_an_attempt_learn_whether_it_failed(tmp_path: Path, error: Exception, failed: bool) -> None:
     ends: list[bool] = []
     log: Any = SimpleNamespace(finish=lambda seconds, *, failed, is_hurried: ends.append(failed))
-    context = attempt_end.AttemptContext(Console(True), log)
+    context = run_end.AttemptContext(Console(True), log)
     url = str(tmp_path / "attempts" / "attempt-0000.t.json")
-    with pytest.raises(type(error)), attempt_end.record_attempt_end(str(tmp_path), url, PhaseTimer(), context, warn):
+    with pytest.raises(type(error)), run_end.record_attempt_end(str(tmp_path), url, PhaseTimer(), context, warn):
         raise error
     assert ends == [failed]
 
 
 def test_recording_an_error_takes_less_than_others_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     release = threading.Event()
-    context = attempt_end.AttemptContext(Console(True), close=[lambda: release.wait(60)])
+    context = run_end.AttemptContext(Console(True), close=[lambda: release.wait(60)])
     began = time.monotonic()
     with (
         pytest.raises(BadInput, match="started again"),
-        attempt_end.record_attempt_end(
+        run_end.record_attempt_end(
             str(tmp_path), str(tmp_path / "attempts" / "a.json"), PhaseTimer(), context, warn, patience=0.4
         ),
     ):

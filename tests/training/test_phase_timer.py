@@ -1,7 +1,7 @@
 """Claims about the seconds of a process by phase."""
 
 from tests.training.manual_clock import ManualClock
-from training.telemetry.phase_timer import PhaseTimer
+from training.telemetry.host_progress import PhaseTimer
 
 
 def test_nested_phases_count_each_second_once() -> None:

@@ -15,9 +15,8 @@ from tests.training.test_checkpoint_saves import Meeting, on_all
 from training.backends.placement import bytes_on_device, mesh_shape, place, slices
 from training.checkpoint.format import assign_slices, read_manifest
 from training.checkpoint.reader import load_tensors
-from training.checkpoint.safetensors_file import TensorSpec
-from training.checkpoint.slices import StateSlices, key_in_part, partition_error
 from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.tensors import StateSlices, TensorSpec, key_in_part, partition_error
 
 shapes = st.lists(st.integers(1, 32), min_size=1, max_size=3).map(tuple)
 HOSTS, DEVICES = 4, 16

@@ -10,12 +10,12 @@ import pytest
 
 from training import storage
 from training.batch import HostBatch, Signals, StepResult
-from training.checkpoint.retention import Best
+from training.checkpoint.config import Best
 from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput, NonFinite, TrainError
 from training.progress import MOST_SKIPPED, Compilations, Evaluations, NonFiniteHistory, Progress
 from training.telemetry.attempts import NonFiniteStep, write_nonfinite
-from training.telemetry.phase_timer import PhaseTimer
+from training.telemetry.host_progress import PhaseTimer
 
 
 def batch(length: int = 8) -> HostBatch:

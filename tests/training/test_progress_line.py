@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tests.processes import wait_until
 from tests.training.manual_clock import ManualClock
 from training.machine import Machine
-from training.telemetry.host_progress import HostProgress
-from training.telemetry.phase_timer import PhaseTimer
+from training.telemetry.host_progress import HostProgress, PhaseTimer
 from training.telemetry.progress_line import LONGEST_LINE, ProgressLine, encode, parse
 
 LINE = ProgressLine(

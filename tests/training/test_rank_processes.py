@@ -10,7 +10,7 @@ from pathlib import Path
 
 PARENT = """
 import sys
-from training.cli.rank_processes import run_ranks
+from training.cli.processes import run_ranks
 environments = [{"RANK": str(rank)} for rank in range(3)]
 sys.exit(run_ranks([sys.executable, "-c", sys.argv[1]], environments))
 """

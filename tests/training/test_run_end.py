@@ -14,9 +14,8 @@ from tests.training.numpy_backend import Runs
 from tests.training.test_start import Pair
 from training import trainer
 from training.checkpoint import writer
-from training.checkpoint.safetensors_file import TensorSpec
-from training.checkpoint.slices import NOT_SPLIT, HeldSlice, Slice, StateSlices, key_in_part
 from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.tensors import NOT_SPLIT, HeldSlice, Slice, StateSlices, TensorSpec, key_in_part
 from training.distributed.cluster import Cluster
 from training.errors import TrainError
 from training.run_end import compare_weights, weights_crc32c

@@ -9,8 +9,8 @@ import pytest
 from training.config import Telemetry
 from training.errors import BadInput
 from training.run_setup import require_trackers
-from training.telemetry.services import MOST_WAITING, PAUSE_SECONDS, GuardedTracker, Line, flatten
-from training.telemetry.tracker import AttemptInfo
+from training.telemetry.metrics import AttemptInfo
+from training.telemetry.trackers import MOST_WAITING, PAUSE_SECONDS, GuardedTracker, Line, flatten
 
 
 class Service:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from training.telemetry import text
+from training.telemetry import console as text
 
 
 def test_a_progress_line_shows_step_loss_rate_data_wait_and_time_left() -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from training.telemetry import tracker
-from training.telemetry.metrics import MetricsLog, read_history
-from training.telemetry.tracker import AttemptInfo
+from training.telemetry import metrics as tracker
+from training.telemetry.metrics import AttemptInfo, MetricsLog, read_history
 
 MODULE = """
 OPENED = []

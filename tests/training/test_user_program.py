@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from training.cli.user_program import chip_process_environment, gloo_environment, run_script
+from training.cli.processes import chip_process_environment, gloo_environment, run_script
 from training.distributed.cluster import Cluster
 from training.errors import BadInput
 

@@ -6,7 +6,7 @@ split over all devices. A matrix of the state is split over "fsdp", and each dev
 
 from collections.abc import Mapping
 
-from training.checkpoint.slices import HeldSlice, Slice
+from training.checkpoint.tensors import HeldSlice, Slice
 from training.optim import STACKED
 
 ROWS, FSDP = "rows", "fsdp"

@@ -5,9 +5,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
 
 from training.batch import Arrays, HostBatch, Pending, Signals
-from training.checkpoint.safetensors_file import TensorSpec
-from training.checkpoint.slices import NOT_SPLIT, Slice, StateSlices, whole
 from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.tensors import NOT_SPLIT, Slice, StateSlices, TensorSpec, whole
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous

@@ -20,7 +20,7 @@ from training.checkpoint.format import (
     to_json,
 )
 from training.checkpoint.reader import read_part, verify
-from training.checkpoint.safetensors_file import Damaged, NotFinite
+from training.checkpoint.tensors import Damaged, NotFinite
 from training.checkpoint.writer import best_step
 from training.errors import BadInput
 

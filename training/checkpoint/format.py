@@ -35,8 +35,16 @@ from typing import Any
 import google_crc32c
 
 from training import storage as default_storage
-from training.checkpoint.safetensors_file import Damaged, TensorSpec
-from training.checkpoint.slices import HeldSlice, Slice, StateSlices, key_in_part, partition_error, whole
+from training.checkpoint.tensors import (
+    Damaged,
+    HeldSlice,
+    Slice,
+    StateSlices,
+    TensorSpec,
+    key_in_part,
+    partition_error,
+    whole,
+)
 from training.storage import NotFound, Storage, join
 
 FORMAT = 3

@@ -22,9 +22,18 @@ from typing import Any
 from training import storage as default_storage
 from training.checkpoint import format as form
 from training.checkpoint.format import Manifest, Part, StoredTensor, committed_steps, read_manifest
-from training.checkpoint.safetensors_file import Damaged, NotFinite, TensorSpec, header_end, parse_header
-from training.checkpoint.slices import Slice, copy_into, key_in_part, load_whole
 from training.checkpoint.snapshot import allocate, find_nonfinite
+from training.checkpoint.tensors import (
+    Damaged,
+    NotFinite,
+    Slice,
+    TensorSpec,
+    copy_into,
+    header_end,
+    key_in_part,
+    load_whole,
+    parse_header,
+)
 from training.distributed.rendezvous import Rendezvous
 from training.errors import BadInput
 from training.machine import SYSTEM, Future, Threads

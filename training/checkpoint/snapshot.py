@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from training.checkpoint.safetensors_file import TensorSpec
+from training.checkpoint.tensors import TensorSpec
 
 _FLOATS: dict[str, type[np.floating]] = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 _BATCH_BYTES = 64 << 20  # the memory that a copy takes beside the state

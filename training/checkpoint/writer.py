@@ -18,11 +18,10 @@ from typing import Any
 
 from training import storage as default_storage
 from training.checkpoint import format as form
+from training.checkpoint.config import Keep
 from training.checkpoint.format import Manifest, Part, delete_checkpoint, list_folders, read_manifest
-from training.checkpoint.retention import Keep
-from training.checkpoint.safetensors_file import Damaged, TensorSpec, encode
-from training.checkpoint.slices import NOT_SPLIT, StateSlices
 from training.checkpoint.snapshot import Snapshot, StartSnapshot, allocate, fault_in, find_nonfinite
+from training.checkpoint.tensors import NOT_SPLIT, Damaged, StateSlices, TensorSpec, encode
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.errors import BadInput, NonFinite, TrainError

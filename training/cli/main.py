@@ -1,8 +1,7 @@
 """`tpu-train`: what runs in the container. Every error becomes one message and an exit code (training/errors.py).
 
     data.py         tokenizer, shards, dataset show|verify|preview
-    preflight.py    preflight: compile for a TPU that is not there
-    lint.py         check: what in a step will be slow on a TPU
+    preflight.py    preflight: compile for a TPU that is not there; check: what in a step will be slow on a TPU
     train.py        train, evaluate, check-devices: run on every host of the slice; exec, profile
     results.py      report, checkpoint list|show|verify|restore, export, push, predict
 
@@ -25,7 +24,7 @@ from training.telemetry.console import note
 
 _BEGAN = time.monotonic()  # approximately when the process began
 _COMMANDS = [
-    LazyCommand("check", "training.cli.lint:check", "Run a few steps on the CPU and report what XLA is slow at."),
+    LazyCommand("check", "training.cli.preflight:check", "Run a few steps on the CPU and report what XLA is slow at."),
     LazyCommand("check-devices", "training.cli.train:check_devices", "Try the devices of all hosts of the slice."),
     LazyCommand("checkpoint", "training.cli.results:checkpoint", "Look at the checkpoints of a run, and verify them."),
     LazyCommand("dataset", "training.cli.data:dataset", "Look at a dataset, and check it."),

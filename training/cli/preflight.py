@@ -1,15 +1,24 @@
-"""The command `tpu-train preflight`."""
+"""The commands that look at a step before it runs on a TPU: preflight, check."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
-from typing import TYPE_CHECKING
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from training.cli import EndAtOnce, set_option
-from training.errors import BadInput, Exit
+from training.errors import BadInput, Exit, TrainError
+from training.lint import LintFinding
 
 if TYPE_CHECKING:
     from training.accelerators import Accelerator
@@ -117,3 +126,107 @@ def _parse_lengths(text: str) -> tuple[int, ...]:
     if not lengths or lengths[0] < 2:
         raise BadInput(f"--sequence-length {text}: expected numbers, for example 128 or 32,64,128")
     return lengths
+
+
+@click.command()
+@click.option("--module", metavar="FILE:FUNCTION", required=True, help="A function that returns your torch.nn.Module.")
+@click.option(
+    "--inputs",
+    metavar="FILE:FUNCTION",
+    required=True,
+    help="A function that returns its batches, on the CPU: dicts, tuples or tensors.",
+)
+@click.option("--steps", type=click.IntRange(min=2), default=4, show_default=True, help="Number of steps to run.")
+@click.option(
+    "--shapes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of different shapes that its batches may have.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def check(module: str, inputs: str, steps: int, shapes: int, as_json: bool) -> None:
+    """Run a few steps of your PyTorch module on the CPU, and report what would be slow on XLA devices, with its line.
+
+    \b
+    tpu-train check --module my_model.py:build --inputs my_model.py:batches
+
+    It finds data-dependent shapes, branches on tensors' values, and steps that compile again. Exits with 0 if there are
+    none, else with 1.
+    """
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is for findings, not for what the user's code prints
+        findings = check_user_module(module, inputs, steps, shapes)
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        for finding in findings:
+            click.echo(str(finding))
+        click.echo(f"{steps} steps: {len(findings)} finding(s)" if findings else f"{steps} steps: clean")
+    if findings:
+        sys.exit(Exit.FAILED)
+
+
+def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list[LintFinding]:
+    """Runs `steps` training steps of a user's own PyTorch module on the CPU; returns the findings. Sets PJRT_DEVICE.
+
+    Args:
+        module: FILE:FUNCTION; the function returns the module.
+        inputs: FILE:FUNCTION; the function returns its batches, which may have `shapes` different shapes.
+
+    Raises:
+        BadInput: a function does not exist, its code fails, or torch_xla is not installed.
+    """
+    os.environ["PJRT_DEVICE"] = "CPU"
+    from training.run_setup import prepare_framework
+
+    prepare_framework("torch-xla")
+    from training.backends.torch_xla.lint import check_module
+
+    with _report_user_line(module, inputs):
+        build, batches = _load_function("--module", module), _load_function("--inputs", inputs)
+        return check_module(build, batches, steps, shapes)
+
+
+@contextlib.contextmanager
+def _report_user_line(*functions: str) -> Iterator[None]:
+    """Turns an exception except TrainError into BadInput with its innermost line below the folders of `functions`."""
+    try:
+        yield
+    except TrainError:
+        raise
+    except Exception as error:
+        folders = tuple(f"{Path(function.rpartition(':')[0]).resolve().parent}/" for function in functions)
+        frames = traceback.extract_tb(error.__traceback__)
+        user_frames = [frame for frame in frames if frame.filename.startswith(folders)] or frames
+        place = f"{user_frames[-1].filename}:{user_frames[-1].lineno}"
+        raise BadInput(f"{place}: {type(error).__name__}: {error}") from None
+
+
+def _load_function(option: str, reference: str) -> Callable[[], Any]:
+    """Imports FILE and returns its FUNCTION. Raises BadInput, naming `option`, if either does not exist."""
+    file, _, name = reference.rpartition(":")
+    if not file or not name:
+        raise BadInput(f"{option} is {reference!r}, and must be FILE:FUNCTION, for example my_model.py:build")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise BadInput(f"{option}: {file}: no such file")
+    function = getattr(_load_module(option, file, path), name, None)
+    if not callable(function):
+        raise BadInput(f"{option}: {file} has no function {name}")
+    loaded: Callable[[], Any] = function
+    return loaded
+
+
+def _load_module(option: str, file: str, path: Path) -> ModuleType:
+    """Imports a file and returns its module, with its folder on sys.path as for a script; once, even if both options
+    name it. Raises BadInput, naming `option`, for a file that is not Python's."""
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise BadInput(f"{option}: {file} is not a Python file")
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -45,7 +45,7 @@ def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: 
     """
     from training.config import load
     from training.distributed.shutdown import install_signal_handlers
-    from training.telemetry.phase_timer import PhaseTimer
+    from training.telemetry.host_progress import PhaseTimer
 
     shutdown = install_signal_handlers()
     timer = PhaseTimer(began=began)
@@ -82,7 +82,7 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
     """
     from training.config import load
     from training.distributed.shutdown import install_signal_handlers
-    from training.telemetry.text import format_figures
+    from training.telemetry.console import format_figures
 
     shutdown = install_signal_handlers()
     settings = load(config, overrides)
@@ -164,10 +164,10 @@ def exec_script(script: str, arguments: tuple[str, ...], runtime: str) -> None:
     hosts. With torch-xla on CPU hosts: one process a host, gradients summed with gloo. torch-tpu needs TPUs, also
     virtual ones; the first process that fails ends the others, and its exit code is the command's.
     """
-    from training.cli.user_program import run_chip_processes, run_on_host
+    from training.cli.processes import run_chip_processes, run_on_host
 
     if runtime == "torch-tpu":
-        sys.exit(run_chip_processes(["training.cli.torch_tpu_rank", script, *arguments]))
+        sys.exit(run_chip_processes(["training.cli.processes", script, *arguments]))
     run_on_host(script, arguments)
 
 
@@ -199,7 +199,7 @@ def _start_chip_processes(backend: str) -> None:
     from training.distributed import torch_tpu
 
     if backend == torch_tpu.RUNTIME and "RANK" not in os.environ:
-        from training.cli.user_program import run_chip_processes
+        from training.cli.processes import run_chip_processes
 
         sys.exit(run_chip_processes(["training.cli", *sys.argv[1:]]))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from training.checkpoint.safetensors_file import TensorSpec, encode
+from training.checkpoint.tensors import TensorSpec, encode
 from training.config import Lora, TrainerConfig
 from training.models.families import is_of_head
 from training.registry import TASKS

@@ -13,9 +13,8 @@ from training import storage as default_storage
 from training.checkpoint.admin import choose_step, find_checkpoints
 from training.checkpoint.format import read_manifest
 from training.checkpoint.reader import load_tensors, require_finite
-from training.checkpoint.safetensors_file import Damaged, TensorSpec, encode
-from training.checkpoint.slices import Slice, whole
 from training.checkpoint.snapshot import Snapshot, StartSnapshot
+from training.checkpoint.tensors import Damaged, Slice, TensorSpec, encode, whole
 from training.config import restore
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput

@@ -1,12 +1,10 @@
 """Reports of a run: at the terminal, to trackers, and on a page that opens without a network.
 
-tracker      Tracker, a Protocol, and the registry of its implementations
-metrics      MetricsLog, which passes numbers to trackers; JSON lines, the tracker that every run has
-writer       the thread of host 0 that writes metrics
-tensorboard  the same numbers as TensorBoard's events
-services     Weights & Biases and MLflow
-phase_timer  seconds by phase
-attempts     records of how each attempt began and ended; attempt_end writes the second one
-console      prints on host 0; text formats the progress line and the summary
-html         report.html, with the charts of svg
+metrics        Tracker, a Protocol, MetricsLog, which passes numbers to trackers, and JSON lines, the tracker of every run
+trackers       TensorBoard, Weights & Biases and MLflow
+writer         the thread of host 0 that writes metrics
+host_progress  seconds by phase, and the line of progress of this host (progress_line)
+attempts       records of how each attempt began and ended
+console        prints on host 0; formats the progress line and the summary
+html           report.html, with the charts of svg
 """

@@ -1,4 +1,6 @@
-"""Prints on host 0. A terminal's progress line is replaced in place; elsewhere each progress line is a line of its own.
+"""Prints on host 0, and formats what it prints: the progress of the steps, and the final summary.
+
+A terminal's progress line is replaced in place; elsewhere each progress line is a line of its own.
 
 A failed write (a closed pipe, a log on a full disk) is ignored, so that it does not stop training.
 """
@@ -6,7 +8,7 @@ A failed write (a closed pipe, a log on a full disk) is ignored, so that it does
 import contextlib
 import shutil
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 _CLEAR = "\r\x1b[2K"
 
@@ -55,3 +57,117 @@ class Console:
         with contextlib.suppress(OSError):
             print(f"{prefix}{text}", end="\n" if stays else "", file=self._out, flush=True)
         self._line_open = not stays
+
+
+def format_progress(
+    step: int, steps: int, loss: float, examples_per_second: float, data_wait: float, remaining_seconds: float
+) -> str:
+    """Returns the line that shows a step's figures to the user."""
+    return (
+        f"step {step:>{len(str(steps))}}/{steps}  loss {loss:.5f}  {examples_per_second:,.1f} examples/s  "
+        f"{data_wait:.0%} data wait  {format_remaining(remaining_seconds)} left"
+    )
+
+
+def format_remaining(seconds: float) -> str:
+    """Returns seconds as hours, minutes and seconds, for example "2:05:00" or "0:07"."""
+    whole = max(0, round(seconds))
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def format_evaluation(step: int, figures: dict[str, float]) -> str:
+    return f"evaluation after step {step}: {format_figures(figures)}"
+
+
+def format_early_end(step: int, evaluations: int, best: dict[str, Any] | None) -> str:
+    """Returns the line for an end by train.early_stopping. `best`: step, metric and value; None if none was finite."""
+    text = f"training ends early, after step {step}: {evaluations} evaluations in a row were not better"
+    if best is None:
+        return f"{text}; none was finite"
+    return f"{text}; the result is the model after step {best['step']}, {best['metric']} {best['value']:.5f}"
+
+
+def format_figures(figures: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.5f}" for name, value in figures.items())
+
+
+def format_program_counts(summary: dict[str, Any]) -> str:
+    """Returns a line with the framework's counts of what costs time: compilations, syncs, operations on the host."""
+    syncs, fallbacks = summary.get("device_to_host_syncs"), summary.get("host_fallbacks") or []
+    counts = [f"{summary['compilations']} compilations in {summary.get('compile_seconds', 0.0):.1f} s"]
+    if "graphs" in summary:
+        counts.append(f"{summary['graphs']} graphs")
+    if syncs is not None:
+        counts.append(f"{syncs} unplanned device-to-host syncs")
+    counts.append(f"{len(fallbacks)} operations on the host" + (f" ({', '.join(fallbacks)})" if fallbacks else ""))
+    if summary.get("preflight"):
+        counts.append(f"preflight: {summary['preflight']}")
+    return f"programs: {', '.join(counts)}"
+
+
+def format_upload(hub: dict[str, Any]) -> str:
+    """Returns a line about the summary's "hub": the newest step in the Hub's repository, and the last error."""
+    done = f"has step {hub['step']}: {hub['commit']}" if hub["commit"] else "has nothing of this attempt"
+    return f"hub: {hub['repository']} {done}" + (f"; the last upload failed: {hub['error']}" if hub["error"] else "")
+
+
+def format_summary(summary: dict[str, Any]) -> str:
+    """Returns the main figures of summary.json as a few lines."""
+    precision = f", {summary['precision']}" if "precision" in summary else ""
+    lines = [
+        f"finished {summary['steps']} steps on {summary['hosts']} host(s), {summary['devices']} device(s){precision}: "
+        f"loss {_number(summary['first_loss'])} -> {_number(summary['last_loss'])}"
+    ]
+    if summary.get("skipped_steps"):
+        lines.append(format_skipped_steps(summary["skipped_steps"]))
+    if summary.get("not_finite"):
+        lines.append(f"evaluation: {', '.join(summary['not_finite'])} is not finite")
+    elif summary.get("eval_loss") is not None:
+        prefix = "eval_"
+        figures = {key.removeprefix(prefix): value for key, value in summary.items() if key.startswith(prefix)}
+        shown = [
+            f"{name.replace('_', ' ')} {value:{'.2f' if name == 'perplexity' else '.4f'}}"
+            for name, value in figures.items()
+            if value is not None
+        ]
+        lines.append(f"evaluation: {', '.join(shown)}")
+    lines.append(_format_speed(summary))
+    lines.append(format_program_counts(summary))
+    lines.append(f"checkpoint: {summary['checkpoint']}")
+    if summary.get("hub"):
+        lines.append(format_upload(summary["hub"]))
+    return "\n".join(lines)
+
+
+def format_skipped_steps(count: int) -> str:
+    return f"{count} step(s) were skipped, whose loss or gradient norm was not finite (train.on_nonfinite: skip)"
+
+
+def _number(value: float | None) -> str:
+    """Returns a number with four decimals; "nan" for None."""
+    return "nan" if value is None else f"{value:.4f}"
+
+
+def format_start(attempt: int, seconds: dict[str, float], programs: int, cached: int) -> str:
+    """Returns a line about an attempt's time to the result of its first step. `seconds` is by phase, from
+    PhaseTimer.report; `cached` of the `programs` were in the compilation cache, the framework compiled the others."""
+    compiled = f"{programs} program(s)" + (f", {cached} of them from the cache" if cached else "")
+    return f"attempt {attempt}: first step after {seconds['total']:.1f} s: {_format_phases(seconds)}; {compiled}"
+
+
+def _format_phases(seconds: dict[str, float]) -> str:
+    """Returns the phases of at least 0.05 s with their seconds, without the total."""
+    return ", ".join(f"{name} {amount:.1f}" for name, amount in seconds.items() if name != "total" and amount >= 0.05)
+
+
+def _format_speed(summary: dict[str, Any]) -> str:
+    """Returns a line with the summary's examples/s, tokens/s, MFU if known, and seconds by phase."""
+    seconds: dict[str, float] = summary["seconds"]
+    rates = [
+        f"{summary['examples_per_second']:,.1f} examples/s",
+        f"{summary.get('tokens_per_second', 0.0):,.0f} tokens/s",
+    ]
+    if summary.get("mfu") is not None:
+        rates.append(f"MFU {summary['mfu']:.1%}")
+    return f"speed: {', '.join(rates)}; seconds: {_format_phases(seconds)} (total {seconds['total']:.1f})"

@@ -1,8 +1,8 @@
-"""Keeps this host's line of progress (`progress_line.py`) up to date, from a thread, so that a step that hangs is told
-too. The loop only adds up seconds: a few microseconds a step.
+"""Seconds of this process by phase, and this host's line of progress (`progress_line.py`).
 
-A change of phase is written within a second, everything else every five. Without TPU_LAUNCH_PROGRESS_FILE nothing is
-written.
+A thread keeps the line up to date, so that a step that hangs is told too. The loop only adds up seconds: a few
+microseconds a step. A change of phase is written within a second, everything else every five. Without
+TPU_LAUNCH_PROGRESS_FILE nothing is written.
 """
 
 import contextlib
@@ -10,15 +10,74 @@ import itertools
 import os
 import re
 import statistics
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from training import storage
 from training.machine import SYSTEM, Machine
 from training.telemetry import progress_line
-from training.telemetry.phase_timer import PhaseTimer
 from training.telemetry.progress_line import ProgressLine
+
+
+class PhaseTimer:
+    """Adds up the seconds of each phase. Phases may nest: each second counts once, for the innermost phase. Goodput is
+    the share of the total that was spent in training steps."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic, began: float | None = None) -> None:
+        """`now` returns seconds. `began`: when the process began, by `now`; the present moment, unless given."""
+        self._now = now
+        self.began = now() if began is None else began
+        self.seconds: dict[str, float] = {}
+        self._stack: list[tuple[str, float]] = []  # open phases, outermost first: (name, counted until)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts the time of the block for the phase `name`, without that of phases inside the block."""
+        self._count_innermost(now := self._now())
+        self._stack.append((name, now))
+        try:
+            yield
+        finally:
+            now = self._now()
+            self._count_innermost(now)
+            self._stack.pop()
+            if self._stack:
+                self._stack[-1] = (self._stack[-1][0], now)
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Moves `seconds`, if positive, from one phase to another, for example those of a compilation inside a step."""
+        if seconds > 0:
+            self.add(source, -seconds)
+            self.add(target, seconds)
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    @property
+    def innermost(self) -> str:
+        """Returns the name of the innermost open phase; "" without one. Threads may read it."""
+        stack = self._stack[-1:]
+        return stack[0][0] if stack else ""
+
+    def total(self) -> float:
+        """Returns the seconds since the process began, in phases or not."""
+        return self._now() - self.began
+
+    def report(self) -> dict[str, float]:
+        """Returns the seconds of each phase, of the rest as "other", and the "total", rounded to milliseconds."""
+        total = self.total()
+        phases = {name: max(0.0, seconds) for name, seconds in self.seconds.items()}
+        phases["other"] = max(0.0, total - sum(phases.values()))
+        return {name: round(seconds, 3) for name, seconds in {**phases, "total": total}.items()}
+
+    def _count_innermost(self, now: float) -> None:
+        """Adds the seconds until `now` to the innermost open phase; the caller marks them as counted."""
+        if self._stack:
+            name, since = self._stack[-1]
+            self.add(name, now - since)
+
 
 _LOOK_SECONDS, _WRITE_SECONDS = 1.0, 5.0
 _STEPS = 32  # whose median is told

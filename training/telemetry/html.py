@@ -13,10 +13,10 @@ from typing import Any
 
 from training import storage as default_storage
 from training.checkpoint.format import Manifest, committed_steps, read_manifest
-from training.checkpoint.safetensors_file import Damaged
+from training.checkpoint.tensors import Damaged
 from training.errors import BadInput
 from training.storage import NotFound, Storage, join
-from training.telemetry import svg, text
+from training.telemetry import console, svg
 from training.telemetry.attempts import AttemptRecords, read_attempts
 from training.telemetry.metrics import read_history
 
@@ -129,12 +129,12 @@ def _render_figures(run: RunContents) -> str:
     items = "".join(
         f"<li><span class='faint'>{escape(name)}</span><b>{escape(value)}</b></li>" for name, value in figures
     )
-    notes = [text.format_program_counts(dict(summary))] if summary else []
+    notes = [console.format_program_counts(dict(summary))] if summary else []
     if summary.get("hub"):
-        notes.append(text.format_upload(summary["hub"]))
+        notes.append(console.format_upload(summary["hub"]))
     skipped = summary.get("skipped_steps") or max((line.get("skipped_steps", 0) for line in run.lines), default=0)
     if skipped:
-        notes.append(text.format_skipped_steps(skipped))
+        notes.append(console.format_skipped_steps(skipped))
     if summary.get("skipped_records"):
         notes.append(f"{summary['skipped_records']} rows of damaged records were replaced (data.on_corrupt: skip)")
     return f"<ul class='figures'>{items}</ul>" + "".join(f"<p>{escape(note)}</p>" for note in notes)

@@ -7,21 +7,77 @@ An object store can't append, and limits how often one name is overwritten. So l
 rewrites the newest object, of at most `LINES` lines. A killed attempt loses its buffered lines, of
 steps after its newest commit, and may leave a truncated line, which `read_history` leaves out. An attempt that resumed
 at step s supersedes the lines of earlier attempts beyond s; `read_history` leaves those out too.
+
+To add a tracker, write a class that satisfies `Tracker` and takes an `AttemptInfo`, and add it to `TRACKERS`. Its
+package is imported only when a run uses it.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from training import storage as default_storage
+from training.registry import load
 from training.storage import Storage, join, name_of
 from training.telemetry.console import warn
-from training.telemetry.tracker import AttemptInfo, Values, finite_or_none, open_tracker
 
 LINES = 1000
 _NAME = re.compile(r"attempt-(\d+)\.(\d+)\.jsonl")
+
+
+Values = Mapping[str, float | None]
+
+
+def finite_or_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values with None for each float that is NaN or infinite, which JSON can't represent."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }
+
+
+@dataclass(frozen=True)
+class AttemptInfo:
+    """The attempt that a tracker records."""
+
+    folder: str  # of the run
+    attempt: int
+    resumed_at: int  # steps done by earlier attempts
+    file_number: int  # for file names: unique even in a local run, whose attempts all have number 0
+    token: str = ""  # of this group of processes: no attempt of another run has it, whatever its folder's name
+    storage: Storage = default_storage
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the trainer's configuration
+
+
+class Tracker(Protocol):
+    """Keeps the numbers of one attempt. Values may be buffered until `flush`; a crash loses only those."""
+
+    def log(self, step: int, values: Values) -> None:
+        """Records values of the state after `step` steps."""
+
+    def flush(self) -> None:
+        """Writes buffered values. Raises if it can't; the values stay buffered."""
+
+    def finish(self, failed: bool) -> None:
+        """Ends the attempt's records after the last `log`. `failed`: by an error, not at the last step or by a stop."""
+
+
+# Name -> "module:function or class", which is called with an AttemptInfo and returns a Tracker.
+TRACKERS = {
+    "jsonl": "training.telemetry.metrics:JsonLinesTracker",
+    "tensorboard": "training.telemetry.trackers:TensorBoardTracker",
+    "wandb": "training.telemetry.trackers:open_wandb",
+    "mlflow": "training.telemetry.trackers:open_mlflow",
+}
+
+
+def open_tracker(name: str, info: AttemptInfo) -> Tracker:
+    """Imports the module of the tracker `name` in `TRACKERS`, and opens the tracker for the attempt."""
+    tracker: Tracker = load(TRACKERS[name])(info)
+    return tracker
 
 
 class MetricsLog:
@@ -45,7 +101,7 @@ class MetricsLog:
         Args:
             resumed_at: steps done by earlier attempts.
             token: of this group of processes alone.
-            trackers: names in `training.telemetry.tracker.TRACKERS`. Reports and later attempts read "jsonl".
+            trackers: names in `training.telemetry.metrics.TRACKERS`. Reports and later attempts read "jsonl".
             settings: the trainer's configuration, for trackers that show it.
             fence: raises when a newer start has claimed the run, whose lines this attempt's would supersede. It is
                 called after the listing that decides the file number: a newer start then has a greater one.

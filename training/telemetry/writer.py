@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from training.machine import SYSTEM, Machine, Thread
-from training.telemetry.metrics import MetricsLog
-from training.telemetry.tracker import Values
+from training.telemetry.metrics import MetricsLog, Values
 
 FLUSH_SECONDS = 20.0
 FLUSH_LIMIT = 5.0  # seconds that a commit waits for its metrics

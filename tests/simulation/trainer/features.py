@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from tests.simulation.trainer.plan import REQUESTER, Fault, Plan
 from training.checkpoint.format import Manifest
 from training.checkpoint.reader import checkpoint_name
-from training.checkpoint.safetensors_file import decode
+from training.checkpoint.tensors import decode
 from training.models.export import PREFIX
 from training.models.hub import PushEnd
 from training.models.hugging_face import CONFIG, WEIGHTS

@@ -22,7 +22,7 @@ from training.distributed.shutdown import ShutdownRequest
 from training.errors import TrainError
 from training.machine import Machine
 from training.run_setup import Dependencies
-from training.telemetry.phase_timer import PhaseTimer
+from training.telemetry.host_progress import PhaseTimer
 from training.trainer import train
 
 if TYPE_CHECKING:

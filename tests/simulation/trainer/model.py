@@ -20,7 +20,7 @@ from tests.packed_datasets import batch_records
 from tests.plain_backend import PlainBackend
 from tests.simulation.trainer import record_order
 from training.batch import Arrays, HostBatch, Signals, StepResult
-from training.checkpoint.safetensors_file import TensorSpec
+from training.checkpoint.tensors import TensorSpec
 from training.data.sampling.order import host_rows, training_order
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from tests.simulation.trainer.evaluations import EvaluationPromises
 from tests.simulation.trainer.features import FeaturePromises, put_strange_records
 from tests.simulation.trainer.records import RecordPromises
 from training.checkpoint.format import MANIFEST, Manifest, load_manifest, step_of
-from training.checkpoint.safetensors_file import Damaged, decode
+from training.checkpoint.tensors import Damaged, decode
 from training.errors import Exit
 from training.storage import name_of
 

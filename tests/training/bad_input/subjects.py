@@ -22,7 +22,7 @@ import numpy as np
 from tests.packed_datasets import pack_rows
 from tests.training.bad_input.mutations import TEXTS, dump_json, spoil_bytes, spoil_json, spoil_lines
 from training.checkpoint import format as checkpoint_format
-from training.checkpoint.safetensors_file import Damaged, TensorSpec
+from training.checkpoint.tensors import Damaged, TensorSpec
 from training.config import Model, from_document
 from training.data import tokenizer as tokenizers
 from training.data.formats import dataset as datasets

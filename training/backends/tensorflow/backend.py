@@ -28,8 +28,8 @@ from training.backends.tensorflow.model import Noise, Parameter, build
 from training.backends.tensorflow.replicas import Replicas, translate_failures
 from training.backends.tensorflow.step import TensorFlowState, TensorFlowStep
 from training.batch import SUMS, Arrays, HostBatch, Signals, StepResult
-from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.tensors import TensorSpec
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
 from training.data.tf.record_source import translate_errors

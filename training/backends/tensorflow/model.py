@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, pipeline
 from transformers.modeling_tf_pytorch_utils import load_pytorch_state_dict_in_tf2_model
 
 from training import storage
-from training.checkpoint.safetensors_file import Damaged, decode
+from training.checkpoint.tensors import Damaged, decode
 from training.config import Model
 from training.errors import BadInput
 from training.models.families import FAMILIES, dropout_rates

@@ -14,8 +14,8 @@ import tensorflow as tf
 from training.backends.tensorflow.model import Assign, Noise, Parameter
 from training.backends.tensorflow.replicas import Replicas
 from training.batch import SUMS, UPDATE
-from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.tensors import Damaged, TensorSpec
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.optim.schedule import learning_rate, step_seed

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from training.checkpoint.safetensors_file import Damaged, TensorSpec
+from training.checkpoint.tensors import Damaged, TensorSpec
 from training.config import Remat, TrainerConfig
 from training.models.hugging_face import ModelRequirements
 from training.models.torch.attention import Barrier

@@ -26,9 +26,8 @@ from training.backends.torch.step import HostArray, StepInputs, TrainingStep, re
 from training.backends.torch_tpu import internals
 from training.backends.torch_tpu.processes import Chip
 from training.batch import Arrays, Signals, StepResult
-from training.checkpoint.safetensors_file import TensorSpec
-from training.checkpoint.slices import Slice, StateSlices, key_in_part
 from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.tensors import Slice, StateSlices, TensorSpec, key_in_part
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous

@@ -21,7 +21,7 @@ from training.backends import placement
 from training.backends.placement import FSDP, mesh_shape, place
 from training.backends.torch.step import HostArray, rows_of, sum_of_squares
 from training.backends.torch_tpu import internals
-from training.checkpoint.slices import HeldSlice, Slice, whole
+from training.checkpoint.tensors import HeldSlice, Slice, whole
 from training.config import mesh_mistake
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous

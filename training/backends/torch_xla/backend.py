@@ -37,9 +37,8 @@ from training.backends.torch_xla.splash import splash_attention
 from training.backends.torch_xla.state import State
 from training.backends.torch_xla.step_cache import Shapes, StepCache
 from training.batch import Arrays, HostBatch, Signals, StepResult
-from training.checkpoint.safetensors_file import TensorSpec
-from training.checkpoint.slices import StateSlices, load_whole
 from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.tensors import StateSlices, TensorSpec, load_whole
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from training.backends.torch_xla.backend import count_fallbacks
 from training.errors import BadInput
-from training.lint.rules import HOST, SHAPE, VALUE, LintFinding, StepChecker, StepTrace, TracedOperation
+from training.lint import HOST, SHAPE, VALUE, LintFinding, StepChecker, StepTrace, TracedOperation
 
 _NOT_USER_CODE = (*(f"{Path(module.__file__).parent}{os.sep}" for module in (torch, torch_xla)), __file__, "<")
 # Views that autograd and in-place updates make: no work, and not the same in each step.

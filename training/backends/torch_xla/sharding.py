@@ -26,7 +26,7 @@ from training.backends.placement import FSDP, ROWS, Axes, mesh_shape
 from training.backends.torch.step import HostArray, replicated, rows_of
 from training.backends.torch_xla import internals
 from training.batch import Arrays
-from training.checkpoint.slices import HeldSlice
+from training.checkpoint.tensors import HeldSlice
 from training.config import mesh_mistake
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous

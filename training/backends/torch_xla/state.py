@@ -36,9 +36,8 @@ from training.backends.torch.state import HostState
 from training.backends.torch.step import HostArray
 from training.backends.torch_xla import internals
 from training.backends.torch_xla.sharding import DataParallel
-from training.checkpoint.safetensors_file import TensorSpec
-from training.checkpoint.slices import Slice, copy_into, key_in_part, whole
 from training.checkpoint.snapshot import Snapshot, in_batches
+from training.checkpoint.tensors import Slice, TensorSpec, copy_into, key_in_part, whole
 from training.models.torch.dropout import DropoutNoise
 from training.models.torch.layer_scan import LayerScan, group_layers
 from training.models.torch.move import move
