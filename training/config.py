@@ -346,11 +346,10 @@ class TrainerConfig(Section):
     @property
     def best(self) -> Best | None:
         """Returns the rule that compares evaluations: train.early_stopping's, else checkpoint.best's, or None."""
-        if self.train.early_stopping is not None:
-            metric = self.train.early_stopping.metric
-            return Best(metric, TASKS[self.task].figures[metric])
-        best = self.checkpoint.best
-        return Best(best.metric, best.mode) if best else None
+        if self.train.early_stopping is None:
+            return self.checkpoint.best
+        metric = self.train.early_stopping.metric
+        return Best(metric=metric, mode=TASKS[self.task].figures[metric])
 
     @property
     def evaluation_batch_size(self) -> int:

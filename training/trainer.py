@@ -17,7 +17,7 @@ from typing import Any
 from training import storage
 from training.backends.protocol import Backend
 from training.batch import HostBatch, Pending, Signals, StepResult
-from training.checkpoint.config import EveryMinutes, EverySteps
+from training.checkpoint.config import are_minutes_over, is_step_due
 from training.checkpoint.format import step_folder
 from training.checkpoint.reader import Restored, checkpoint_name, restore
 from training.checkpoint.writer import CheckpointWriter
@@ -229,12 +229,11 @@ class Trainer:
         for a step that is not finite, and other TrainErrors."""
         run, progress, steps = self.run, self.progress, self.run.config.train.steps
         best = run.config.best
-        save = EverySteps(run.config.checkpoint.every_steps)
-        evaluate = EverySteps(run.config.evaluation.every)
+        save_every, evaluate_every = run.config.checkpoint.every_steps, run.config.evaluation.every
         self.checkpoints.prepare(self.backend.tensor_specs(), self.backend.state_slices())
         progress.signals = Signals(stop=any(run.rendezvous.meet("ready", run.shutdown.requested)))
         run.shutdown.nothing_to_save = False
-        was_interrupted = evaluate.due(progress.step) and self.evaluations.step != progress.step
+        was_interrupted = is_step_due(progress.step, evaluate_every) and self.evaluations.step != progress.step
         if 0 < progress.step < steps and was_interrupted and not progress.signals.stop:
             self.evaluate()  # an earlier attempt was stopped in it
         with (
@@ -253,10 +252,11 @@ class Trainer:
                     self.take_results(results)
                     self.check_step(batch)
                 self.profiler.check()
-                is_due = save.due(progress.step) or progress.signals.save
+                is_due = is_step_due(progress.step, save_every) or progress.signals.save
                 if is_due and not best:
                     self.save()
-                if evaluate.due(progress.step) and progress.step < steps and not progress.signals.stop:
+                evaluates = is_step_due(progress.step, evaluate_every) and progress.step < steps
+                if evaluates and not progress.signals.stop:
                     self.evaluate()
                 if (is_due or self.evaluations.is_best(progress.step)) and progress.step < steps:
                     self.save()
@@ -280,8 +280,8 @@ class Trainer:
         step: a stop, and on host 0 a save when checkpoint.every_minutes have passed."""
         first = "" if self.progress.trained else ", the first of this attempt"
         self.run.rendezvous.set_phase(f"step {self.progress.step}{first}")
-        minutes = EveryMinutes(self.run.config.checkpoint.every_minutes)
-        save_due = self.run.cluster.is_first and minutes.due(self.run.timer.total(), self._saved_at)
+        since_save = self.run.timer.total() - self._saved_at
+        save_due = self.run.cluster.is_first and are_minutes_over(self.run.config.checkpoint.every_minutes, since_save)
         return Signals(self.run.shutdown.requested, save_due)
 
     def read_results_due(self, pending: Pending, batch: HostBatch, signals: Signals) -> list[FinishedStep]:

@@ -23,7 +23,7 @@ def saved(folder: Path, figures: dict[int, float | None], keep_last: int, mode: 
     saver = host_writer(folder / "checkpoints", keep_last=keep_last)
     best: dict[str, Any] | None = None
     for step, value in figures.items():
-        if value is not None and Best("loss", mode).better(value, best["value"] if best else None):
+        if value is not None and Best(metric="loss", mode=mode).better(value, best["value"] if best else None):
             best = {"step": step, "metric": "loss", "value": value}
         saver.save(step, State(step).layout(), State(step).copy, {"best": best})
     saver.wait()

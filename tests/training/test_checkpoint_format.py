@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training.checkpoint import format as form
-from training.checkpoint.config import EveryMinutes, EverySteps, Keep
+from training.checkpoint.config import Keep, are_minutes_over, is_step_due
 from training.checkpoint.format import Manifest, Part, StoredSlice, StoredTensor
 from training.checkpoint.tensors import Damaged, Slice, TensorSpec, decode, encode
 
@@ -113,8 +113,7 @@ def test_keeping_never_gives_up_the_newest_nor_the_multiples(steps: set[int], la
 
 
 def test_when_to_save() -> None:
-    assert [step for step in range(1, 13) if EverySteps(4).due(step)] == [4, 8, 12]
-    assert not EverySteps(None).due(4)
-    assert EveryMinutes(2).due(now=220.0, last=100.0)
-    assert not EveryMinutes(2).due(now=219.0, last=100.0)
-    assert not EveryMinutes(None).due(now=1e9, last=0.0)
+    assert [step for step in range(1, 13) if is_step_due(step, every=4)] == [4, 8, 12]
+    assert not is_step_due(4, every=None)
+    assert [are_minutes_over(2, seconds) for seconds in (119.0, 120.0)] == [False, True]
+    assert not are_minutes_over(None, seconds=1e9)

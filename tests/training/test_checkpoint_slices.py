@@ -15,16 +15,7 @@ from training import storage
 from training.checkpoint import format as form
 from training.checkpoint.format import Manifest, Part, StoredSlice, StoredTensor, dump_manifest, load_manifest
 from training.checkpoint.reader import Choose, load_tensors
-from training.checkpoint.tensors import (
-    Damaged,
-    Slice,
-    TensorSpec,
-    encode,
-    key_in_part,
-    load_whole,
-    partition_error,
-    whole,
-)
+from training.checkpoint.tensors import Damaged, Slice, TensorSpec, encode, key_in_part, partition_error, whole
 
 shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 
@@ -75,7 +66,7 @@ def write_checkpoint(folder: str, arrays: dict[str, np.ndarray], boxes: dict[str
     return manifest
 
 
-def load(folder: str, manifest: Manifest, choose: Choose = load_whole) -> dict[str, tuple[TensorSpec, bytes]]:
+def load(folder: str, manifest: Manifest, choose: Choose) -> dict[str, tuple[TensorSpec, bytes]]:
     loaded: dict[str, tuple[TensorSpec, bytes]] = {}
 
     def keep(tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:

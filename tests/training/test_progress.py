@@ -38,14 +38,14 @@ def test_losses_and_signals_are_those_of_finished_steps() -> None:
 
 
 def test_the_best_evaluation_is_the_first_of_equal_ones() -> None:
-    evaluations = Evaluations(Best("accuracy", "max"))
+    evaluations = Evaluations(Best(metric="accuracy", mode="max"))
     for step, accuracy in ((10, 0.5), (20, 0.7), (30, 0.7), (35, float("inf")), (40, float("nan"))):
         evaluations.record(step, {"accuracy": accuracy}, None)
         assert evaluations.is_best(step) == (step in (10, 20))
     assert evaluations.best == {"step": 20, "metric": "accuracy", "mode": "max", "value": 0.7}
     assert evaluations.state(40)["evaluated"] == 40
     assert evaluations.state(41)["figures"] is None
-    again = Evaluations(Best("accuracy", "max"))
+    again = Evaluations(Best(metric="accuracy", mode="max"))
     again.resume(evaluations.state(41))
     assert (again.best, again.step, again.figures) == (evaluations.best, 40, {})
 
@@ -53,16 +53,16 @@ def test_the_best_evaluation_is_the_first_of_equal_ones() -> None:
 @pytest.mark.parametrize(
     ("rule", "data", "is_kept"),
     [
-        (Best("loss", "min"), "d1", True),
+        (Best(metric="loss", mode="min"), "d1", True),
         (None, "d1", True),
-        (Best("accuracy", "max"), "d1", False),
-        (Best("loss", "max"), "d1", False),
-        (Best("loss", "min"), "d2", False),
+        (Best(metric="accuracy", mode="max"), "d1", False),
+        (Best(metric="loss", mode="max"), "d1", False),
+        (Best(metric="loss", mode="min"), "d2", False),
         (None, "d2", False),
     ],
 )
 def test_evaluations_by_another_metric_mode_or_data_are_not_compared(rule: Best, data: str, is_kept: bool) -> None:
-    before = Evaluations(Best("loss", "min"), "d1")
+    before = Evaluations(Best(metric="loss", mode="min"), "d1")
     before.record(10, {"loss": 0.5, "accuracy": 0.1}, None)
     after = Evaluations(rule, data)
     after.resume(before.state(10))
@@ -70,13 +70,13 @@ def test_evaluations_by_another_metric_mode_or_data_are_not_compared(rule: Best,
 
 
 def test_evaluations_end_training_when_so_many_in_a_row_were_not_better() -> None:
-    evaluations = Evaluations(Best("loss", "min"), patience=2)
+    evaluations = Evaluations(Best(metric="loss", mode="min"), patience=2)
     for step, loss, ends in ((1, 3.0, False), (2, math.nan, False), (3, 2.0, False), (4, 2.0, False), (5, 2.5, True)):
         evaluations.record(step, {"loss": loss}, None)
-        again = Evaluations(Best("loss", "min"), patience=2)
+        again = Evaluations(Best(metric="loss", mode="min"), patience=2)
         again.resume(evaluations.state(step))
         assert evaluations.ends_training == again.ends_training == ends, step
-    assert not Evaluations(Best("loss", "min"), since_best=9).ends_training
+    assert not Evaluations(Best(metric="loss", mode="min"), since_best=9).ends_training
 
 
 def test_only_skipped_steps_in_a_row_end_a_run() -> None:

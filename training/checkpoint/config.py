@@ -10,7 +10,7 @@ from pydantic import Field
 from training.yaml_file import Section
 
 
-class BestSection(Section):
+class Best(Section):
     """Never delete the checkpoint whose evaluation had the best figure. Needs `evaluation.every`."""
 
     metric: str
@@ -18,6 +18,12 @@ class BestSection(Section):
 
     mode: Literal["min", "max"]
     """Which value is the best: `min`, the smallest, for a loss; `max`, the largest, for an accuracy."""
+
+    def better(self, value: float, than: float | None) -> bool:
+        """Returns whether `value` is better than `than` (None: there is none yet); False if it is not finite."""
+        if not math.isfinite(value):
+            return False
+        return than is None or (value < than if self.mode == "min" else value > than)
 
 
 class CheckpointSection(Section):
@@ -37,7 +43,7 @@ class CheckpointSection(Section):
     keep_every: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "steps"})
     """Checkpoints whose step is a multiple of this are never deleted."""
 
-    best: BestSection | None = None
+    best: Best | None = None
     """Never delete the checkpoint with the best evaluation."""
 
     stop_seconds: float = Field(default=25.0, gt=0, le=86400)
@@ -48,27 +54,15 @@ class CheckpointSection(Section):
     """Write a checkpoint while the next steps run. `false` waits for each save to be committed."""
 
 
-@dataclass(frozen=True)
-class EverySteps:
-    """Save after every `steps` steps; None never."""
-
-    steps: int | None
-
-    def due(self, step: int) -> bool:
-        """Returns whether to save once `step` steps are done."""
-        return self.steps is not None and step % self.steps == 0
+def is_step_due(step: int, every: int | None) -> bool:
+    """Returns whether what happens after `every` so many steps (None: never) is due once `step` steps are done."""
+    return every is not None and step % every == 0
 
 
-@dataclass(frozen=True)
-class EveryMinutes:
-    """Save when `minutes` have passed since the last save began; None never. One host's clock decides, and that host
+def are_minutes_over(minutes: float | None, seconds: float) -> bool:
+    """Returns whether `seconds` are at least so many minutes (None: never). One host's clock decides, and that host
     tells the others."""
-
-    minutes: float | None
-
-    def due(self, now: float, last: float) -> bool:
-        """Returns whether to save at `now`, when the last save began at `last` (both in seconds)."""
-        return self.minutes is not None and now - last >= 60 * self.minutes
+    return minutes is not None and seconds >= 60 * minutes
 
 
 @dataclass(frozen=True)
@@ -85,17 +79,3 @@ class Keep:
         return [
             step for step in ordered[: -self.last] if not (self.every and step % self.every == 0) and step not in best
         ]
-
-
-@dataclass(frozen=True)
-class Best:
-    """Compares evaluations by one of their figures."""
-
-    metric: str
-    mode: str  # min or max
-
-    def better(self, value: float, than: float | None) -> bool:
-        """Returns whether `value` is better than `than` (None: there is none yet); False if it is not finite."""
-        if not math.isfinite(value):
-            return False
-        return than is None or (value < than if self.mode == "min" else value > than)
