@@ -12,7 +12,6 @@ cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus. Read in November 202
 
 import enum
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 GIB = 2**30
@@ -53,19 +52,17 @@ class Generation:
 
     name: str  # "v5e", as the documentation says
     prefix: str  # "v5litepod", as `--accelerator-type` says
-    cores_in_name: bool  # the number of a name counts TensorCores; False: chips
-    cores_per_chip: int
+    cores_per_chip: int  # TensorCores, which the number of a name counts
     devices_per_chip: int  # PJRT devices: 1 with megacore
     bf16_flops_per_chip: float  # FLOP/s
     clock_hertz: float  # at which the chip's matrix units reach its peak
-    hbm_bytes_per_chip: int
     hbm_bytes_per_second_per_chip: float
     usable_hbm_bytes_per_device: int  # what libtpu 0.0.21 leaves to programs: "Used ... of 15.48G hbm" in its refusals
-    runtime_version: str  # for one's own containers, with `tpu-vm create --version`
-    sizes: Mapping[int, tuple[int, ...]]  # number in the name -> chips along each axis
+    topologies: str  # of all sizes: chips along each axis, as Google writes them
     offers: tuple[Offer, ...]
     gke: GkeNodes | None  # None: GKE never offered it
     gke_one_host: GkeNodes | None = None  # where slices of one host have other nodes
+    runtime_version: str = "tpu-ubuntu2204-base"  # for one's own containers, with `tpu-vm create --version`
 
     @property
     def runs_kernels(self) -> bool:
@@ -159,47 +156,25 @@ def gke_nodes(slice_: Accelerator) -> GkeNodes:
     return GkeNodes(nodes.accelerator, nodes.machine_type.format(chips=slice_.chips_per_host))
 
 
-# There is no v2-16, v3-16 or v2-64.
-_V2_SIZES: dict[int, tuple[int, ...]] = {8: (2, 2), 32: (4, 4), 128: (8, 8), 256: (8, 16), 512: (16, 16)}
-_V4_SIZES: dict[int, tuple[int, ...]] = {
-    8: (2, 2, 1),
-    16: (2, 2, 2),
-    32: (2, 2, 4),
-    64: (2, 4, 4),
-    128: (4, 4, 4),
-    256: (4, 4, 8),
-    384: (4, 4, 12),
-    512: (4, 8, 8),
-    1024: (8, 8, 8),
-    1536: (8, 8, 12),
-    2048: (8, 8, 16),
-    4096: (8, 16, 16),
-}
-_V5E_SIZES: dict[int, tuple[int, ...]] = {
-    1: (1, 1),
-    4: (2, 2),
-    8: (2, 4),
-    16: (4, 4),
-    32: (4, 8),
-    64: (8, 8),
-    128: (8, 16),
-    256: (16, 16),
-}
+_V2_TOPOLOGIES = "2x2 4x4 8x8 8x16 16x16"  # there is no v2-16, v3-16 or v2-64
+_V4_TOPOLOGIES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x4x12 4x8x8 8x8x8 8x8x12 8x8x16 8x16x16"
+_V5E_TOPOLOGIES = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
+_V6E_ZONES = (
+    *("us-central1-b", "us-east1-d", "us-east5-a", "us-east5-b", "us-south1-ai1b"),
+    *("europe-west4-a", "asia-northeast1-b", "southamerica-west1-a"),
+)
 
 GENERATIONS: tuple[Generation, ...] = (
     Generation(
         name="v2",
         prefix="v2",
-        cores_in_name=True,
         cores_per_chip=2,
         devices_per_chip=2,
         bf16_flops_per_chip=46e12,
         clock_hertz=700e6,
-        hbm_bytes_per_chip=16 * GIB,
         hbm_bytes_per_second_per_chip=700e9,
         usable_hbm_bytes_per_device=int(7.48 * GIB),
-        runtime_version="tpu-ubuntu2204-base",
-        sizes=_V2_SIZES,
+        topologies=_V2_TOPOLOGIES,
         offers=(
             Offer(("us-central1-b", "us-central1-c", "europe-west4-a", "asia-east1-c"), (Api.CLOUD_TPU,), largest=8),
             Offer(("us-central1-a", "europe-west4-a"), (Api.CLOUD_TPU,), smallest=32),
@@ -209,16 +184,13 @@ GENERATIONS: tuple[Generation, ...] = (
     Generation(
         name="v3",
         prefix="v3",
-        cores_in_name=True,
         cores_per_chip=2,
         devices_per_chip=2,
         bf16_flops_per_chip=123e12,
         clock_hertz=940e6,
-        hbm_bytes_per_chip=32 * GIB,
         hbm_bytes_per_second_per_chip=900e9,
         usable_hbm_bytes_per_device=int(15.48 * GIB),
-        runtime_version="tpu-ubuntu2204-base",
-        sizes={**_V2_SIZES, 64: (4, 8), 1024: (16, 32), 2048: (32, 32)},
+        topologies=f"{_V2_TOPOLOGIES} 4x8 16x32 32x32",
         offers=(
             Offer(("us-central1-a", "us-central1-b", "europe-west4-a"), largest=8),
             Offer(("europe-west4-a",), smallest=32),
@@ -229,32 +201,27 @@ GENERATIONS: tuple[Generation, ...] = (
     Generation(
         name="v4",
         prefix="v4",
-        cores_in_name=True,
         cores_per_chip=2,
         devices_per_chip=1,
         bf16_flops_per_chip=275e12,
         clock_hertz=1050e6,
-        hbm_bytes_per_chip=32 * GIB,
         hbm_bytes_per_second_per_chip=1228e9,
         usable_hbm_bytes_per_device=int(30.75 * GIB),
-        runtime_version="tpu-ubuntu2204-base",
-        sizes=_V4_SIZES,
+        topologies=_V4_TOPOLOGIES,
         offers=(Offer(("us-central2-b",)),),
         gke=GkeNodes("tpu-v4-podslice", "ct4p-hightpu-{chips}t"),
     ),
     Generation(
         name="v5e",
         prefix="v5litepod",
-        cores_in_name=False,
         cores_per_chip=1,
         devices_per_chip=1,
         bf16_flops_per_chip=197e12,
         clock_hertz=1500e6,
-        hbm_bytes_per_chip=16 * GIB,
         hbm_bytes_per_second_per_chip=819e9,
         usable_hbm_bytes_per_device=int(15.75 * GIB),
         runtime_version="v2-alpha-tpuv5-lite",
-        sizes=_V5E_SIZES,
+        topologies=_V5E_TOPOLOGIES,
         offers=(
             Offer(("us-central1-a", "us-south1-a", "us-west1-c", "us-west4-a", "europe-west4-b", "asia-southeast1-b")),
         ),
@@ -263,66 +230,47 @@ GENERATIONS: tuple[Generation, ...] = (
     Generation(
         name="v5p",
         prefix="v5p",
-        cores_in_name=True,
         cores_per_chip=2,
         devices_per_chip=1,
         bf16_flops_per_chip=459e12,
         clock_hertz=1750e6,
-        hbm_bytes_per_chip=95 * GIB,
         hbm_bytes_per_second_per_chip=2765e9,
         usable_hbm_bytes_per_device=int(95.74 * GIB),
         runtime_version="v2-alpha-tpuv5",
-        sizes={**_V4_SIZES, 640: (4, 4, 20), 768: (4, 8, 12), 896: (4, 4, 28)},
+        topologies=f"{_V4_TOPOLOGIES} 4x4x20 4x8x12 4x4x28",
         offers=(Offer(("us-central1-a", "us-east5-a", "europe-west4-b")),),
         gke=GkeNodes("tpu-v5p-slice", "ct5p-hightpu-{chips}t"),
     ),
     Generation(
         name="v6e",
         prefix="v6e",
-        cores_in_name=False,
         cores_per_chip=1,
         devices_per_chip=1,
         bf16_flops_per_chip=918e12,
         clock_hertz=1750e6,
-        hbm_bytes_per_chip=32 * GIB,
         hbm_bytes_per_second_per_chip=1640e9,
         usable_hbm_bytes_per_device=int(31.25 * GIB),
         runtime_version="v2-alpha-tpuv6e",
-        sizes=_V5E_SIZES,
-        offers=(
-            Offer(
-                (
-                    "us-central1-b",
-                    "us-east1-d",
-                    "us-east5-a",
-                    "us-east5-b",
-                    "us-south1-ai1b",
-                    "europe-west4-a",
-                    "asia-northeast1-b",
-                    "southamerica-west1-a",
-                )
-            ),
-        ),
+        topologies=_V5E_TOPOLOGIES,
+        offers=(Offer(_V6E_ZONES),),
         gke=GkeNodes("tpu-v6e-slice", "ct6e-standard-{chips}t"),
     ),
 )
 
 
-def _make_accelerator(generation: Generation, number: int) -> Accelerator:
-    """Returns the size with this number in its name; computes its hosts and their chips, which the table leaves out."""
-    topology = generation.sizes[number]
-    chips = math.prod(topology)
-    # v5e and v6e have VMs of 1 and 8 chips for their smallest slices; every other VM has 4.
-    chips_per_host = chips if not generation.cores_in_name and chips <= 8 else 4
-    name = f"{generation.prefix}-{number}"
-    return Accelerator(name, generation, topology, chips // chips_per_host, chips_per_host)
+def _list_sizes(generation: Generation) -> list[Accelerator]:
+    """Returns a generation's sizes, smallest first, with their hosts and chips, which the table leaves out."""
+    sizes = []
+    for topology in sorted((tuple(map(int, name.split("x"))) for name in generation.topologies.split()), key=math.prod):
+        chips = math.prod(topology)
+        # v5e and v6e have VMs of 1 and 8 chips for their smallest slices; every other VM has 4.
+        chips_per_host = chips if generation.cores_per_chip == 1 and chips <= 8 else 4
+        name = f"{generation.prefix}-{chips * generation.cores_per_chip}"
+        sizes.append(Accelerator(name, generation, topology, chips // chips_per_host, chips_per_host))
+    return sizes
 
 
-ACCELERATORS: dict[str, Accelerator] = {
-    slice_.name: slice_
-    for generation in GENERATIONS
-    for slice_ in (_make_accelerator(generation, number) for number in sorted(generation.sizes))
-}
+ACCELERATORS = {slice_.name: slice_ for generation in GENERATIONS for slice_ in _list_sizes(generation)}
 
 
 class UnknownAccelerator(ValueError):
