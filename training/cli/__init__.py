@@ -1,15 +1,18 @@
 """The commands of `tpu-train`, and the options that several of them take."""
 
+from functools import partial
+
 import click
 
-set_option = click.option(
+option = partial(click.option, show_default=True)
+set_option = option(
     "--set",
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
     help="Change a key of the file, for example train.steps=100.",
 )
-step_option = click.option("--step", type=int, help="Step of the checkpoint.  [default: the newest]")
+step_option = option("--step", type=int, help="Step of the checkpoint.  [default: the newest]")
 
 
 class EndAtOnce(SystemExit):

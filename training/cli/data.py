@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import click
 
+from training.cli import option
 from training.data import tokenizer as tokenizers
 from training.data.formats.open_dataset import open_dataset
 from training.data.formats.verify import problems
@@ -19,16 +20,15 @@ from training.errors import BadInput
 from training.registry import TASKS
 
 CORPUS = f"builtin:pydoc, a file or folder ({' '.join(KINDS)}; local or gs://), or datasets:NAME[:CONFIG[:SPLIT]]"
-_field_option = click.option(
+_field_option = option(
     "--field",
     default="text",
-    show_default=True,
     help="The column or key that holds the text, or its words, for .jsonl, .csv, .parquet and datasets.",
 )
 
 
 @click.command()
-@click.option(
+@option(
     "--corpus",
     "corpora",
     required=True,
@@ -36,18 +36,15 @@ _field_option = click.option(
     help=f"Text to learn from: {CORPUS}. May be given several times.",
 )
 @_field_option
-@click.option(
-    "--vocabulary", type=click.IntRange(min=10), default=32_000, show_default=True, help="Number of token ids."
-)
-@click.option(
+@option("--vocabulary", type=click.IntRange(min=10), default=32_000, help="Number of token ids.")
+@option(
     "--algorithm",
     type=click.Choice(["unigram", "wordpiece"]),
     default="unigram",
-    show_default=True,
     help="unigram: as sentencepiece's; wordpiece: as BERT's.",
 )
-@click.option("--out", required=True, metavar="FOLDER", help="Folder to write: local or gs://bucket/folder.")
-@click.option("--overwrite", is_flag=True, help="Replace another tokenizer that is there.")
+@option("--out", required=True, metavar="FOLDER", help="Folder to write: local or gs://bucket/folder.")
+@option("--overwrite", is_flag=True, help="Replace another tokenizer that is there.")
 def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: str, out: str, overwrite: bool) -> None:
     """Train a tokenizer; the result is a Hugging Face tokenizer folder.
 
@@ -72,25 +69,18 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
 
 
 @click.command()
-@click.option("--corpus", required=True, help=f"The text: {CORPUS}.")
-@click.option("--evaluation-corpus", help="Text of the evaluation split; --corpus is then all training.")
-@click.option(
-    "--evaluation-percent",
-    type=click.FloatRange(0, 100),
-    default=5.0,
-    show_default=True,
-    help="Without it: this part of the documents.",
+@option("--corpus", required=True, help=f"The text: {CORPUS}.")
+@option("--evaluation-corpus", help="Text of the evaluation split; --corpus is then all training.")
+@option(
+    "--evaluation-percent", type=click.FloatRange(0, 100), default=5.0, help="Without it: this part of the documents."
 )
 @_field_option
-@click.option("--tokenizer", required=True, metavar="FOLDER", help="A tokenizer folder, local or gs://.")
-@click.option(
-    "--sequence-length", type=click.IntRange(8, 1 << 16), default=128, show_default=True, help="Tokens a row."
-)
-@click.option(
+@option("--tokenizer", required=True, metavar="FOLDER", help="A tokenizer folder, local or gs://.")
+@option("--sequence-length", type=click.IntRange(8, 1 << 16), default=128, help="Tokens a row.")
+@option(
     "--task",
     type=click.Choice(list(TASKS)),
     default="mlm",
-    show_default=True,
     help=(
         "classification, regression: one text, or two, and the label a row, from .csv, .tsv, .jsonl, .parquet or "
         "datasets; "
@@ -98,7 +88,7 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
         "from .conll; causal-lm: whole documents."
     ),
 )
-@click.option(
+@option(
     "--chat",
     metavar="KEY",
     help=(
@@ -106,48 +96,42 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
         "chat template renders it, and only answers are learnt."
     ),
 )
-@click.option(
-    "--label",
-    default="label",
-    show_default=True,
-    help="Labelled rows: the column or key that holds the label or labels.",
-)
-@click.option("--text-pair", metavar="KEY", help="Rows of two texts: the column or key that holds the second one.")
-@click.option(
+@option("--label", default="label", help="Labelled rows: the column or key that holds the label or labels.")
+@option("--text-pair", metavar="KEY", help="Rows of two texts: the column or key that holds the second one.")
+@option(
     "--labels",
     metavar="FILE",
     help="Classifications: a JSON list of all labels in their order (default: those of --corpus, sorted).",
 )
-@click.option(
+@option(
     "--lengths",
     metavar="N,N,...",
     help="Labelled rows: lengths of rows, the last one is --sequence-length (default: halves of it down to 16).",
 )
-@click.option(
+@option(
     "--split",
     "splits",
     type=click.Choice(["train", "evaluation"]),
     multiple=True,
     help="Write only this split (default: both).",
 )
-@click.option("--records-per-shard", type=click.IntRange(min=1), help="Rows a shard (default: shards of about 64 MB).")
-@click.option(
+@option("--records-per-shard", type=click.IntRange(min=1), help="Rows a shard (default: shards of about 64 MB).")
+@option(
     "--layout",
     type=click.Choice(["compact", "recipe"]),
     default="compact",
-    show_default=True,
     help=(
         "recipe: int64 input_ids and attention_mask in <split>-<i>-<count>.tfrecord, for other programs; larger and "
         "slower."
     ),
 )
-@click.option(
+@option(
     "--out",
     required=True,
     metavar="FOLDER",
     help="Splits go to FOLDER/train and FOLDER/evaluation; local or gs://bucket/folder.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace another dataset that is there.")
+@option("--overwrite", is_flag=True, help="Replace another dataset that is there.")
 def shards(splits: tuple[str, ...], **options: Any) -> None:
     """Tokenize a corpus and write TFRecord datasets of a task.
 
@@ -231,7 +215,7 @@ def show(url: str) -> None:
 
 
 @dataset.command()
-@click.option(
+@option(
     "--part",
     "parts",
     multiple=True,
@@ -239,7 +223,7 @@ def show(url: str) -> None:
     metavar="FOLDER=TIMES",
     help="A dataset, and how often an epoch has each of its records. Give two or more.",
 )
-@click.option("--out", required=True, metavar="FOLDER", help="Folder to write: local or gs://bucket/folder.")
+@option("--out", required=True, metavar="FOLDER", help="Folder to write: local or gs://bucket/folder.")
 def mix(parts: tuple[str, ...], out: str) -> None:
     """Write a dataset that is a weighted mixture of others. It reads their shards where they are.
 
@@ -257,7 +241,7 @@ def mix(parts: tuple[str, ...], out: str) -> None:
 
 @dataset.command()
 @click.argument("url", metavar="PATH")
-@click.option("--tokenizer", "tokenizer_url", metavar="FOLDER", help="Also check that this tokenizer wrote it.")
+@option("--tokenizer", "tokenizer_url", metavar="FOLDER", help="Also check that this tokenizer wrote it.")
 def verify(url: str, tokenizer_url: str | None) -> None:
     """Read every record of a dataset and print all problems; exits with 2 if there are any."""
     opened = open_dataset(url)
@@ -277,16 +261,12 @@ def verify(url: str, tokenizer_url: str | None) -> None:
 
 @dataset.command()
 @click.argument("url", metavar="PATH")
-@click.option("--tokenizer", "tokenizer_url", required=True, metavar="FOLDER", help="The tokenizer that wrote it.")
-@click.option(
-    "--rows", "count", type=click.IntRange(min=1), default=3, show_default=True, help="Number of rows to show."
-)
-@click.option("--step", type=click.IntRange(min=0), default=0, show_default=True, help="Step whose batch to show.")
-@click.option("--global-batch-size", type=click.IntRange(min=1), default=256, show_default=True, help="As in the run.")
-@click.option("--seed", type=int, default=0, show_default=True, help="As in the run.")
-@click.option(
-    "--percent", type=click.IntRange(1, 100), default=15, show_default=True, help="How many tokens are to be predicted."
-)
+@option("--tokenizer", "tokenizer_url", required=True, metavar="FOLDER", help="The tokenizer that wrote it.")
+@option("--rows", "count", type=click.IntRange(min=1), default=3, help="Number of rows to show.")
+@option("--step", type=click.IntRange(min=0), default=0, help="Step whose batch to show.")
+@option("--global-batch-size", type=click.IntRange(min=1), default=256, help="As in the run.")
+@option("--seed", type=int, default=0, help="As in the run.")
+@option("--percent", type=click.IntRange(1, 100), default=15, help="How many tokens are to be predicted.")
 def preview(
     url: str, tokenizer_url: str, count: int, step: int, global_batch_size: int, seed: int, percent: int
 ) -> None:

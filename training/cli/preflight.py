@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from training.cli import EndAtOnce, set_option
+from training.cli import EndAtOnce, option, set_option
 from training.errors import BadInput, Exit, TrainError
 from training.lint import LintFinding
 
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("config")
-@click.option(
+@option(
     "--accelerator",
     "accelerators",
     metavar="TYPE,...",
     help="v3-8,v4-32,...  [default: the file's slice.accelerator_type]",
 )
-@click.option(
+@option(
     "--max-batch",
     is_flag=True,
     help="Also search for the largest training batch that fits, with about six more compilations.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @set_option
-@click.option("--vocabulary", type=click.IntRange(min=8), help="Number of ids, if there is no tokenizer yet.")
-@click.option(
+@option("--vocabulary", type=click.IntRange(min=8), help="Number of ids, if there is no tokenizer yet.")
+@option(
     "--sequence-length",
     "lengths",
     metavar="N,...",
     help="Tokens a row (for classification: of each bucket), if there is no data yet.",
 )
-@click.option("--labels", type=click.IntRange(min=2), help="Number of labels for classification, if there is no data.")
+@option("--labels", type=click.IntRange(min=2), help="Number of labels for classification, if there is no data.")
 def preflight(
     config: str,
     accelerators: str | None,
@@ -129,22 +129,16 @@ def _parse_lengths(text: str) -> tuple[int, ...]:
 
 
 @click.command()
-@click.option("--module", metavar="FILE:FUNCTION", required=True, help="A function that returns your torch.nn.Module.")
-@click.option(
+@option("--module", metavar="FILE:FUNCTION", required=True, help="A function that returns your torch.nn.Module.")
+@option(
     "--inputs",
     metavar="FILE:FUNCTION",
     required=True,
     help="A function that returns its batches, on the CPU: dicts, tuples or tensors.",
 )
-@click.option("--steps", type=click.IntRange(min=2), default=4, show_default=True, help="Number of steps to run.")
-@click.option(
-    "--shapes",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Number of different shapes that its batches may have.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@option("--steps", type=click.IntRange(min=2), default=4, help="Number of steps to run.")
+@option("--shapes", type=click.IntRange(min=1), default=1, help="Number of different shapes that its batches may have.")
+@option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def check(module: str, inputs: str, steps: int, shapes: int, as_json: bool) -> None:
     """Run a few steps of your PyTorch module on the CPU, and report what would be slow on XLA devices, with its line.
 

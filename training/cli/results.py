@@ -6,13 +6,13 @@ import sys
 
 import click
 
-from training.cli import step_option
+from training.cli import option, step_option
 from training.errors import Exit
 
 
 @click.command()
 @click.argument("run")
-@click.option("--out", help="File to write.  [default: report.html in the run's folder]")
+@option("--out", help="File to write.  [default: report.html in the run's folder]")
 def report(run: str, out: str | None) -> None:
     """Write report.html of RUN, a run's folder, whether the run is finished, stopped, failed or still running."""
     from training.telemetry.html import write_report
@@ -62,7 +62,7 @@ def restore_checkpoint(folder: str, new_run: str, step: int | None) -> None:
 
 @checkpoint.command("verify")
 @click.argument("folder")
-@click.option("--step", type=int, help="Only this one.")
+@option("--step", type=int, help="Only this one.")
 def verify_checkpoint(folder: str, step: int | None) -> None:
     """Read every byte of the checkpoints below FOLDER. Exits with 1 if one is damaged, or its state is not finite."""
     from training.checkpoint import admin
@@ -77,7 +77,7 @@ def verify_checkpoint(folder: str, step: int | None) -> None:
 @click.argument("run")
 @click.argument("out")
 @step_option
-@click.option("--best", is_flag=True, help="Export the checkpoint with the best figure (checkpoint.best).")
+@option("--best", is_flag=True, help="Export the checkpoint with the best figure (checkpoint.best).")
 def export(run: str, out: str, step: int | None, best: bool) -> None:
     """Write the model of RUN, a run's folder, to OUT in Hugging Face's layout."""
     from training.checkpoint import admin
@@ -93,8 +93,8 @@ def export(run: str, out: str, step: int | None, best: bool) -> None:
 @click.argument("run")
 @click.argument("repository")
 @step_option
-@click.option("--private/--public", default=True, show_default=True, help="Visibility of a repository that it creates.")
-@click.option("--beside", is_flag=True, hidden=True, help="Started by a run: lower its priority, and print JSON.")
+@option("--private/--public", default=True, help="Visibility of a repository that it creates.")
+@option("--beside", is_flag=True, hidden=True, help="Started by a run: lower its priority, and print JSON.")
 def push(run: str, repository: str, step: int | None, private: bool, beside: bool) -> None:
     """Push the model of RUN, a run's folder, to REPOSITORY (org/name) on the Hugging Face Hub, with the token in
     HF_TOKEN."""
@@ -112,8 +112,8 @@ def push(run: str, repository: str, step: int | None, private: bool, beside: boo
 @click.command()
 @click.argument("folder")
 @click.argument("text")
-@click.option("--text-pair", "pair", metavar="TEXT", help="The second text, for a model of pairs of texts.")
-@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Number of answers.")
+@option("--text-pair", "pair", metavar="TEXT", help="The second text, for a model of pairs of texts.")
+@option("--top", type=click.IntRange(min=1), default=5, help="Number of answers.")
 def predict(folder: str, text: str, pair: str | None, top: int) -> None:
     """Fill the mask in TEXT, name its class or those of its words, or go on with it, with the model in FOLDER that
     `export` wrote.

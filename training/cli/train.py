@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from training.cli import set_option, step_option
+from training.cli import option, set_option, step_option
 from training.errors import Exit, LostPeer, OutOfMemory, StopRequested, TrainError, is_out_of_memory
 from training.machine import SYSTEM, Machine
 from training.registry import BACKENDS
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("config")
 @set_option
-@click.option("--run-id", help="Name of the run's folder below `output`; the launcher gives it as TPU_LAUNCH_RUN_ID.")
+@option("--run-id", help="Name of the run's folder below `output`; the launcher gives it as TPU_LAUNCH_RUN_ID.")
 @click.pass_obj
 def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: str | None) -> None:
     """Train as the YAML file CONFIG says, going on from the run's newest checkpoint.
@@ -68,10 +68,10 @@ def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: 
 
 @click.command()
 @click.argument("model")
-@click.option("-c", "--config", required=True, help="The YAML file whose data.evaluation is used.")
+@option("-c", "--config", required=True, help="The YAML file whose data.evaluation is used.")
 @set_option
 @step_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, with the confusion matrix of a classifier.")
+@option("--json", "as_json", is_flag=True, help="One JSON object, with the confusion matrix of a classifier.")
 def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | None, as_json: bool) -> None:
     """Evaluate MODEL, a run's folder, a model folder or a name on the Hub, on the whole evaluation set. On a slice, run
     it on every host.
@@ -103,11 +103,9 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
 
 
 @click.command("check-devices")
-@click.option("--backend", type=click.Choice(list(BACKENDS)), default="torch-xla", show_default=True, help="Framework.")
-@click.option("--output", metavar="URL", help="Folder in Cloud Storage whose speed is measured.")
-@click.option(
-    "--seconds", type=click.FloatRange(1), default=120, show_default=True, help="How long to wait for the other hosts."
-)
+@option("--backend", type=click.Choice(list(BACKENDS)), default="torch-xla", help="Framework.")
+@option("--output", metavar="URL", help="Folder in Cloud Storage whose speed is measured.")
+@option("--seconds", type=click.FloatRange(1), default=120, help="How long to wait for the other hosts.")
 def check_devices(backend: str, output: str | None, seconds: float) -> None:
     """Check this host's devices together with all hosts of the slice: number, memory, a matrix product, a sum over all
     devices; and clock, disk and bucket.
@@ -146,11 +144,10 @@ def check_devices(backend: str, output: str | None, seconds: float) -> None:
 @click.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option(
+@option(
     "--runtime",
     type=click.Choice(["torch-xla", "torch-tpu"]),
     default="torch-xla",
-    show_default=True,
     help="PyTorch's runtime for TPUs; torch-tpu: v4 and newer.",
 )
 def exec_script(script: str, arguments: tuple[str, ...], runtime: str) -> None:
@@ -172,14 +169,10 @@ def exec_script(script: str, arguments: tuple[str, ...], runtime: str) -> None:
 
 
 @click.command()
-@click.option("--steps", type=click.IntRange(1, 1000), default=5, show_default=True, help="Number of steps.")
-@click.option("--name", help="Name of the profile; the same on all hosts.  [default: the time]")
-@click.option(
-    "--seconds", type=click.FloatRange(1.0), default=600.0, show_default=True, help="How long to wait for the steps."
-)
-@click.option(
-    "--worker", type=click.IntRange(0), help="Which of several trainers on this machine.  [default: this host's]"
-)
+@option("--steps", type=click.IntRange(1, 1000), default=5, help="Number of steps.")
+@option("--name", help="Name of the profile; the same on all hosts.  [default: the time]")
+@option("--seconds", type=click.FloatRange(1.0), default=600.0, help="How long to wait for the steps.")
+@option("--worker", type=click.IntRange(0), help="Which of several trainers on this machine.  [default: this host's]")
 def profile(steps: int, name: str | None, seconds: float, worker: int | None) -> None:
     """Profile the next steps of the trainer that runs on this host, and print the URL of the profile.
 
