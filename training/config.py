@@ -340,8 +340,11 @@ class TrainerConfig(Section):
         checkpoints keep the file's own value."""
         if self.train.precision != "auto":
             return self
-        precision = "bf16" if kind == "TPU" else "fp32"
-        return self.model_copy(update={"train": self.train.model_copy(update={"precision": precision})})
+        return self.with_train(precision="bf16" if kind == "TPU" else "fp32")
+
+    def with_train(self, **settings: Any) -> TrainerConfig:
+        """Returns the configuration with other `settings` of the section `train`, unchecked."""
+        return self.model_copy(update={"train": self.train.model_copy(update=settings)})
 
     @property
     def best(self) -> Best | None:

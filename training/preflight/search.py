@@ -4,8 +4,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from training.accelerators import Accelerator
 from training.config import Mesh, TrainerConfig, batch_mistake, mesh_mistake
@@ -52,7 +53,7 @@ def run_preflight(
     ]
     if mistakes:
         raise BadInput("\n".join(mistakes))
-    accelerators = []
+    results = []
     traced: dict[tuple[object, ...], list[TracedProgram]] = {}
     for target in targets:
         # Programs depend on nothing else of a slice, but those of TorchTPU on the places of its chips.
@@ -60,23 +61,14 @@ def run_preflight(
         if kind not in traced:
             show(f"tracing for {target.devices} devices")
             traced[kind] = trace_programs(config, facts, list_graphs(config, facts), target)
-        flags = libtpu_defaults(config, target)
-        result = compile_all(traced[kind], target, show, flags)
-        result = _advise_remat(config, facts, result, target, show)
-        result = _advise_mesh(config, facts, result, target, show)
-        if search_batch:
-            largest = _search_batch(config, facts, target, result.graphs[0], show)
-            result = replace(result, max_batch=largest)
-        accelerators.append(result)
-    return Report(compiler_version(), accelerators)
-
-
-def libtpu_defaults(config: TrainerConfig, target: Accelerator) -> dict[str, str]:
-    """Returns libtpu's flags that a run on this slice adds to the LIBTPU_INIT_ARGS of the environment."""
-    flags: dict[str, str] = load(BACKENDS[config.backend].libtpu_defaults)(
-        target.generation.name, os.environ.get(LIBTPU_FLAGS, "")
-    )
-    return flags
+        trial = _Trial(config, facts, target, show)
+        result = compile_all(traced[kind], target, show, trial.flags)
+        longest, *others = result.graphs
+        if config.backend == "torch-xla" and not longest.fits:
+            longest = trial.advise_mesh(trial.advise_remat(longest))
+        largest = trial.search_batch(longest) if search_batch else None
+        results.append(replace(result, graphs=[longest, *others], max_batch=largest))
+    return Report(compiler_version(), results)
 
 
 def compile_all(
@@ -115,73 +107,77 @@ def compile_all(
     )
 
 
-def _advise_remat(
-    config: TrainerConfig, facts: DataFacts, result: AcceleratorResult, target: Accelerator, show: ShowProgress
-) -> AcceleratorResult:
-    """Returns `result`; if its longest training batch does not fit, compiles that batch with train.remat: layers too
-    and adds to the reason what that would change. Only for torch-xla, and models that can recompute layers."""
-    longest = result.graphs[0]
-    if longest.fits or config.backend != "torch-xla" or config.train.remat == "layers":
-        return result
-    remat_config = config.model_copy(update={"train": config.train.model_copy(update={"remat": "layers"})})
-    show(f"it does not fit: tracing it with train.remat: layers for {target.name}")
-    graph = Graph(longest.kind, longest.rows, longest.length)
-    try:
-        programs = trace_programs(remat_config, facts, [graph], target)
-    except BadInput:  # layers of this family can't be recomputed
-        return result
-    with_remat = compile_all(programs, target, show, libtpu_defaults(config, target)).graphs[0]
-    return replace(result, graphs=[report.add_remat_advice(longest, with_remat), *result.graphs[1:]])
+@dataclass(frozen=True)
+class _Trial:
+    """Compiles a run's training step with other settings for an accelerator, to find some that fit."""
 
+    config: TrainerConfig
+    facts: DataFacts
+    target: Accelerator
+    show: ShowProgress
 
-def _advise_mesh(
-    config: TrainerConfig, facts: DataFacts, result: AcceleratorResult, target: Accelerator, show: ShowProgress
-) -> AcceleratorResult:
-    """Returns `result`; if its longest training batch does not fit, compiles that batch with the state split over more
-    devices, twice as many each time, until it fits, and adds to the reason which mesh that is. Only for torch-xla."""
-    longest, fsdp, with_mesh = result.graphs[0], config.train.mesh.fsdp, None
-    graph = Graph(longest.kind, longest.rows, longest.length)
-    if longest.fits or config.backend != "torch-xla" or 2 * fsdp > target.devices:
-        return result
-    while with_mesh is None and target.devices % (2 * fsdp) == 0:
-        fsdp *= 2
-        meshed = config.train.model_copy(update={"mesh": Mesh(fsdp=fsdp)})
-        show(f"it does not fit: tracing it with train.mesh.fsdp: {fsdp} for {target.name}")
-        programs = trace_programs(config.model_copy(update={"train": meshed}), facts, [graph], target)
-        split = compile_all(programs, target, show, libtpu_defaults(config, target)).graphs[0]
-        with_mesh = split if split.fits else None
-    return replace(result, graphs=[report.add_mesh_advice(longest, fsdp, with_mesh), *result.graphs[1:]])
+    @property
+    def flags(self) -> dict[str, str]:
+        """Returns libtpu's flags that a run on this slice adds to the LIBTPU_INIT_ARGS of the environment."""
+        flags: dict[str, str] = load(BACKENDS[self.config.backend].libtpu_defaults)(
+            self.target.generation.name, os.environ.get(LIBTPU_FLAGS, "")
+        )
+        return flags
 
+    def compile(self, graph: Graph, **settings: Any) -> GraphResult:
+        """Traces and compiles a program with other `settings` of the section `train`. Raises as `run_preflight`."""
+        programs = trace_programs(self.config.with_train(**settings), self.facts, [graph], self.target)
+        return compile_all(programs, self.target, self.show, self.flags).graphs[0]
 
-def _search_batch(
-    config: TrainerConfig, facts: DataFacts, target: Accelerator, first: GraphResult, show: ShowProgress
-) -> LargestBatch:
-    """Returns the largest training batch that fits, by bisection over rows per device. Starts at the file's batch,
-    whose result is `first`, and traces and compiles each further one. Raises as `run_preflight`."""
-    step = target.devices * config.train.gradient_accumulation
-    known = {config.train.global_batch_size // step: first}
-    flags = libtpu_defaults(config, target)
+    def advise_remat(self, longest: GraphResult) -> GraphResult:
+        """Returns the result of a training batch that does not fit, whose reason also says what train.remat: layers
+        would change, for models that can recompute layers."""
+        if self.config.train.remat == "layers":
+            return longest
+        self.show(f"it does not fit: tracing it with train.remat: layers for {self.target.name}")
+        try:
+            with_remat = self.compile(Graph(longest.kind, longest.rows, longest.length), remat="layers")
+        except BadInput:  # layers of this family can't be recomputed
+            return longest
+        return report.add_remat_advice(longest, with_remat)
 
-    def fits(rows: int) -> bool:
-        """Compiles the step with so many rows a device, notes the result in `known`, and returns whether it fits."""
-        graph = Graph("training", rows * step, max(facts.lengths))
-        train = config.train.model_copy(update={"global_batch_size": rows * step})
-        programs = trace_programs(config.model_copy(update={"train": train}), facts, [graph], target)
-        known[rows] = compile_all(programs, target, show, flags).graphs[0]
-        if known[rows].reason:
-            show(f"{graph}: {known[rows].reason}")
-        return known[rows].fits
+    def advise_mesh(self, longest: GraphResult) -> GraphResult:
+        """Returns the result of a training batch that does not fit, whose reason also says with which mesh it would:
+        compiles it with the state split over more devices, twice as many each time, until it fits."""
+        fsdp, with_mesh = self.config.train.mesh.fsdp, None
+        if 2 * fsdp > self.target.devices:
+            return longest
+        while with_mesh is None and self.target.devices % (2 * fsdp) == 0:
+            fsdp *= 2
+            self.show(f"it does not fit: tracing it with train.mesh.fsdp: {fsdp} for {self.target.name}")
+            split = self.compile(Graph(longest.kind, longest.rows, longest.length), mesh=Mesh(fsdp=fsdp))
+            with_mesh = split if split.fits else None
+        return report.add_mesh_advice(longest, fsdp, with_mesh)
 
-    def estimate() -> float | None:
-        return estimate_edge(known, target.generation.usable_hbm_bytes_per_device)
+    def search_batch(self, first: GraphResult) -> LargestBatch:
+        """Returns the largest training batch that fits, by bisection over rows per device. Starts at the file's batch,
+        whose result is `first`, and traces and compiles each further one. Raises as `run_preflight`."""
+        step = self.target.devices * self.config.train.gradient_accumulation
+        known = {self.config.train.global_batch_size // step: first}
 
-    good, bad = bisect(fits, min(known), first.fits, estimate)
-    return LargestBatch(
-        good * step if good else None,
-        bad * step if bad else None,
-        good * config.train.gradient_accumulation if good else None,
-        len(known) - 1,
-    )
+        def fits(rows: int) -> bool:
+            """Compiles the step with so many rows a device, notes the result in `known`, returns whether it fits."""
+            graph = Graph("training", rows * step, max(self.facts.lengths))
+            known[rows] = self.compile(graph, global_batch_size=rows * step)
+            if known[rows].reason:
+                self.show(f"{graph}: {known[rows].reason}")
+            return known[rows].fits
+
+        def estimate() -> float | None:
+            return estimate_edge(known, self.target.generation.usable_hbm_bytes_per_device)
+
+        good, bad = bisect(fits, min(known), first.fits, estimate)
+        return LargestBatch(
+            good * step if good else None,
+            bad * step if bad else None,
+            good * self.config.train.gradient_accumulation if good else None,
+            len(known) - 1,
+        )
 
 
 def estimate_edge(known: Mapping[int, GraphResult], capacity: int) -> float | None:
