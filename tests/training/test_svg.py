@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from training.telemetry import svg
-from training.telemetry.svg import Curve, axis_ticks, confusion_matrix, downsample, format_number, line_chart, share_bar
+from training.telemetry.svg import axis_ticks, confusion_matrix, downsample, format_number, line_chart, share_bar
 
 
 def elements(svg: str, kind: str) -> list[dict[str, str]]:
@@ -22,7 +22,7 @@ def elements(svg: str, kind: str) -> list[dict[str, str]]:
 
 
 def test_a_curve_is_between_the_corners_of_its_axes() -> None:
-    curves = [Curve("a", [(0, 0.0), (5, math.nan), (10, 1.0)]), Curve("b", [(0, 0.5), (10, 0.5)])]
+    curves = {"a": [(0, 0.0), (5, math.nan), (10, 1.0)], "b": [(0, 0.5), (10, 0.5)]}
     chart = line_chart("loss", curves)
     assert [(dot["cx"], dot["cy"]) for dot in elements(chart, "circle")] == [
         ("64.0", "210.0"), ("544.0", "34.0"), ("64.0", "122.0"), ("544.0", "122.0")
@@ -31,7 +31,7 @@ def test_a_curve_is_between_the_corners_of_its_axes() -> None:
     assert len(elements(chart, "line")) == len({line["y1"] for line in elements(chart, "line")}) == 6
     assert [text["x"] for text in elements(chart, "text")][-2:] == ["339.0", "449.0"]  # the names of the curves
     assert elements(chart, "polyline")[0]["points"] == "64.0,210.0 544.0,34.0"
-    assert "nothing was recorded" in line_chart("Loss", [Curve("a", [(1, math.nan)])])
+    assert "nothing was recorded" in line_chart("Loss", {"a": [(1, math.nan)]})
 
 
 def test_shares_fill_their_bar() -> None:

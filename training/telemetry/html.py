@@ -67,7 +67,12 @@ def read_run(folder: str, storage: Storage = default_storage) -> RunContents:
         raise BadInput(
             f"{folder} is not a run's folder: it has no attempts, metrics or checkpoints (it is <output>/<run id>)"
         )
-    checkpoints = [(step, _manifest_or_damage(checkpoints_folder, step, storage)) for step in steps]
+    checkpoints: list[tuple[int, Manifest | str]] = []
+    for step in steps:
+        try:
+            checkpoints.append((step, read_manifest(checkpoints_folder, step, storage)))
+        except Damaged as error:
+            checkpoints.append((step, str(error)))
     summary, confusion = (_read_json(folder, name, storage) for name in (SUMMARY_FILE, CONFUSION_FILE))
     return RunContents(folder, lines, attempts, summary, checkpoints, confusion)
 
@@ -108,26 +113,20 @@ def render_report(run: RunContents) -> str:
         f"<h2>Confusion matrix</h2>{svg.confusion_matrix(*matrix, top=20)}" if matrix else "",
         _render_configuration(run.attempts),
     ]  # fmt: skip
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            "<html lang='en' xmlns='http://www.w3.org/1999/xhtml'><head><meta charset='utf-8'/>"
-            f"<meta name='viewport' content='width=device-width'/><title>{escape(name)}</title>"
-            f"<style>{svg.STYLE}{_STYLE}</style></head>",
-            "<body>",
-            *body,
-            "</body></html>",
-            "",
-        ]
+    head = (
+        "<html lang='en' xmlns='http://www.w3.org/1999/xhtml'><head><meta charset='utf-8'/>"
+        f"<meta name='viewport' content='width=device-width'/><title>{escape(name)}</title>"
+        f"<style>{svg.STYLE}{_STYLE}</style></head>"
     )
+    return "\n".join(["<!DOCTYPE html>", head, "<body>", *body, "</body></html>", ""])
 
 
 def _render_figures(run: RunContents) -> str:
     """Renders the headline figures, and notes on compiled programs, the Hub, skipped steps and damaged records."""
     summary = run.summary or {}
-    figures = [*_training_figures(run.lines), *_speed_figures(run.lines, summary)]
     items = "".join(
-        f"<li><span class='faint'>{escape(name)}</span><b>{escape(value)}</b></li>" for name, value in figures
+        f"<li><span class='faint'>{escape(name)}</span><b>{escape(value)}</b></li>"
+        for name, value in _headline_figures(run.lines, summary)
     )
     notes = [console.format_program_counts(dict(summary))] if summary else []
     if summary.get("hub"):
@@ -140,8 +139,9 @@ def _render_figures(run: RunContents) -> str:
     return f"<ul class='figures'>{items}</ul>" + "".join(f"<p>{escape(note)}</p>" for note in notes)
 
 
-def _training_figures(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Returns (name, value) of the steps, the first and the last loss, and the figures of the last evaluation."""
+def _headline_figures(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns (name, value) of the steps, the first and the last loss, the figures of the last evaluation, and the
+    summary's speed and MFU; without a summary, the last line's examples/s."""
     figures: list[tuple[str, str]] = []
     if lines:
         figures.append(("steps", f"{lines[-1]['step']:,}"))
@@ -149,22 +149,15 @@ def _training_figures(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str
     if losses:
         figures.append(("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
     evaluations = [line for line in lines if any(key.startswith("eval_") for key in line)]
-    if evaluations:
-        figures += [
-            (f"evaluation {_figure_title(key)}", "not finite" if value is None else f"{value:.4f}")
-            for key, value in evaluations[-1].items()
-            if key.startswith("eval_")
-        ]
-    return figures
-
-
-def _speed_figures(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns (name, value) of the summary's speed and MFU; without a summary, the last line's examples/s."""
-    figures = []
-    rates = [line["examples_per_second"] for line in lines if "examples_per_second" in line]
-    if "examples_per_second" in summary or rates:
-        rate = summary.get("examples_per_second", rates[-1] if rates else 0.0)
-        figures.append(("examples/s", f"{rate:,.1f}"))
+    figures += [
+        (f"evaluation {_figure_title(key)}", "not finite" if value is None else f"{value:.4f}")
+        for line in evaluations[-1:]
+        for key, value in line.items()
+        if key.startswith("eval_")
+    ]
+    rates = [line["examples_per_second"] for line in (*lines, summary) if "examples_per_second" in line]
+    if rates:
+        figures.append(("examples/s", f"{rates[-1]:,.1f}"))
     if summary.get("tokens_per_second"):
         figures.append(("tokens/s", f"{summary['tokens_per_second']:,.0f}"))
     if summary.get("mfu") is not None:
@@ -180,16 +173,21 @@ def _figure_title(key: str) -> str:
 def _render_curves(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns charts by step: losses, each other evaluation figure, examples/s, gradient norm, learning rate."""
 
-    def curve(name: str, key: str) -> svg.Curve:
-        return svg.Curve(name, [(line["step"], line[key]) for line in lines if line.get(key) is not None])
+    def chart(title: str, **keys: str) -> str:
+        """Draws a curve for each name, of the values that `keys` names."""
+        points = {
+            name: [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+            for name, key in keys.items()
+        }
+        return svg.line_chart(title, points)
 
     evaluated = dict.fromkeys(key for line in lines for key in line if key.startswith("eval_") and key != "eval_loss")
     return [
-        svg.line_chart("Loss", [curve("training", "loss"), curve("evaluation", "eval_loss")]),
-        *(svg.line_chart(f"Evaluation: {_figure_title(key)}", [curve(key, key)]) for key in evaluated),
-        svg.line_chart("Examples/s", [curve("examples/s", "examples_per_second")]),
-        svg.line_chart("Gradient norm", [curve("gradient norm", "gradient_norm")]),
-        svg.line_chart("Learning rate", [curve("learning rate", "learning_rate")]),
+        chart("Loss", training="loss", evaluation="eval_loss"),
+        *(chart(f"Evaluation: {_figure_title(key)}", value=key) for key in evaluated),
+        chart("Examples/s", value="examples_per_second"),
+        chart("Gradient norm", value="gradient_norm"),
+        chart("Learning rate", value="learning_rate"),
     ]
 
 
@@ -261,13 +259,6 @@ def _render_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _manifest_or_damage(checkpoints_folder: str, step: int, storage: Storage) -> Manifest | str:
-    try:
-        return read_manifest(checkpoints_folder, step, storage)
-    except Damaged as error:
-        return str(error)
 
 
 def _read_json(folder: str, name: str, storage: Storage) -> dict[str, Any] | None:

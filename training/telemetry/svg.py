@@ -7,7 +7,6 @@ defines them, once in a page, or inside a chart that is a file of its own (`stan
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 
 STYLE = """
@@ -28,12 +27,6 @@ COLOURS = tuple(f"var(--{letter})" for letter in "abcdef")
 POINTS = 800  # of a curve: more are indistinguishable at its width
 
 
-@dataclass(frozen=True)
-class Curve:
-    name: str
-    points: Sequence[tuple[float, float]]  # (step, value)
-
-
 def standalone(svg: str) -> str:
     """Returns a chart with its colours and a background, as the content of an SVG file."""
     head, rest = svg.split(">", 1)
@@ -41,72 +34,44 @@ def standalone(svg: str) -> str:
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}>\n<style>{STYLE}</style>\n{background}{rest}\n'
 
 
-@dataclass(frozen=True)
-class _Axes:
-    """A plot area with its scales. The ticks span the range of the values."""
-
-    x_ticks: Sequence[float]
-    y_ticks: Sequence[float]
-    width: int
-    height: int
-    left: int = 64
-    right: int = 16
-    top: int = 34
-    bottom: int = 30
-
-    def to_pixels(self, x: float, y: float) -> tuple[float, float]:
-        (x0, x1), (y0, y1) = (self.x_ticks[0], self.x_ticks[-1]), (self.y_ticks[0], self.y_ticks[-1])
-        across = (x - x0) / (x1 - x0) * (self.width - self.left - self.right)
-        up = (y - y0) / (y1 - y0) * (self.height - self.top - self.bottom)
-        return self.left + across, self.height - self.bottom - up
-
-    def draw(self) -> list[str]:
-        """Returns horizontal grid lines and the numbers at the ticks of both axes."""
-        parts = []
-        for value in self.y_ticks:
-            _, y = self.to_pixels(self.x_ticks[0], value)
-            ends = f'x1="{self.left}" x2="{self.width - self.right}" y1="{y:.1f}" y2="{y:.1f}"'
-            parts.append(f'<line {ends} stroke="var(--rule)"/>')
-            parts.append(_text_element(self.left - 8, y + 4, format_number(value), "faint", anchor="end"))
-        for value in self.x_ticks:
-            x, _ = self.to_pixels(value, self.y_ticks[0])
-            parts.append(_text_element(x, self.height - 10, format_number(value), "faint", anchor="middle"))
-        return parts
-
-
-def line_chart(title: str, curves: Sequence[Curve]) -> str:
-    """Draws values over steps, without those that are not finite; an empty chart says that nothing was recorded."""
-    width, height = 560, 240
-    finite = [(curve.name, [(x, y) for x, y in curve.points if math.isfinite(y)]) for curve in curves]
-    kept = [(name, downsample(points, POINTS)) for name, points in finite if points]
-    points = [point for _, curve_points in kept for point in curve_points]
-    if not points:
+def line_chart(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """Draws curves of (step, value) by name, without values that are not finite, with a dot at each value of a curve of
+    at most 40; an empty chart says that nothing was recorded."""
+    width, height, left, right, top, bottom = 560, 240, 64, 16, 34, 30  # and the margins of the plot area
+    finite = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in curves.items()}
+    kept = {name: downsample(points, POINTS) for name, points in finite.items() if points}
+    if not kept:
         return _empty_chart(title, width)
-    axes = _Axes(
-        axis_ticks(min(x for x, _ in points), max(x for x, _ in points), 6, whole=True),
-        axis_ticks(min(y for _, y in points), max(y for _, y in points), 5),
-        width,
-        height,
-    )
-    parts = [_text_element(axes.left, 18, title, weight=600), *axes.draw()]
-    for index, (name, curve_points) in enumerate(kept):
-        colour = COLOURS[index % len(COLOURS)]
-        parts += _polyline([axes.to_pixels(*point) for point in curve_points], colour)
+    steps, values = zip(*(point for points in kept.values() for point in points), strict=True)
+    x_ticks, y_ticks = axis_ticks(min(steps), max(steps), 6, whole=True), axis_ticks(min(values), max(values), 5)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        """Returns the pixels of a point. The ticks span the plot area."""
+        across = (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]) * (width - left - right)
+        up = (y - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (height - top - bottom)
+        return left + across, height - bottom - up
+
+    parts = [_text_element(left, 18, title, weight=600)]
+    for value in y_ticks:
+        _, y = place(x_ticks[0], value)
+        ends = f'x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"'
+        parts.append(f'<line {ends} stroke="var(--rule)"/>')
+        parts.append(_text_element(left - 8, y + 4, format_number(value), "faint", anchor="end"))
+    for value in x_ticks:
+        x, _ = place(value, y_ticks[0])
+        parts.append(_text_element(x, height - 10, format_number(value), "faint", anchor="middle"))
+    for index, (name, points) in enumerate(kept.items()):
+        places, colour = [place(*point) for point in points], COLOURS[index % len(COLOURS)]
+        corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        stroke = f'fill="none" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round"'
+        parts.append(f'<polyline points="{corners}" {stroke}/>')
+        if len(places) <= 40:
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4" fill="{colour}"/>' for x, y in places]
         if len(kept) > 1:
-            x = width - axes.right - 110 * (len(kept) - index)
-            parts.append(f'<rect x="{x}" y="9" width="10" height="10" fill="{colour}"/>')
-            parts.append(_text_element(x + 15, 18, name))
+            legend = width - right - 110 * (len(kept) - index)
+            parts.append(f'<rect x="{legend}" y="9" width="10" height="10" fill="{colour}"/>')
+            parts.append(_text_element(legend + 15, 18, name))
     return _svg_document(title, width, height, parts)
-
-
-def _polyline(places: Sequence[tuple[float, float]], colour: str) -> list[str]:
-    """Draws a curve through `places`, in pixels, with a dot at each value if there are at most 40."""
-    corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    stroke = f'fill="none" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round"'
-    parts = [f'<polyline points="{corners}" {stroke}/>']
-    if len(places) <= 40:
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4" fill="{colour}"/>' for x, y in places]
-    return parts
 
 
 def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int) -> str:
@@ -130,7 +95,8 @@ def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int) -
 
 def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int = 10) -> str:
     """Draws true classes downwards, predicted ones across, and below them the `top` most confused pairs. The larger a
-    cell's share of its row, the darker its colour. `counts`: by (true class, predicted class)."""
+    cell's share of its row, the darker its colour; large cells show their count. `counts`: by (true class, predicted
+    class)."""
     cell = max(8, min(36, 640 // len(labels)))
     font = max(7, min(12, cell - 1))
     margin, side = 14 + round(max(map(len, labels)) * font * 0.56), cell * len(labels)
@@ -144,8 +110,14 @@ def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], t
         for predicted, count in enumerate(row):
             if count > 0:
                 title = f"{name} taken for {labels[predicted]}: {round(count)} of {round(sum(row))}"
-                place = (margin + predicted * cell, y)
-                parts += _matrix_cell(place, cell, count, count / sum(row), title, on_diagonal=true == predicted)
+                x, share = margin + predicted * cell, count / sum(row)
+                paint = f'fill="var(--{"a" if true == predicted else "b"})" opacity="{0.3 + 0.7 * share:.2f}"'
+                about = f"<title>{escape(title)}</title>"
+                parts.append(f'<rect x="{x}" y="{y}" width="{cell}" height="{cell}" {paint}>{about}</rect>')
+                if cell >= 24:
+                    ink = f"fill: var(--{'paper' if share > 0.5 else 'ink'}); font-size: 11px"
+                    centre = f'x="{x + 0.5 * cell}" y="{y + cell / 2 + 4}" text-anchor="middle"'
+                    parts.append(f'<text {centre} style="{ink}">{round(count)}</text>')
                 if true != predicted:
                     pairs.append((-round(count), name, labels[predicted], title))
     parts.append(f'<rect x="{margin}" y="{margin}" width="{side}" height="{side}" fill="none" stroke="var(--rule)"/>')
@@ -154,20 +126,6 @@ def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], t
     for index, text in enumerate(shown):
         parts.append(_text_element(margin, below + 10 + 17 * index, text))
     return _svg_document("Confusion matrix", width, below + 10 + 17 * len(shown), parts)
-
-
-def _matrix_cell(
-    place: tuple[float, float], size: int, count: float, share: float, title: str, *, on_diagonal: bool
-) -> list[str]:
-    """Draws a cell, top left at `place`, with its count if there is room; the larger `share` (0 to 1), the darker."""
-    x, y = place
-    paint = f'fill="var(--{"a" if on_diagonal else "b"})" opacity="{0.3 + 0.7 * share:.2f}"'
-    parts = [f'<rect x="{x}" y="{y}" width="{size}" height="{size}" {paint}><title>{escape(title)}</title></rect>']
-    if size >= 24:
-        ink = "var(--paper)" if share > 0.5 else "var(--ink)"
-        centre = f'x="{x + 0.5 * size}" y="{y + size / 2 + 4}" text-anchor="middle"'
-        parts.append(f'<text {centre} style="fill: {ink}; font-size: 11px">{round(count)}</text>')
-    return parts
 
 
 def heat_map(title: str, steps: Sequence[int], rows: Mapping[str, Sequence[float | None]]) -> str:
