@@ -13,8 +13,8 @@ from typing import Any
 
 from launcher.config import load
 from launcher.gke.commented_yaml import Commented, dump, dump_documents, strip_comments
-from launcher.gke.manifest import make_objects, standalone_workload
-from launcher.gke.workload import SECRET_KEY, Restarts, node_selector
+from launcher.gke.manifest import SECRET_KEY, make_objects, standalone_workload
+from launcher.gke.workload import node_selector
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "k8s"
@@ -192,11 +192,8 @@ def _patches(overlay: Overlay) -> dict[str, Any]:
 
 def _rendered(changes: tuple[str, ...]) -> list[Any]:
     config = load(EXAMPLE, changes)
-    return make_objects(
-        config,
-        standalone_workload(config, config.run_name, f"{config.image.repository}@{NO_DIGEST}", secret=None),
-        Restarts.BY_CLUSTER,
-    )
+    work = standalone_workload(config, config.run_name, f"{config.image.repository}@{NO_DIGEST}", secret="")
+    return [each for each in make_objects(work) if each["kind"] != "Secret"]  # the user creates the Secret
 
 
 def _kustomization(about: str, content: dict[str, Any]) -> str:

@@ -1,8 +1,7 @@
 """GKE: manifests of a run, and the provider that runs them through kubectl.
 
-From the top: `provider` (implements the Protocol) over `watch` and `pod_status` (the state of pods) and `kubectl`
-(calls and errors); `manifest` (the objects of a run) over `jobs`, `pod_template` and `workload`, written by
-`commented_yaml`; `checks` (refuses what GKE would refuse).
+From the top: `provider` (implements the Protocol) over `pods` (their states and logs) and `kubectl` (calls and errors);
+`manifest` (the objects of a run, written by `commented_yaml`) over `workload` (names, and what GKE would refuse).
 """
 
 from launcher.provider import Capabilities

@@ -1,8 +1,8 @@
 """The provider for GKE: an attempt is a JobSet, a host is one of its pods; everything goes through kubectl.
 
 There is no slice to create: nodes belong to the cluster's node pools. "The slice" is the nodes on which the JobSets of
-one `slice.name` run, one run at a time. tpu-launch decides about restarts itself, so its JobSets have none
-(workload.Restarts.BY_LAUNCHER), and ended pods stay until their logs are fetched.
+one `slice.name` run, one run at a time. tpu-launch decides about restarts itself, so its JobSets have none, and ended
+pods stay until their logs are fetched.
 """
 
 import contextlib
@@ -13,23 +13,12 @@ from typing import Any
 from launcher.config import Config
 from launcher.container_scripts import DUMP_STACKS, READ_PROGRESS, split_progress
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.gke import CAPABILITIES, checks, pod_status
+from launcher.gke import CAPABILITIES, workload
 from launcher.gke.commented_yaml import dump_documents
 from launcher.gke.kubectl import Kubectl, NotTaken
 from launcher.gke.manifest import make_objects
-from launcher.gke.pod_status import Pod
-from launcher.gke.watch import PodWatch
-from launcher.gke.workload import (
-    CONTAINER,
-    LABEL_RUN,
-    LABEL_SLICE,
-    Restarts,
-    Workload,
-    grace_seconds,
-    host_name,
-    needs_secret,
-    node_selector,
-)
+from launcher.gke.pods import Pod, PodWatch, describe_waiting, find_start_error, parse_log
+from launcher.gke.workload import CONTAINER, LABEL_RUN, LABEL_SLICE, Workload, host_name, jobset_name, needs_secret
 from launcher.log_lines import LogWindow
 from launcher.provider import Attempt, CommandReport, ContainerState, HostReport, Observation, SliceState
 from launcher.workstation import Workstation
@@ -52,8 +41,8 @@ class Gke:
 
     def __init__(self, config: Config, say: Callable[[str], None], machine: Workstation) -> None:
         """Raises BadInput for a configuration that GKE can't run, or a run.name that is too long."""
-        checks.check(config)
-        checks.check_name(f"{config.run_name}-0000-000000-0000-00")  # the longest name of an attempt
+        workload.check(config)
+        workload.check_name(f"{config.run_name}-0000-000000-0000-00")  # the longest name of an attempt
         self.config = config
         self.say = say
         self._clock = machine.clock
@@ -89,7 +78,7 @@ class Gke:
         has not ended, "" without one. Raises LaunchError if JobSets or pods can't be listed."""
         jobsets = {each["metadata"]["name"]: each for each in self._list_jobsets()}
         running = next((name for name, each in jobsets.items() if not _is_over(each)), "")
-        watched = [watch.pods().values() for key, watch in self._open_watches().items() if _jobset_name(key) in jobsets]
+        watched = [watch.pods().values() for key, watch in self._open_watches().items() if jobset_name(key) in jobsets]
         disrupted = any(pods and all(pod.disruption and pod.ended for pod in pods) for pods in watched)
         state = "DELETED" if self._deleted else "PREEMPTED" if disrupted else "READY"
         addresses = [host_name(running, str(worker)) if running else "" for worker in self._workers]
@@ -106,7 +95,7 @@ class Gke:
         """Creates nothing: warns if the cluster has too few nodes, or this account may not list nodes. Raises
         LaunchError if JobSets can't be listed, or the cluster does not answer."""
         self._list_jobsets()
-        selector = ",".join(f"{key}={value}" for key, value in node_selector(self.config).items())
+        selector = ",".join(f"{key}={value}" for key, value in workload.node_selector(self.config).items())
         try:
             nodes = self._kubectl.call("get", "nodes", "--selector", selector, "--output", "name").split()
         except LaunchError as error:
@@ -153,12 +142,12 @@ class Gke:
         for jobset in jobsets:
             name, run = jobset["metadata"]["name"], jobset["metadata"]["labels"].get(LABEL_RUN, "")
             if run == attempt.run_id:
-                if name != _jobset_name(attempt.container):
+                if name != jobset_name(attempt.container):
                     self._remove(name)
             elif not _is_over(jobset):
                 message = f"run {run} is on this host"
                 return [HostReport(worker, False, message, occupied_by=run) for worker in self._workers]
-        name = _jobset_name(attempt.container)
+        name = jobset_name(attempt.container)
         self._deleted = False
         try:
             if not any(jobset["metadata"]["name"] == name for jobset in jobsets):
@@ -182,7 +171,7 @@ class Gke:
         `patience`: the watch knows the state."""
         watch = self._watch_pods(container)
         watch.note_log_start(worker, since)
-        self._observed = _jobset_name(container)
+        self._observed = jobset_name(container)
         try:
             pods = watch.pods()
             if (pod := pods.get(worker)) is None:  # with its node, perhaps
@@ -227,7 +216,7 @@ class Gke:
                 self._list_jobsets()  # records a deletion by another client
             late = self._stop_pods(container, wanted, grace)
             if remove:
-                self._remove(_jobset_name(container))
+                self._remove(jobset_name(container))
                 self._watch_pods(container).close()
                 with self._lock:
                     self._watches.pop(container, None)
@@ -244,7 +233,7 @@ class Gke:
         watch = self._watch_pods(container)
         pods = watch.pods(fresh=True)
         if not any(_has_started(pod) for pod in pods.values()):
-            self._remove(_jobset_name(container))
+            self._remove(jobset_name(container))
             return set()
         running = [pod for worker, pod in pods.items() if worker in workers and not pod.ended]
         if running:
@@ -315,19 +304,7 @@ class Gke:
 
     def _create(self, attempt: Attempt) -> None:
         """Creates the objects of an attempt. Raises LaunchError if one exists, as `kubectl create` does."""
-        work = Workload(
-            name=_jobset_name(attempt.container),
-            run_id=attempt.run_id,
-            attempt=attempt.number,
-            image=attempt.image,
-            command=attempt.command,
-            environment=attempt.environment,
-            files={name: data.decode() for name, data in attempt.files.items()},
-            shm_size=attempt.shm_size,
-            user=attempt.user,
-            secret=attempt.host_secret,
-        )
-        text = dump_documents(make_objects(self.config, work, Restarts.BY_LAUNCHER))
+        text = dump_documents(make_objects(Workload(self.config, attempt)))
         self._kubectl.call("create", "--validate=strict", "--filename", "-", input=text)
 
     def _own_files(self, name: str) -> None:
@@ -363,9 +340,9 @@ class Gke:
             if not waiting:
                 return
             for pod in waiting.values():
-                if pod is not None and (trouble := pod_status.find_start_error(pod, attempt.image)):
+                if pod is not None and (trouble := find_start_error(pod, attempt.image)):
                     raise trouble
-            reasons = _describe_waiting(waiting) if any(waiting.values()) else self._describe_queued(name, bool(pods))
+            reasons = describe_waiting(waiting) if any(waiting.values()) else self._describe_queued(name, bool(pods))
             if not reasons:
                 return
             if any(pod is None or not pod.node for pod in waiting.values()):
@@ -412,7 +389,7 @@ class Gke:
         options = ("--container", CONTAINER, "--timestamps", f"--limit-bytes={LOG_BYTES}")
         with self._log_slots:
             output = self._kubectl.call("logs", pod.name, *options, *window, seconds=_LOG_SECONDS)
-        return pod_status.parse_log(output, LOG_BYTES, ended=pod.ended)
+        return parse_log(output, LOG_BYTES, ended=pod.ended)
 
     def _read_progress(self, pod: Pod) -> tuple[ProgressLine, ...]:
         """Returns the newest line of progress of each process of a pod, by `kubectl exec` (see k8s/role.yaml): the log
@@ -426,7 +403,7 @@ class Gke:
         """Returns the watch of an attempt's pods; makes it on first use."""
         with self._lock:
             if container not in self._watches:
-                self._watches[container] = PodWatch(self._kubectl, f"{_JOBSET_LABEL}={_jobset_name(container)}")
+                self._watches[container] = PodWatch(self._kubectl, f"{_JOBSET_LABEL}={jobset_name(container)}")
             return self._watches[container]
 
     def _open_watches(self) -> dict[str, PodWatch]:
@@ -455,7 +432,7 @@ class Gke:
 
     def _wait_gone(self, selector: str) -> None:
         """Waits until no pod matches. Raises LaunchError when pods outlive their grace period."""
-        seconds = _GONE_SECONDS + grace_seconds(self.config)
+        seconds = _GONE_SECONDS + workload.grace_seconds(self.config)
         deadline = self._clock.monotonic() + seconds
         while True:
             left = self._kubectl.call("get", "pods", "--selector", selector, "--output", "name").split()
@@ -466,11 +443,6 @@ class Gke:
             self._clock.sleep(1.0)
 
 
-def _jobset_name(container: str) -> str:
-    """Returns the name of an attempt's JobSet from that of its container."""
-    return container.removeprefix("tpu-launch-")
-
-
 def _is_over(jobset: dict[str, Any]) -> bool:
     return bool(jobset.get("status", {}).get("terminalState"))
 
@@ -478,14 +450,3 @@ def _is_over(jobset: dict[str, Any]) -> bool:
 def _has_started(pod: Pod | None) -> bool:
     """Returns whether a pod's container runs, has run, or never will."""
     return pod is not None and (pod.started or pod.ended)
-
-
-def _describe_waiting(waiting: Mapping[int, Pod | None]) -> str:
-    """Returns why hosts wait, for the user: each reason once, with its hosts."""
-    workers: dict[str, list[int]] = {}
-    for worker, pod in sorted(waiting.items()):
-        reason = pod_status.describe_waiting(pod) if pod else "its pod does not exist yet"
-        workers.setdefault(reason, []).append(worker)
-    return "; ".join(
-        f"host{'s'[: len(indices) > 1]} {', '.join(map(str, indices))}: {reason}" for reason, indices in workers.items()
-    )

@@ -1,64 +1,58 @@
-"""Names, labels, nodes and ports of a run on Kubernetes, shared by the templates and the provider. Pure."""
+"""Names, labels and nodes of a run on Kubernetes, and the configurations that GKE can't run. Pure."""
 
-import enum
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from launcher.config import Config
-from training.accelerators import gke_nodes
-from training.distributed.cluster import GLOO_PORT, RENDEZVOUS_PORT, SECRET_VARIABLE
+from launcher.errors import BadInput
+from launcher.provider import Attempt
+from training.accelerators import ACCELERATORS, gke_nodes
+from training.distributed.cluster import SECRET_VARIABLE
+from training.storage import is_remote
 
 LABEL_RUN = "tpu-launch/run"
 LABEL_ATTEMPT = "tpu-launch/attempt"
 LABEL_SLICE = "tpu-launch/slice"
 CONTAINER = "trainer"
-CONFIG_FOLDER = "/etc/tpu-launch"
 REPLICATED_JOB = "w"  # short, because a pod's host name has at most 63 characters
-LIBTPU_PORT = 8471
-SECRET_KEY = "secret"  # in the Secret that has the workload's name
-PORTS = (("libtpu", LIBTPU_PORT), ("rendezvous", RENDEZVOUS_PORT), ("gloo", GLOO_PORT))
 
+_LONGEST_NAME = 63 - len("-w-0-000") - len("-abcde")  # a pod's name ends with JobSet's host part and a random suffix
 _SPOT_GRACE_SECONDS = 25  # a spot VM ends 30 s after the preemption notice
-
-
-class Restarts(enum.Enum):
-    """Names who restarts an ended run."""
-
-    BY_CLUSTER = "by the cluster"
-    """The user applies the manifest with kubectl."""
-
-    BY_LAUNCHER = "by tpu-launch"
-    """tpu-launch judges the end of every host, so ended pods must stay as they are."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A run, or one attempt of it."""
+    """An attempt on Kubernetes, or a run whose attempts the cluster counts."""
 
-    name: str
-    """The name of every object."""
+    config: Config
+    attempt: Attempt
 
-    run_id: str
+    by_cluster: bool = False
+    """The cluster restarts the run, and the user applies its manifest with kubectl. Otherwise tpu-launch judges the end
+    of every host, so ended pods must stay as they are."""
 
-    attempt: int | None
-    """None: the cluster counts attempts."""
+    @property
+    def name(self) -> str:
+        """Returns the name of every object."""
+        return self.attempt.run_id if self.by_cluster else jobset_name(self.attempt.container)
 
-    image: str
-    command: tuple[str, ...]
-    environment: Mapping[str, str]
+    @property
+    def labels(self) -> dict[str, str]:
+        """Returns the labels of the objects and pods, by which they are found."""
+        slice_, run = self.config.slice.name, self.attempt.run_id
+        common = {"app.kubernetes.io/name": "tpu-launch", LABEL_SLICE: slice_, LABEL_RUN: run}
+        return common if self.by_cluster else {**common, LABEL_ATTEMPT: str(self.attempt.number)}
 
-    files: Mapping[str, str]
-    """Name -> content of the files in CONFIG_FOLDER."""
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return {"name": self.name, "namespace": self.config.gke.namespace, "labels": self.labels}
 
-    shm_size: str = "16g"
 
-    user: str | None = None
-    """UID or UID:GID; None: root."""
-
-    secret: str | None = field(default=None, repr=False)
-    """Shared by the hosts; None if the user creates the Secret."""
+def jobset_name(container: str) -> str:
+    """Returns the name of an attempt's JobSet from that of its container."""
+    return container.removeprefix("tpu-launch-")
 
 
 def needs_secret(config: Config) -> bool:
@@ -67,26 +61,10 @@ def needs_secret(config: Config) -> bool:
     return config.accelerator.hosts > 1 and SECRET_VARIABLE not in config.gke.secrets
 
 
-def literal(text: str) -> str:
-    """Escapes an argument or the value of a variable so that a pod gets it unchanged: the kubelet expands `$(NAME)` and
-    `$$` (https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables)."""
-    return re.sub(r"\$(?=[$(])", "$$", text)
-
-
 def grace_seconds(config: Config) -> int:
     """Returns the seconds between SIGTERM and SIGKILL: run.stop_seconds, or less where a spot VM ends sooner."""
     wanted = config.run.stop_seconds
     return min(wanted, _SPOT_GRACE_SECONDS) if config.slice.capacity == "spot" else wanted
-
-
-def labels(config: Config, work: Workload) -> dict[str, str]:
-    """Returns the labels of the objects and pods of a run, by which they are found."""
-    common = {"app.kubernetes.io/name": "tpu-launch", LABEL_SLICE: config.slice.name, LABEL_RUN: work.run_id}
-    return common if work.attempt is None else {**common, LABEL_ATTEMPT: str(work.attempt)}
-
-
-def metadata(config: Config, work: Workload) -> dict[str, Any]:
-    return {"name": work.name, "namespace": config.gke.namespace, "labels": labels(config, work)}
 
 
 def node_selector(config: Config) -> dict[str, str]:
@@ -103,3 +81,65 @@ def node_selector(config: Config) -> dict[str, str]:
 def host_name(name: str, index: str) -> str:
     """Returns the DNS name, inside the namespace, of host `index` of the workload `name`."""
     return f"{name}-{REPLICATED_JOB}-0-{index}.{name}"
+
+
+def check_name(name: str) -> str:
+    """Returns the name unchanged. Raises BadInput if Kubernetes refuses it, or it is too long for its pods' names."""
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
+        raise BadInput(
+            f"{name!r} can't name Kubernetes objects: use a lower-case letter, then letters, digits and hyphens"
+        )
+    if len(name) > _LONGEST_NAME:
+        raise BadInput(
+            f"{name!r} is too long: the names of its pods have at most 63 characters, so it has at most "
+            f"{_LONGEST_NAME}; set a shorter run.name"
+        )
+    return name
+
+
+def check(config: Config) -> None:
+    """Raises BadInput, naming file:line, for the first mistake of a configuration that GKE can't run."""
+    for path, message in (*_slice_mistakes(config), *_pod_mistakes(config)):
+        raise BadInput(f"{config.document.place(path)}: {'.'.join(path)}: {message}")
+
+
+def _slice_mistakes(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yields the key and the message of each mistake in what describes the slice."""
+    slice_, gke = config.accelerator, config.gke
+    family = [size for size in ACCELERATORS.values() if size.generation == slice_.generation]
+    sizes = ", ".join(
+        f"{each.name} ({each.topology_name}, {each.hosts} host{'s'[: each.hosts > 1]})" for each in family
+    )
+    if config.slice.candidates:
+        yield ("slice", "candidates"), "on GKE, the cluster's own queue has candidates (Kueue): remove the key"
+    try:
+        gke_nodes(slice_)
+    except ValueError as error:
+        yield ("slice", "accelerator_type"), str(error)
+    if gke.topology not in (None, slice_.topology_name):
+        yield ("gke", "topology"), f"{slice_.name} is {slice_.topology_name}, not {gke.topology}; there are {sizes}"
+    if gke.hosts not in (None, slice_.hosts):
+        hosts = f"{slice_.hosts} hosts of {slice_.chips_per_host} chips"
+        yield ("gke", "hosts"), f"{slice_.name} has {hosts}, not {gke.hosts}; there are {sizes}"
+    if config.slice.capacity == "reserved" and not gke.node_selector:
+        message = "on GKE, a reservation belongs to a node pool: select the pool in gke.node_selector"
+        yield ("slice", "capacity"), f"{message}, cloud.google.com/gke-nodepool: NAME"
+
+
+def _pod_mistakes(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yields the key and the message of each mistake in secrets, the output folder, which may not be lost with its pod,
+    and the user."""
+    secrets, user = config.gke.secrets, config.run.user
+    for name in config.run.secrets:
+        if name not in secrets:
+            place = f"put {name} into a Secret of namespace {config.gke.namespace}"
+            fix = f"{place}, and name it in gke.secrets ({name}: SECRET/KEY)"
+            yield ("run", "secrets"), f"on GKE, secrets come from Kubernetes: {fix}"
+    for name in sorted(set(secrets) & set(config.run.environment)):
+        yield ("gke", "secrets", name), f"{name} is in run.environment too: remove one"
+    output = config.trainer.output if config.trainer else None
+    mount = config.gke.gcsfuse.folder + "/" if config.gke.gcsfuse else None
+    if output is not None and not is_remote(output) and not (mount and output.startswith(mount)):
+        yield ("output",), f"{output} is lost with its pod: use a gs:// folder, or one below gke.gcsfuse.folder"
+    if user is not None and not re.fullmatch(r"\d+(:\d+)?", user):
+        yield ("run", "user"), f"Kubernetes needs numbers, UID or UID:GID, not {user!r}"

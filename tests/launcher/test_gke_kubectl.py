@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from launcher.errors import Exit, LaunchError
-from launcher.gke import pod_status
+from launcher.gke import pods
 from launcher.gke.kubectl import Kubectl, NotTaken, explain
-from launcher.gke.provider import _describe_waiting
-from launcher.gke.watch import JsonStream, PodWatch
+from launcher.gke.pods import JsonStream, PodWatch
 from launcher.provider import ContainerState, LogLine
 from launcher.providers import this_machine
 from tests.launcher.emulated_gcloud import Clock
@@ -75,11 +74,11 @@ def test_commands_name_the_context_and_are_bounded() -> None:
 
 def pod(
     phase: str, state: dict[str, Any] | None = None, conditions: list[dict[str, str]] | None = None, **status: str
-) -> pod_status.Pod:
+) -> pods.Pod:
     statuses = [] if state is None else [{"name": "trainer", "imageID": "i", "state": state}]
-    metadata = {"name": "p", "uid": "u", "creationTimestamp": "2026-11-20T00:00:00Z", "labels": {pod_status.INDEX: "3"}}
+    metadata = {"name": "p", "uid": "u", "creationTimestamp": "2026-11-20T00:00:00Z", "labels": {pods.INDEX: "3"}}
     told = {"phase": phase, "containerStatuses": statuses, "conditions": conditions or [], **status}
-    return pod_status.parse({"metadata": metadata, "status": told})
+    return pods.parse({"metadata": metadata, "status": told})
 
 
 def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]:
@@ -134,7 +133,7 @@ def test_a_disrupted_pod_is_a_lost_host_unless_its_exit_code_says_more() -> None
     ],
 )
 def test_the_state_of_a_pod_follows_from_its_phase_where_its_container_says_nothing(
-    found: pod_status.Pod, ended: bool, state: ContainerState | None, problem: str
+    found: pods.Pod, ended: bool, state: ContainerState | None, problem: str
 ) -> None:
     assert (found.ended, found.disruption, found.state()) == (ended, "", (state, problem))
 
@@ -150,7 +149,10 @@ def test_the_state_of_a_pod_follows_from_its_phase_where_its_container_says_noth
     ],
 )
 def test_a_pod_that_has_not_started_says_why(state: dict[str, Any] | None, started: bool, words: str) -> None:
-    assert (pod("Pending", state).started, pod_status.describe_waiting(pod("Pending", state))) == (started, words)
+    assert (pod("Pending", state).started, pods.describe_waiting({3: pod("Pending", state)})) == (
+        started,
+        f"host 3: {words}",
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,36 +167,36 @@ def test_a_pod_that_has_not_started_says_why(state: dict[str, Any] | None, start
 )
 def test_a_pod_that_can_never_start_is_an_error(reason: str, message: str, code: Exit) -> None:
     waiting = pod("Pending", {"waiting": {"reason": reason, "message": message}})
-    error = pod_status.find_start_error(waiting, "repository@sha256:1")
+    error = pods.find_start_error(waiting, "repository@sha256:1")
     assert error.exit_code is code
     assert {"InvalidImageName": "can't pull repository@"}.get(reason, message or reason) in str(error)
 
 
 def test_a_pod_that_may_still_start_is_no_error() -> None:
     for reason in ("ContainerCreating", "ErrImagePull"):
-        assert pod_status.find_start_error(pod("Pending", {"waiting": {"reason": reason}}), "i") is None
+        assert pods.find_start_error(pod("Pending", {"waiting": {"reason": reason}}), "i") is None
     why = {"reason": "Unschedulable", "message": "0/3 nodes are available"}
     waiting = pod("Pending", None, [{"type": "PodScheduled", "status": "False", **why}])
-    assert pod_status.find_start_error(waiting, "i") is None
-    assert _describe_waiting({0: waiting, 1: waiting, 2: None, 3: pod("Pending")}) == (
+    assert pods.find_start_error(waiting, "i") is None
+    assert pods.describe_waiting({0: waiting, 1: waiting, 2: None, 3: pod("Pending")}) == (
         "hosts 0, 1: no node takes its pod (Unschedulable: 0/3 nodes are available); host 2: its pod does not exist "
         "yet; host 3: it is not scheduled yet"
     )
 
 
 def test_timestamps_of_lines_compare_as_text() -> None:
-    assert pod_status.parse_log_line("2026-11-20T08:00:00.5Z x").timestamp == "2026-11-20T08:00:00.500000000Z"
-    line = pod_status.parse_log_line("2026-11-20T09:00:00.123456789+01:00 x y")
+    assert pods.parse_log_line("2026-11-20T08:00:00.5Z x").timestamp == "2026-11-20T08:00:00.500000000Z"
+    line = pods.parse_log_line("2026-11-20T09:00:00.123456789+01:00 x y")
     assert line == LogLine("2026-11-20T08:00:00.123456789Z", "x y")
-    assert pod_status.parse_log_line("no time") == LogLine("", "no time")
+    assert pods.parse_log_line("no time") == LogLine("", "no time")
 
 
 def test_a_line_cut_by_the_limit_is_left_out() -> None:
     text = "2026-11-20T08:00:00.000000000Z one\n2026-11-20T08:00:00.000000001Z tw"
     for limit, was_cut, texts in ((len(text), True, ["one"]), (1000, False, ["one", "tw"])):
-        window, cut = pod_status.parse_log(text, limit, ended=True)
+        window, cut = pods.parse_log(text, limit, ended=True)
         assert (cut, [line.text for line in window.lines]) == (was_cut, texts)
-    assert [line.text for line in pod_status.parse_log(text, 1000, ended=False)[0].lines] == ["one"]
+    assert [line.text for line in pods.parse_log(text, 1000, ended=False)[0].lines] == ["one"]
 
 
 class WatchedCluster:
@@ -207,7 +209,7 @@ class WatchedCluster:
         self.breaks = False  # each log, after its lines
 
     def show(self, uid: str, **metadata: str) -> None:
-        labels = {pod_status.INDEX: "0"}
+        labels = {pods.INDEX: "0"}
         status = {"phase": "Running", "containerStatuses": [{"name": "trainer", "state": {"running": {}}}]}
         self.pods = [{"metadata": {"name": uid, "uid": uid, "labels": labels, **metadata}, "status": status}]
 
@@ -277,7 +279,7 @@ def test_the_log_of_a_pod_that_is_being_deleted_is_asked_for_until_the_cluster_g
     cluster = WatchedCluster()
     watch = PodWatch(cluster, "a=b")  # type: ignore[arg-type]
     request.addfinalizer(watch.close)
-    monkeypatch.setattr("launcher.gke.watch._LIST_EVERY", 0.1)
+    monkeypatch.setattr("launcher.gke.pods._LIST_EVERY", 0.1)
     cluster.refusals, cluster.breaks = 1000 if gone else 2, True
     cluster.show("one", deletionTimestamp="2026-11-20T08:00:00Z")
     pod = watch.pods()[0]

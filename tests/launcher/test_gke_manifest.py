@@ -3,6 +3,7 @@
 import base64
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,10 @@ from click.testing import CliRunner
 from launcher.cli.main import cli
 from launcher.config import load
 from launcher.errors import BadInput
-from launcher.gke.checks import check_name
 from launcher.gke.commented_yaml import strip_comments
-from launcher.gke.manifest import make_objects, render, standalone_workload
-from launcher.gke.pod_template import LOCKED_MEMORY_KIB, RAISE_LOCKED_MEMORY
+from launcher.gke.manifest import LOCKED_MEMORY_KIB, RAISE_LOCKED_MEMORY, make_objects, render, standalone_workload
 from launcher.gke.provider import Gke
-from launcher.gke.workload import Restarts, host_name
+from launcher.gke.workload import check_name, host_name
 from launcher.providers import this_machine
 from tests.kubernetes import golden, schemas
 from tests.kubernetes.golden import EXAMPLE, IMAGE
@@ -62,8 +61,7 @@ def test_jobsets_of_tpu_launch_are_valid_and_leave_every_decision_to_it() -> Non
     for name in ON_GKE:
         config = load(EXAMPLE, of_size(name))
         work = standalone_workload(config, "demo", IMAGE, golden.SECRET)
-        objects = make_objects(config, work, Restarts.BY_LAUNCHER)
-        documents = [strip_comments(each) for each in objects]
+        documents = [strip_comments(each) for each in make_objects(replace(work, by_cluster=False))]
         assert [schemas.mistakes(document) for document in documents] == [[]] * len(documents)
         job = job_of(documents)
         assert documents[-1]["spec"]["failurePolicy"] == {"maxRestarts": 0}
@@ -262,9 +260,6 @@ def test_several_hosts_read_a_secret_that_the_command_draws_each_time() -> None:
 
 def test_one_host_has_no_secret_and_a_secret_of_the_user_is_kept() -> None:
     assert [document["kind"] for document in rendered("slice.accelerator_type=v5litepod-8")] == ["ConfigMap", "JobSet"]
-    config = load(EXAMPLE)
-    objects = make_objects(config, standalone_workload(config, "demo", IMAGE, None), Restarts.BY_CLUSTER)
-    assert [strip_comments(each)["kind"] for each in objects] == ["ConfigMap", "JobSet"], "the user creates the Secret"
     own = rendered("gke.secrets={TPU_LAUNCH_SECRET: mine/key}")
     assert [document["kind"] for document in own] == ["ConfigMap", "JobSet"]
     assert secret_entry(own) == {"name": "mine", "key": "key"}

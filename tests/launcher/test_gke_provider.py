@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import Exit, LaunchError
-from launcher.gke.pod_status import INDEX
+from launcher.gke.manifest import literal
+from launcher.gke.pods import INDEX
 from launcher.gke.provider import Gke
-from launcher.gke.workload import LABEL_RUN, literal
+from launcher.gke.workload import LABEL_RUN
 from launcher.provider import Attempt, Observation
 from launcher.providers import this_machine
 from tests.kubernetes.cluster.expansion import expand
@@ -60,7 +61,7 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     show_jobsets(folder)
     show(folder)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.setattr("launcher.gke.watch._LIST_EVERY", 0.2)
+    monkeypatch.setattr("launcher.gke.pods._LIST_EVERY", 0.2)
     yield folder
     while _opened:
         _opened.pop().close()
@@ -211,7 +212,7 @@ def test_a_missing_pod_is_not_absent_and_hosts_share_a_list(kubectl: Path, monke
         (kubectl / name).write_text(NO_ANSWER)
     time.sleep(0.3)
     assert "does not answer" in gke.observe(0, ATTEMPT.container, None).problem
-    monkeypatch.setattr("launcher.gke.watch._LIST_EVERY", 1.0)  # a failed list counts for 0.2 s, and takes 0.3 s
+    monkeypatch.setattr("launcher.gke.pods._LIST_EVERY", 1.0)  # a failed list counts for 0.2 s, and takes 0.3 s
     before = len(calls(kubectl, "get"))
     assert all("does not answer" in gke.observe(worker, ATTEMPT.container, None).problem for worker in range(50))
     assert len(calls(kubectl, "get")) - before < 10

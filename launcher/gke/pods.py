@@ -1,4 +1,4 @@
-"""Watches the pods of one attempt, and keeps how they ended.
+"""The pods of an attempt: their states and logs, as the Kubernetes API gives them, and the watch that keeps their ends.
 
 A deleted pod (its node was drained, the run was stopped) vanishes from the API with its log a moment after its end, too
 fast for polling once a second. So one kubectl command watches all pods, whose last events show how they ended, and
@@ -7,22 +7,189 @@ missed, and a cluster that does not answer.
 """
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launcher.errors import Exit, LaunchError
-from launcher.gke import pod_status
 from launcher.gke.kubectl import Kubectl
-from launcher.gke.pod_status import Pod
 from launcher.gke.workload import CONTAINER
-from launcher.provider import LogLine
+from launcher.log_lines import LogWindow, kubelet_records, read_log
+from launcher.provider import ContainerState, LogLine
 from training.machine import Event
 
+INDEX = "batch.kubernetes.io/job-completion-index"
+_DISRUPTIONS = ("Evicted", "Preempting", "NodeShutdown", "Terminated", "NodeLost")  # reasons of a failed pod
+_OWN_END = (0, 2, 75)  # exit codes that say more than that the pod was disrupted
 _LIST_EVERY = 10.0  # seconds
 _WATCH_SECONDS = 300.0  # then a new watch begins
 _FINAL_LOG_SECONDS = 900.0  # longer than any grace period
 _EOF_SECONDS = 5.0  # wait for the rest of an ended pod's log
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A host's pod. `container` is None until the kubelet reports it."""
+
+    name: str
+    uid: str
+    worker: int
+    created: str
+    phase: str
+    node: str
+    container: ContainerState | None
+    waiting: str = ""  # why the container has not started: ImagePullBackOff, CreateContainerConfigError, ...
+    message: str = ""  # more about it
+    unschedulable: str = ""  # why no node takes it
+    deleting: bool = False
+    disruption: str = ""  # why it was disrupted: evicted, preempted, its node shut down
+    gone: bool = False  # no longer in the API
+
+    @property
+    def ended(self) -> bool:
+        """Returns whether its container has ended, or never will start."""
+        return (
+            self.gone or self.phase in ("Succeeded", "Failed") or (self.container is not None and self.container.ended)
+        )
+
+    @property
+    def started(self) -> bool:
+        """Returns whether its container runs or has run."""
+        return self.container is not None and self.container.status in ("running", "exited")
+
+    def state(self) -> tuple[ContainerState | None, str]:
+        """Returns the container's state and "": "created" while the pod waits, "absent" if the pod is gone without one.
+        Returns None and the reason if it can't be known, because the pod was disrupted or failed without a state."""
+        code = self.container.exit_code if self.container else None
+        if self.disruption and self.ended and code not in _OWN_END:
+            return None, f"its pod was disrupted: {self.disruption}"
+        if self.container is not None and (self.container.ended or not self.ended):
+            return self.container, ""
+        if self.gone or self.phase == "Succeeded":
+            return ContainerState("absent"), ""
+        if self.phase == "Failed":
+            return None, f"its pod failed: {self.message or 'no reason given'}"
+        return ContainerState("created"), ""
+
+
+def parse(document: Mapping[str, Any]) -> Pod:
+    """Parses a pod, as the API gives it."""
+    metadata, status = document["metadata"], document.get("status", {})
+    labels = {**metadata.get("annotations", {}), **metadata.get("labels", {})}
+    conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
+    containers = {container["name"]: container for container in status.get("containerStatuses", [])}
+    container = containers.get(CONTAINER)
+    state = container.get("state", {}) if container else {}
+    waiting = state.get("waiting", {})
+    scheduled = conditions.get("PodScheduled", {})
+    disrupted = conditions.get("DisruptionTarget", {})
+    disruption = ""
+    if disrupted.get("status") == "True":
+        disruption = _describe(disrupted)
+    elif status.get("phase") == "Failed" and status.get("reason") in _DISRUPTIONS:
+        disruption = _describe(status)
+    return Pod(
+        name=metadata["name"],
+        uid=metadata.get("uid", ""),
+        worker=int(labels.get(INDEX, 0)),
+        created=metadata.get("creationTimestamp", ""),
+        phase=status.get("phase", ""),
+        node=document.get("spec", {}).get("nodeName", ""),
+        container=_container_state(state, container.get("imageID", "")) if container else None,
+        waiting=waiting.get("reason", ""),
+        message=waiting.get("message", "") or status.get("message", "") or status.get("reason", ""),
+        unschedulable=_describe(scheduled) if scheduled.get("status") == "False" else "",
+        deleting="deletionTimestamp" in metadata,
+        disruption=disruption,
+    )
+
+
+def _describe(condition: Mapping[str, Any]) -> str:
+    return ": ".join(part for part in (condition.get("reason", ""), condition.get("message", "")) if part)
+
+
+def _container_state(state: Mapping[str, Any], image: str) -> ContainerState:
+    """Returns a container's state, parsed from the `state` of its status, with the id of its image."""
+    ended = state.get("terminated")
+    if ended:
+        reason = ended.get("reason", "")
+        holds_log_lines = reason in ("Completed", "Error", "OOMKilled")
+        message = "" if holds_log_lines else ended.get("message", "")
+        return ContainerState(
+            "exited",
+            exit_code=int(ended["exitCode"]),
+            oom_killed=reason == "OOMKilled",
+            started_at=ended.get("startedAt") or "",
+            finished_at=ended.get("finishedAt") or "",
+            error=message,
+            image=image,
+        )
+    if "running" in state:
+        return ContainerState("running", started_at=state["running"].get("startedAt") or "", image=image)
+    return ContainerState("created", image=image)
+
+
+def newest(pods: list[Pod]) -> dict[int, Pod]:
+    """Returns the newest pod of each host, by worker number."""
+    return {pod.worker: pod for pod in sorted(pods, key=lambda pod: (pod.created, not pod.gone))}
+
+
+def find_start_error(pod: Pod, image: str) -> LaunchError | None:
+    """Returns the error of a pod that can't start without the user's help, because its image can't be pulled or its
+    container can't be created; None for any other pod."""
+    host = f"host {pod.worker} (pod {pod.name})"
+    if pod.waiting in ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
+        detail = f": {pod.message}" if pod.message else ""
+        if re.search(r"40[13]|denied|[Uu]nauthorized|[Ff]orbidden", pod.message):
+            return LaunchError(
+                f"{host} may not pull {image}{detail}\n  give the node pool's service account "
+                "roles/artifactregistry.reader on the repository",
+                exit_code=Exit.PERMISSION,
+            )
+        return LaunchError(
+            f"{host} can't pull {image}{detail}\n  was it pushed, and to this repository?", exit_code=Exit.BAD_INPUT
+        )
+    if pod.waiting in ("CreateContainerConfigError", "CreateContainerError"):
+        return LaunchError(
+            f"{host} can't create its container: {pod.message or pod.waiting}\n  the Secrets that gke.secrets names "
+            "must be in the namespace",
+            exit_code=Exit.BAD_INPUT,
+        )
+    return None
+
+
+def describe_waiting(waiting: Mapping[int, Pod | None]) -> str:
+    """Returns why hosts wait, for the user: each reason once, with its hosts."""
+    workers: dict[str, list[int]] = {}
+    for worker, pod in sorted(waiting.items()):
+        workers.setdefault(_why_waiting(pod), []).append(worker)
+    return "; ".join(
+        f"host{'s'[: len(indices) > 1]} {', '.join(map(str, indices))}: {reason}" for reason, indices in workers.items()
+    )
+
+
+def _why_waiting(pod: Pod | None) -> str:
+    if pod is None:
+        return "its pod does not exist yet"
+    if pod.unschedulable:
+        return f"no node takes its pod ({pod.unschedulable})"
+    if pod.waiting:
+        return f"{pod.waiting}: {pod.message}" if pod.message else pod.waiting
+    return f"its container is being created on {pod.node}" if pod.node else "it is not scheduled yet"
+
+
+def parse_log(output: str, limit: int, *, ended: bool) -> tuple[LogWindow, bool]:
+    """Parses what `kubectl logs --timestamps --limit-bytes=limit` prints. Returns its lines, and whether it was cut off
+    at the limit. If the pod has `ended` and nothing was cut, a last line without a line end is whole too."""
+    data = output.encode()
+    cut = len(data) >= limit
+    return read_log(data, kubelet_records, complete=ended and not cut), cut
+
+
+def parse_log_line(line: str) -> LogLine:
+    """Parses a line and its timestamp, which becomes UTC. A line without a timestamp is kept as it is."""
+    return next(iter(read_log(line.encode(), kubelet_records, complete=True).lines), LogLine("", ""))
 
 
 @dataclass
@@ -72,7 +239,7 @@ class PodWatch:
         if self._refused is not None:
             raise self._refused
         with self._lock:
-            return pod_status.newest(list(self._pods.values()))
+            return newest(list(self._pods.values()))
 
     def note_log_start(self, worker: int, since: str | None) -> None:
         """Records the timestamp from which a host's log lines are still needed."""
@@ -103,7 +270,7 @@ class PodWatch:
             answer = json.loads(self._kubectl.call("get", "pods", "--selector", self._selector, "--output", "json"))
         except LaunchError as error:
             return error
-        listed = {pod.uid: pod for pod in map(pod_status.parse, answer["items"])}
+        listed = {pod.uid: pod for pod in map(parse, answer["items"])}
         with self._lock:
             missing = [pod for uid, pod in self._pods.items() if uid not in listed]
         for pod in missing:
@@ -132,7 +299,7 @@ class PodWatch:
         """Records the pod of an ADDED, MODIFIED or DELETED (gone) event and forgets a refusal; ignores other events."""
         if event.get("type") in ("ADDED", "MODIFIED", "DELETED"):
             self._refused = None
-            pod = pod_status.parse(event["object"])
+            pod = parse(event["object"])
             self._record_pod(replace(pod, gone=True) if event["type"] == "DELETED" else pod)
 
     def _record_pod(self, pod: Pod) -> None:
@@ -156,10 +323,12 @@ class PodWatch:
         since = self._log_starts.get(pod.worker)
         window = [f"--since-time={since}"] if since else []
         command = ["logs", pod.name, "--container", CONTAINER, "--follow", "--timestamps", *window]
-        parse, again = pod_status.parse_log_line, True
+        again = True
         while again:
             try:
-                self._follow(command, lambda line: log.lines.append(parse(line.rstrip("\n"))), _FINAL_LOG_SECONDS)
+                self._follow(
+                    command, lambda line: log.lines.append(parse_log_line(line.rstrip("\n"))), _FINAL_LOG_SECONDS
+                )
                 again = False
             except LaunchError:
                 again = not (log.lines or self._pods[pod.uid].gone or self._closed.wait(_LIST_EVERY / 5))
