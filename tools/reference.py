@@ -59,7 +59,7 @@ class Key:
 def configuration_page() -> str:
     """Returns the page of all keys of the YAML file."""
     lines = [
-        *_title("Configuration", "launcher/config/sections.py", "launcher/config/gke.py", "training/config.py"),
+        *_title("Configuration", "launcher/config/sections.py", "training/config.py"),
         "One YAML file describes a run. Unknown keys, wrong types and contradictions are refused, with their line,",
         "before anything is created. `--set slice.capacity=spot` changes a key for one command; the value is YAML.",
         "",

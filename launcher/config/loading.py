@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.config import refused
-from launcher.config.gke import GkeSection
-from launcher.config.sections import ImageSection, Root, RunSection, SliceSection
+from launcher.config.sections import GkeSection, ImageSection, Root, RunSection, SliceSection
 from launcher.errors import BadInput
 from training.accelerators import Accelerator, Api, UnknownAccelerator, accelerator
 from training.config import IGNORED_SECTIONS as LAUNCHER_SECTIONS
@@ -23,6 +22,38 @@ TRAINER_SECTIONS = tuple(TrainerConfig.model_fields)
 
 CONFIG_FILE = "config.yaml"  # below /etc/tpu-launch in every container
 TRAINER_COMMAND = ("tpu-train", "train", f"/etc/tpu-launch/{CONFIG_FILE}")
+
+_SECRET_NAME = re.compile(
+    r"(TOKEN|CREDENTIALS?|API_?KEY|PASSPHRASE|PWD)$"
+    r"|PASSWORD|PASSWD|(^|_)SECRETS?(_|$)"
+    r"|(^|_)(ACCESS|ACCOUNT|AUTH|DEPLOY|ENCRYPTION|MASTER|PRIVATE|SERVICE|SIGNING|SSH|STORAGE)_([A-Z0-9]+_)*KEY"
+    r"(_(BASE64|B64|JSON|PEM))?$",
+    re.IGNORECASE,
+)
+_NO_SECRET = re.compile(r"_(ID|NAME|FILE|PATH|DIR)$|^(OLD)?PWD$", re.IGNORECASE)
+_CREDENTIALS_IN_VALUE = re.compile(r"://[^/\s:@]+:[^/\s@]+@|://[^/\s:@]{20,}@|PRIVATE KEY-----")
+
+# Key -> why a secret does not belong there, and what to do instead.
+_VISIBLE = {
+    ("run", "environment"): "values here are visible in files and to `docker inspect`: name it in run.secrets instead",
+    ("image", "build_args"): (
+        "build arguments stay visible in the image, in its log and in `tpu-launch plan`: build the image with a build "
+        "secret yourself, and name it in image.reference"
+    ),
+}
+_NAME = r"[a-z0-9]+([._-]+[a-z0-9]+)*"
+# Key -> the pattern of its text, and what to write instead.
+_FORMS = {
+    ("image", "repository"): (
+        rf"([a-zA-Z0-9.-]+(:[0-9]+)?/)?{_NAME}(/{_NAME})*",
+        "must be a repository's name in lower-case letters, without https://, tag or digest, like "
+        "us-central2-docker.pkg.dev/my-project/images/bert",
+    ),
+    ("gke", "gcsfuse", "bucket"): (r"[a-z0-9][a-z0-9._-]+[a-z0-9]", "must be a bucket's name, without gs://"),
+    ("run", "shm_size"): (r"0*[1-9].*", "must be more than 0"),
+}
+_MAPS = frozenset([*_VISIBLE, ("slice", "labels"), ("gke", "secrets"), ("gke", "node_selector")])
+_MAY_BE_EMPTY = frozenset([("gke", "gcsfuse", "options")])
 
 
 @dataclass(frozen=True)
@@ -199,8 +230,9 @@ def _from_document(document: Document, command: tuple[str, ...]) -> Config:
             f"{document.place(('image', 'backend'))}: image.backend: this image is of {root.image.backend}, "
             f"and `backend` is {trainer.backend}: remove image.backend"
         )
-    refused.refuse(document)
     config = Config(document, root.project, root.zone, root.slice, root.image, run, trainer, root.gke)
+    _check_secrets(config)
+    _check_texts(document)
     _check_candidates(config)
     _check_torch_tpu(config)
     return config
@@ -251,3 +283,45 @@ def _check_torch_tpu(config: Config) -> None:
             f"{document.place(('run', 'command'))}: run.command: --runtime {torch_tpu.RUNTIME} needs image.backend: "
             f"{torch_tpu.RUNTIME}"
         )
+
+
+def _check_secrets(config: Config) -> None:
+    """Raises ConfigError for the first secret that would stay visible. The message does not show its value."""
+    values = {("run", "environment"): config.run.environment, ("image", "build_args"): config.image.build_args}
+    for key, reason in _VISIBLE.items():
+        for name, value in values[key].items():
+            if _is_secret(name, value):
+                raise ConfigError(
+                    f"{config.document.place((*key, name))}: {'.'.join(key)}: {name} looks like a secret, and {reason}"
+                )
+
+
+def _is_secret(name: str, value: str) -> bool:
+    """Returns whether a variable is named like a secret (and not like a file's or an id's name), or its value holds a
+    password, a token in a URL or a private key."""
+    if _CREDENTIALS_IN_VALUE.search(value):
+        return True
+    if name.upper().endswith("CREDENTIALS") and re.fullmatch(r"/[\w./-]+\.\w+", value):
+        return False  # the path of a credentials file
+    return _SECRET_NAME.search(name) is not None and not _NO_SECRET.search(name)
+
+
+def _check_texts(document: Document) -> None:
+    """Raises ConfigError for the first text that is empty, or not of its key's form, and would fail only later."""
+    for section in LAUNCHER_SECTIONS:
+        for key, value in _texts((section,), document.value.get(section)):
+            pattern, problem = _FORMS.get(key, (None, ""))
+            if not value.strip() and key not in _MAY_BE_EMPTY:
+                problem = "is empty: write a value, or leave out the key"
+            elif pattern is None or re.fullmatch(pattern, value):
+                continue
+            raise ConfigError(f"{document.place(key)}: {'.'.join(key)}: {value!r} {problem}")
+
+
+def _texts(key: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yields a section's texts, inner sections' too, with their keys; none in lists and in maps with keys of users."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping) and key not in _MAPS:
+        for name, inner in value.items():
+            yield from _texts((*key, str(name)), inner)

@@ -1,15 +1,85 @@
-"""The sections `slice`, `image` and `run`, and the launcher's half of the file that holds them."""
+"""The sections `slice`, `image`, `run` and `gke` of a run's file, and the types of their values."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Iterable
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from launcher.config.gke import GkeSection
-from launcher.config.values import IMAGE_BY_DIGEST, AcceleratorType, Environment, Labels, Name, VariableNames, Zone
+from training.accelerators import accelerator
 from training.registry import BackendName
 from training.yaml_file import Section
+
+IMAGE_BY_DIGEST = r"^[^@\s]+@sha256:[0-9a-f]{64}$"
+
+_LABEL = re.compile(r"[a-z0-9_-]{0,63}")
+T = TypeVar("T", bound=Iterable[str])
+
+
+def _matches(pattern: str, problem: str) -> AfterValidator:
+    """Returns a validator that raises ValueError ("VALUE problem") unless the pattern matches the whole value."""
+
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"{value!r} {problem}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _known_accelerator(value: str) -> str:
+    accelerator(value)  # UnknownAccelerator is a ValueError: pydantic reports it with its place
+    return value
+
+
+def _labels(value: dict[str, str]) -> dict[str, str]:
+    """Returns the labels unchanged. Raises ValueError for a key or a value that Google refuses, and for a key that
+    begins with tpu-launch, which the launcher itself gives."""
+    for key, text in value.items():
+        if not _LABEL.fullmatch(key) or not key or not _LABEL.fullmatch(text):
+            raise ValueError(f"label {key}={text}: lower-case letters, digits, '_' and '-' only, 63 characters at most")
+        if key.startswith("tpu-launch"):
+            raise ValueError(f"label {key}: tpu-launch gives these labels itself, and deletes slices by them")
+    return value
+
+
+def _variables(names: T) -> T:
+    """Returns the names unchanged. Raises ValueError for one that no environment variable can have."""
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{name!r} is not the name of an environment variable")
+    return names
+
+
+def _one_line(value: str) -> str:
+    """Returns the value unchanged. Raises ValueError, which does not show the value, for a line break or NUL."""
+    if "\n" in value or "\0" in value:
+        raise ValueError("the value may not contain a line break")
+    return value
+
+
+Name = Annotated[
+    str,
+    _matches(
+        r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?",
+        "must be a lower-case letter, then letters, digits or hyphens, 50 characters at most",
+    ),
+]
+AcceleratorType = Annotated[str, AfterValidator(_known_accelerator)]
+Labels = Annotated[dict[str, str], AfterValidator(_labels)]
+VariableNames = Annotated[list[str], AfterValidator(_variables)]
+Environment = Annotated[dict[str, Annotated[str, AfterValidator(_one_line)]], AfterValidator(_variables)]
+SecretKey = Annotated[
+    str,
+    _matches(
+        r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[-._a-zA-Z0-9]+",
+        "must be SECRET/KEY, the names of a Kubernetes Secret and of a key in it",
+    ),
+]
+ClusterSecrets = Annotated[dict[str, SecretKey], AfterValidator(_variables)]
+Zone = Annotated[str, _matches(r"[a-z]+-[a-z]+[0-9]+-[a-z0-9]+", "is not the name of a zone, like us-central2-b")]
 
 
 class QueuedSection(Section):
@@ -248,6 +318,71 @@ class RunSection(Section):
     """Minutes for which a recovery is tried again after its first failure that may pass: the API or a host does not
     answer, there is no capacity, the slice is taken away again. Waiting for capacity (slice.stockout_minutes,
     slice.queued) comes on top."""
+
+
+class GcsFuseSection(Section):
+    """`gke.gcsfuse`: a bucket as a folder of the container, through GKE's Cloud Storage FUSE driver."""
+
+    bucket: Annotated[str, Field(min_length=3)]
+    """Name of the bucket, without gs://."""
+
+    folder: Annotated[str, Field(pattern=r"^/[^:]+$")]
+    """Absolute path in the container at which it is mounted."""
+
+    read_only: bool = False
+    """Whether the container may not write to it."""
+
+    options: str = "implicit-dirs"
+    """The driver's mountOptions, separated by commas."""
+
+
+class GkeSection(Section):
+    """`gke`: the cluster, for `tpu-launch manifest` and `--provider gke`. What belongs to the slice is in `slice`."""
+
+    context: str | None = None
+    """Context of kubectl's configuration; kubectl's current one when absent."""
+
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")] = "default"
+    """Namespace of the run's objects."""
+
+    topology: str | None = None
+    """Topology of the node pool, like 2x2x2; checked against slice.accelerator_type, which implies it."""
+
+    hosts: int | None = None
+    """Number of nodes; checked against slice.accelerator_type, which implies it."""
+
+    queue: Annotated[str, Field(min_length=1)] | None = None
+    """Kueue's LocalQueue that admits the run; absent: no queue."""
+
+    service_account: Annotated[str, Field(min_length=1)] | None = None
+    """Kubernetes service account of the pods, bound to Google's by Workload Identity; the namespace's default one when
+    absent."""
+
+    secrets: ClusterSecrets = {}
+    """Environment variables from the namespace's Secrets: NAME: SECRET/KEY."""
+
+    gcsfuse: GcsFuseSection | None = None
+    """Mounts a bucket as a folder; absent: none."""
+
+    node_selector: dict[str, str] = {}
+    """More labels that the nodes must have: a node pool, a reservation."""
+
+    cpu: str | None = None
+    """CPUs that are requested for each host's container, as Kubernetes writes them: "100"."""
+
+    memory: str | None = None
+    """Memory that is requested for each host's container, as Kubernetes writes it: "300Gi"."""
+
+    node_cache: Annotated[str, Field(pattern=r"^/[^:]+$")] | None = None
+    """Folder of each node, such as /var/lib/tpu-launch, that keeps compiled programs, up to run.compile_cache_gb, for
+    later pods on the node; absent: none. The cluster must allow hostPath volumes, which Autopilot does not."""
+
+    restarts: int = Field(default=10, ge=0)
+    """Restarts by the cluster of a manifest that was applied with kubectl. `tpu-launch run` counts attempts itself."""
+
+    privileged: bool = False
+    """Runs the container privileged, which GKE before 1.28 needs to reach the TPU. Otherwise it has the capability
+    SYS_RESOURCE, to raise its locked-memory limit, and DAC_OVERRIDE, to write in the image's folders."""
 
 
 class Root(Section):

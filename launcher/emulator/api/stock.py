@@ -15,8 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from launcher.config.sections import Capacity
-from launcher.config.values import AcceleratorType, Zone
+from launcher.config.sections import AcceleratorType, Capacity, Zone
 from launcher.emulator.state import EmulatorState, Node
 from training.yaml_file import Section
 
