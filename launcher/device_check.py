@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.checks.doctor import Finding, failure, warning
 from launcher.config import Config
 from launcher.errors import Exit, LaunchError
-from launcher.findings import Finding, Severity, any_fatal, failure, warning
 from launcher.images import local
 from launcher.provider import Attempt, HostReport, Observation, Provider
 from launcher.run.session import Context, new_run_id, runs_on_slice
@@ -40,7 +40,7 @@ class DeviceReport:
     @property
     def ok(self) -> bool:
         """Returns whether a run could use the host."""
-        return not any_fatal(self.findings)
+        return not any(each.fatal for each in self.findings)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the report as `doctor --devices --json` prints it; findings become `problems`."""
@@ -145,7 +145,7 @@ def judge_hosts(observations: Sequence[Observation], accelerator_type: str, seco
     for observation, facts in zip(observations, told, strict=True):
         where = f"host {observation.worker}"
         findings = [
-            Finding(where, Severity.FAIL if problem.fatal else Severity.WARN, problem.message, problem.fix)
+            (failure if problem.fatal else warning)(where, problem.message, problem.fix)
             for problem in find_problems(facts, len(observations), accelerator_type)
         ]
         if not facts.get("error") and (end := _judge_end(observation, facts, seconds)):

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from launcher import gke, shell, tpu_vm
 from launcher.config import Config
-from launcher.owner import this_owner
 from launcher.provider import Capabilities, Provider
-from launcher.workstation import Address, HostConnection, Workstation
+from launcher.workstation import Address, HostConnection, Workstation, this_owner
 from training.machine import SYSTEM
 
 if TYPE_CHECKING:  # it imports Fabric, which takes time that a command without hosts need not spend

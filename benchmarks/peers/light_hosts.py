@@ -30,8 +30,8 @@ from launcher.emulator.state import EmulatorState
 from launcher.images import engine
 from launcher.images.build import ensure_image
 from launcher.images.specification import folder_spec
-from launcher.owner import Owner
 from launcher.tpu_vm import ownership
+from launcher.workstation import Owner
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TYPES = {2: "v4-16", 4: "v4-32", 8: "v4-64", 16: "v4-128", 32: "v4-256", 64: "v4-512"}

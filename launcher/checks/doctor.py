@@ -10,14 +10,14 @@ import os
 import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from launcher import costs, home, shell
 from launcher.checks import inputs
 from launcher.config import Config
 from launcher.errors import CommandMissing, LaunchError
-from launcher.findings import Finding, failure, ok, warning
 from launcher.gcloud.calls import run_gcloud
 from launcher.gcloud.errors import PermissionDenied
 from launcher.images import engine, local
@@ -29,6 +29,38 @@ from training.accelerators import Api
 
 _SECONDS = 60.0
 _TESTED = "528.0.0"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check, for `doctor` and `doctor --devices`."""
+
+    where: str
+    """The thing that was checked: "ssh key", "host 3", "slice"."""
+
+    severity: Literal["PASS", "WARN", "FAIL"]
+    """WARN: it may be fine, and the user decides. FAIL: a run can't work."""
+
+    message: str
+
+    fix: str = ""
+    """The remedy: a command, or a sentence where no command would do."""
+
+    @property
+    def fatal(self) -> bool:
+        return self.severity == "FAIL"
+
+
+def ok(where: str, message: str) -> Finding:
+    return Finding(where, "PASS", message)
+
+
+def warning(where: str, message: str, fix: str = "") -> Finding:
+    return Finding(where, "WARN", message, fix)
+
+
+def failure(where: str, message: str, fix: str = "") -> Finding:
+    return Finding(where, "FAIL", message, fix)
 
 
 def examine(config: Config) -> list[Finding]:

@@ -19,14 +19,12 @@ from training.errors import TrainError
 from training.lazy_command import LazyCommand
 
 COMMANDS = [
-    LazyCommand("capacity", "launcher.cli.capacity:capacity", "Show the slice's candidates, and what was asked for."),
+    LazyCommand("capacity", "launcher.cli.slices:capacity", "Show the slice's candidates, and what was asked for."),
     LazyCommand("completion", "launcher.cli.init:completion", "Print the completion script for a shell."),
-    LazyCommand("doctor", "launcher.cli.doctor:doctor", "Check what a run needs, and show what fixes it."),
+    LazyCommand("doctor", "launcher.cli.slices:doctor", "Check what a run needs, and show what fixes it."),
     LazyCommand("down", "launcher.cli.slices:down", "Delete the slice and wait until it is gone."),
     LazyCommand("emulator", "launcher.cli.emulator:emulator", "Start, stop and break a stand-in for Google Cloud."),
-    LazyCommand(
-        "estimate", "launcher.cli.capacity:estimate", "Estimate hours and dollars of the run on each candidate."
-    ),
+    LazyCommand("estimate", "launcher.cli.plan:estimate", "Estimate hours and dollars of the run on each candidate."),
     LazyCommand("events", "launcher.cli.run:events", "Print the events of a run, oldest first."),
     LazyCommand("exec", "launcher.cli.live:exec_", "Run a command in the live container of every host."),
     LazyCommand("explain", "launcher.cli.live:explain", "Say what each host of a live run waits for."),

@@ -1,4 +1,5 @@
-"""Commands that prepare a run and start nothing on hosts: `plan`, `preflight`, `manifest`, `local`, `image base`."""
+"""Commands that prepare a run and start nothing on hosts: `plan`, `estimate`, `preflight`, `manifest`, `local`,
+`image base`."""
 
 import sys
 from dataclasses import asdict
@@ -31,13 +32,27 @@ def plan(config: Config, as_json: bool, command: tuple[str, ...]) -> None:
         terminal.dump([asdict(step) for step in steps])
         return
     click.echo(f"# {costs.line(config)}")
-    if estimate := estimates.line(config, where(), machine()):
-        click.echo(f"# {estimate}")
+    if known := estimates.line(config, where(), machine()):
+        click.echo(f"# {known}")
     for line in describe_limits(config.run.stall_minutes):
         click.echo(f"# {line}")
     click.echo()
     for step in steps:
         click.echo(step.text())
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
+@configured
+def estimate(config: Config, as_json: bool) -> None:
+    """Estimate hours and dollars of the run on each candidate, from what is known: compiles and rents nothing."""
+    items = estimates.estimate(config, home(), machine())
+    if as_json:
+        terminal.dump({"candidates": [asdict(item) for item in items]})
+        return
+    terminal.table(list(estimates.COLUMNS), [estimates.row(item) for item in items])
+    for line in estimates.notes(items):
+        click.echo(line)
 
 
 @click.command()

@@ -1,23 +1,31 @@
-"""Commands on slices: `up`, `down`, and over all slices of a project `list` and `gc`."""
+"""Commands on slices: `doctor`, `capacity`, `up`, `down`, and over all slices of a project `list` and `gc`."""
+
+from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from launcher import costs, shell
-from launcher.checks import inputs, preflight
 from launcher.cli import terminal
-from launcher.cli.doctor import show_devices
 from launcher.cli.options import configured, dry_run_option, machine, open_provider, run_context, show_plan
 from launcher.config import Config
-from launcher.errors import BadInput, LaunchError
+from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import home
 from launcher.providers import capabilities
-from launcher.run import launch
 from launcher.tpu_vm import candidates, inventory, ownership, slice_hints
+from launcher.tpu_vm.requests import RequestRecord, median_seconds_to_grant
+from training import storage
+from training.machine import format_time
+
+if TYPE_CHECKING:  # the other commands need none of the registry's client
+    from launcher.checks.doctor import Finding
+
+_COLOURS = {"PASS": "green", "WARN": "yellow", "FAIL": "red"}
+_REQUESTS_SHOWN = 30  # the newest
 
 any_owner_option = click.option(
     "--any-owner", is_flag=True, help="Allow a slice that another user, or another program, made."
@@ -36,6 +44,93 @@ class _Dollars(click.FloatRange):
 
 @click.command()
 @click.option(
+    "--devices",
+    is_flag=True,
+    help="Check the devices of all hosts of the slice instead, in the image; 16 if a check fails.",
+)
+@click.option("--json", "as_json", is_flag=True, help="The rows as JSON.")
+@configured
+def doctor(config: Config, devices: bool, as_json: bool) -> None:
+    """Check everything that a run needs, and print the command that fixes what is missing. Changes nothing; exits with
+    0 or 2.
+
+    With --devices every host of a READY slice runs `tpu-train check-devices` once, in a container that is removed: the
+    number of devices, their memory, a bfloat16 matrix product, a sum over all devices of the slice, the hosts' clocks
+    and disks, the speed of the output bucket. Exits with 0, 16, or 23 if a run is on the slice.
+    """
+    from launcher.checks.doctor import examine
+
+    if devices:
+        _show_devices(config, as_json)
+        return
+    findings = examine(config)
+    if as_json:
+        rows = [(each.where, each.severity, each.message, each.fix) for each in findings]
+        terminal.dump([dict(zip(("check", "verdict", "detail", "fix"), row, strict=True)) for row in rows])
+    else:
+        for finding in findings:
+            _print_finding(finding, f"{click.style(finding.severity, fg=_COLOURS[finding.severity])}  ")
+    if any(finding.fatal for finding in findings):
+        sys.exit(Exit.BAD_INPUT)
+
+
+def _print_finding(finding: Finding, before: str = "") -> None:
+    """Prints a finding after the text `before`, and its fix, if any, on a line of its own."""
+    click.echo(f"{before}{finding.where}: {terminal.printable(finding.message)}")
+    if finding.fix:
+        click.echo(f"      fix: {finding.fix}")
+
+
+def _show_devices(config: Config, as_json: bool) -> None:
+    """Checks devices in a container on each host, and prints a row a host; exits with Exit.DEVICES if a check fails."""
+    from launcher.device_check import COLUMNS, check_devices
+
+    results = check_devices(config, run_context())
+    if as_json:
+        terminal.dump([result.as_json() for result in results])
+    else:
+        terminal.table(COLUMNS, [result.row() for result in results])
+        for result in results:
+            for finding in result.findings:
+                _print_finding(finding)
+    if not all(result.ok for result in results):
+        sys.exit(Exit.DEVICES)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
+@configured
+def capacity(config: Config, as_json: bool) -> None:
+    """Show the slice's candidates, when each was asked for, and what became of it."""
+    shared = RequestRecord(config)
+    try:
+        shared.pull()
+    except storage.StorageError as error:
+        terminal.say(f"requests of other machines are not shown: {error}")
+    record = shared.read()
+    if as_json:
+        terminal.dump([asdict(request) for request in record])
+        return
+    rows = []
+    for candidate in config.candidates:
+        price = costs.per_hour(candidate.accelerator_type, candidate.zone, candidate.capacity)
+        asked = [request for request in record if request.candidate == candidate]
+        seconds = median_seconds_to_grant(asked)
+        waited = f"median {costs.duration(seconds)}" if seconds is not None else "never granted here"
+        dollars = "unknown" if price is None else f"${price:.2f}"
+        rows.append([candidate.accelerator_type, candidate.capacity, candidate.zone, dollars, str(len(asked)), waited])
+    terminal.table(["type", "capacity", "zone", "an hour", "asked", "granted after"], rows)
+    if record:
+        click.echo("")
+        lines = [
+            [f"{request.number}", format_time(request.asked), f"{request.candidate}", request.describe()]
+            for request in record[-_REQUESTS_SHOWN:]
+        ]
+        terminal.table(["request", "asked", "candidate", "what became of it"], lines)
+
+
+@click.command()
+@click.option(
     "--max-cost", type=_Dollars(0, min_open=True), metavar="DOLLARS", help="Refuse a slice that costs more an hour."
 )
 @click.option(
@@ -50,6 +145,8 @@ def up(
 ) -> None:
     """Create the slice and wait until every host answers. Idempotent: waits for a slice that is being created, also by
     another `up`; starts a stopped one; waits for one that is being deleted, and recreates it."""
+    from launcher.checks import inputs, preflight
+
     config = _for_owners(config, any_owner)
     if max_cost is not None:
         config = replace(config, slice=config.slice.model_copy(update={"max_cost_per_hour": max_cost}))
@@ -68,7 +165,7 @@ def up(
     terminal.say(f"slice {config.slice.name} is READY: {size.hosts} hosts, {size.devices} devices{of}")
     if check_devices:
         provider.close()
-        show_devices(config)
+        _show_devices(config, as_json=False)
 
 
 @click.command()
@@ -81,12 +178,14 @@ def down(config: Config, any_owner: bool, dry_run: bool) -> None:
     Handles each zone by itself. The exit code is that of the first zone that failed; 23 if the slice of that name is
     not yours.
     """
+    from launcher.run.launch import delete_slice
+
     config = _for_owners(config, any_owner)
     if dry_run:
         show_plan(config, "down")
         return
     try:
-        launch.delete_slice(config, run_context())
+        delete_slice(config, run_context())
     except KeyboardInterrupt:
         terminal.say("interrupted: a requested deletion goes on; `tpu-launch down` waits for it")
         raise

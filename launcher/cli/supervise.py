@@ -17,12 +17,12 @@ from launcher.errors import BadInput, LaunchError
 from launcher.home import home
 from launcher.images import build
 from launcher.images.specification import launcher_spec
-from launcher.owner import Owner
 from launcher.providers import make_provider, require_programs
 from launcher.run import supervisor
 from launcher.run.bucket import RunBucket
 from launcher.run.ledger import Ledger
 from launcher.run.session import Context, Output, import_run
+from launcher.workstation import Owner
 from training import storage
 
 

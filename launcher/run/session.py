@@ -12,7 +12,7 @@ from pathlib import Path
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.file_lock import hold_shared
-from launcher.gcloud.retry import Retry
+from launcher.gcloud.calls import Retry
 from launcher.home import of_slice, write_private
 from launcher.provider import LogLine, Overlay, Provider, SliceState, container_name
 from launcher.run import specification

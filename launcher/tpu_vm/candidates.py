@@ -10,12 +10,11 @@ from collections.abc import Callable
 from launcher.config import Config
 from launcher.errors import LaunchError
 from launcher.gcloud.errors import Conflict
-from launcher.owner import Owner
 from launcher.provider import SliceState
 from launcher.tpu_vm import creation, deletion, ownership, race, requests, slice_hints, slices
 from launcher.tpu_vm.race import Race, Say
 from launcher.tpu_vm.requests import Recorded, RequestRecord
-from launcher.workstation import Workstation
+from launcher.workstation import Owner, Workstation
 from training import storage
 
 

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from launcher import costs, shell
 from launcher.config import Candidate, Config
 from launcher.errors import BadInput, CommandTimeout, LaunchError
-from launcher.gcloud.calls import DELETE_SECONDS, call_gcloud
+from launcher.gcloud.calls import DELETE_SECONDS, Backoff, Retry, call_gcloud
 from launcher.gcloud.errors import Conflict, Preempted, StillRunning, Stockout
-from launcher.gcloud.retry import Backoff, Retry
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, ownership, queued, slice_hints, slices
 from launcher.tpu_vm.deletion import delete_in_zone, delete_node

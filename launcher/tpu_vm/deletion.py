@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from launcher import costs
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
-from launcher.gcloud.calls import DELETE_SECONDS, Look, delete_until_gone
-from launcher.gcloud.retry import Retry
+from launcher.gcloud.calls import DELETE_SECONDS, Look, Retry, delete_until_gone
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, ownership, queued, requests, slice_hints, slices
 from launcher.tpu_vm.ownership import NotOurs

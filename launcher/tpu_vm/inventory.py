@@ -13,12 +13,10 @@ from typing import Any
 
 from launcher import costs
 from launcher.errors import LaunchError
-from launcher.gcloud.calls import DELETE_SECONDS, Look, call_gcloud, delete_until_gone
+from launcher.gcloud.calls import DELETE_SECONDS, Look, Retry, call_gcloud, delete_until_gone
 from launcher.gcloud.errors import ResourceNotFound
-from launcher.gcloud.retry import Retry
-from launcher.owner import Owner
 from launcher.tpu_vm.ownership import ACCOUNT, EXPIRES, LABEL, OWNER, RUN, why_not_ours
-from launcher.workstation import Workstation
+from launcher.workstation import Owner, Workstation
 from training.machine import parse_time
 
 _SECONDS = 120.0

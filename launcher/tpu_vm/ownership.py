@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from launcher.config import Config
 from launcher.gcloud.errors import Conflict
-from launcher.owner import Owner
+from launcher.workstation import Owner
 
 LABEL = "tpu-launch"
 OWNER, ACCOUNT, RUN, EXPIRES = (f"{LABEL}-{name}" for name in ("owner", "account", "run", "expires"))

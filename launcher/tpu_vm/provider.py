@@ -12,9 +12,8 @@ from dataclasses import replace
 
 from launcher.config import Config
 from launcher.errors import HostsUnreachable, LaunchError
-from launcher.gcloud.calls import call_gcloud
+from launcher.gcloud.calls import Retry, call_gcloud
 from launcher.gcloud.errors import Conflict, PermissionDenied, Preempted, explain_error
-from launcher.gcloud.retry import Retry
 from launcher.log_lines import LogWindow
 from launcher.provider import Attempt, CommandReport, HostReport, Observation, SliceState
 from launcher.tpu_vm import CAPABILITIES, candidates, commands, deletion, host_output, host_scripts, slice_hints, slices

@@ -14,9 +14,8 @@ from typing import Any
 from launcher import costs
 from launcher.config import Config
 from launcher.errors import LaunchError
-from launcher.gcloud.calls import DELETE_SECONDS, Look, call_gcloud, delete_until_gone
+from launcher.gcloud.calls import DELETE_SECONDS, Backoff, Look, Retry, call_gcloud, delete_until_gone
 from launcher.gcloud.errors import Conflict, ResourceNotFound, Stockout, explain_error
-from launcher.gcloud.retry import Backoff, Retry
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, ownership, slice_hints
 from launcher.workstation import Workstation

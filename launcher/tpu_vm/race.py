@@ -15,8 +15,8 @@ from typing import Any
 from launcher import costs
 from launcher.config import Candidate, Config
 from launcher.errors import BadInput, LaunchError
+from launcher.gcloud.calls import Backoff
 from launcher.gcloud.errors import QuotaExceeded, Refused, Stockout
-from launcher.gcloud.retry import Backoff
 from launcher.provider import SliceState
 from launcher.shell import Result
 from launcher.tpu_vm import requests, slice_hints

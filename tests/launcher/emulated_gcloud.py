@@ -10,10 +10,9 @@ from launcher.emulator.api import queued_resources
 from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.state import EmulatorState, Node
 from launcher.errors import CommandTimeout
-from launcher.owner import Owner
 from launcher.providers import this_machine
 from launcher.shell import Result
-from launcher.workstation import Workstation
+from launcher.workstation import Owner, Workstation
 from tests import gcloud_commands
 from tests.gcloud_commands import Command
 from training.machine import Future, Threads

@@ -17,7 +17,6 @@ from launcher.checks.doctor import check_base_image
 from launcher.config import Config
 from launcher.emulator.http_server import HttpRequest
 from launcher.errors import BadInput
-from launcher.findings import Severity
 from launcher.images import appended, base, local, overlays
 from launcher.images.distribution import credentials
 from launcher.images.distribution.client import ManifestDocument, Registry, blob_of, sha256
@@ -195,13 +194,13 @@ def test_a_missing_base_is_an_error_that_says_how_to_make_it(server: RegistrySer
 
 def test_doctor_looks_for_the_base(server: RegistryServer, config: Config) -> None:
     missing = check_base_image(config)
-    assert missing.severity is Severity.FAIL
+    assert missing.severity == "FAIL"
     assert "tpu-launch image base" in missing.fix
     push_our_base(config)
-    assert check_base_image(config).severity is Severity.PASS
+    assert check_base_image(config).severity == "PASS"
     (config.folder / "docker" / "config.json").write_text("{}")
     refused = check_base_image(config)
-    assert refused.severity is Severity.FAIL
+    assert refused.severity == "FAIL"
     assert "refuses these credentials" in refused.message
 
 

@@ -7,8 +7,8 @@ import pytest
 from launcher import costs
 from launcher.config import Config
 from launcher.errors import BadInput
-from launcher.owner import Owner
 from launcher.tpu_vm import ownership
+from launcher.workstation import Owner
 from tests.launcher.run_files import load_text
 from training.accelerators import ACCELERATORS
 from training.machine import parse_time

@@ -8,48 +8,46 @@ import pytest
 
 from launcher.checks import doctor
 from launcher.config import load
-from launcher.findings import Severity
 from launcher.gcloud.errors import PermissionDenied, explain_error
 from tests.kubernetes.golden import EXAMPLE
 
 
 def test_the_sdk_that_was_tested_passes_and_an_older_one_is_doubtful() -> None:
-    def verdict(version: str) -> Severity:
+    def verdict(version: str) -> str:
         return doctor.check_version({"basic": {"version": version}}).severity
 
-    assert (verdict("528.0.0"), verdict("540.1.0"), verdict("473.0.0")) == (Severity.PASS, Severity.PASS, Severity.WARN)
+    assert (verdict("528.0.0"), verdict("540.1.0"), verdict("473.0.0")) == ("PASS", "PASS", "WARN")
 
 
 def test_an_account_is_needed() -> None:
-    assert doctor.check_account({"config": {"account": "ann@example.com"}}).severity is Severity.PASS
+    assert doctor.check_account({"config": {"account": "ann@example.com"}}).severity == "PASS"
     assert doctor.check_account({"config": {"account": None}}).fix.startswith("gcloud auth login")
 
 
 def test_docker_must_have_something_to_show_to_googles_registry() -> None:
     host = "us-central2-docker.pkg.dev"
-    assert doctor.check_registry(host, {"credHelpers": {host: "gcloud"}}).severity is Severity.PASS
-    assert doctor.check_registry(host, {"auths": {host: {"auth": "eA=="}}}).severity is Severity.PASS
-    assert doctor.check_registry(host, {"credsStore": "desktop"}).severity is Severity.WARN
+    assert doctor.check_registry(host, {"credHelpers": {host: "gcloud"}}).severity == "PASS"
+    assert doctor.check_registry(host, {"auths": {host: {"auth": "eA=="}}}).severity == "PASS"
+    assert doctor.check_registry(host, {"credsStore": "desktop"}).severity == "WARN"
     missing = doctor.check_registry(host, {"credHelpers": {"eu.gcr.io": "gcloud"}})
-    assert (missing.severity, missing.fix) == (Severity.FAIL, f"gcloud auth configure-docker {host} --quiet")
-    assert doctor.check_registry("localhost:5000", {}).severity is Severity.WARN
+    assert (missing.severity, missing.fix) == ("FAIL", f"gcloud auth configure-docker {host} --quiet")
+    assert doctor.check_registry("localhost:5000", {}).severity == "WARN"
 
 
 @pytest.mark.parametrize(
-    ("passphrase", "mode", "verdict"),
-    [("", 0o600, Severity.PASS), ("", 0o644, Severity.FAIL), ("secret", 0o600, Severity.FAIL)],
+    ("passphrase", "mode", "verdict"), [("", 0o600, "PASS"), ("", 0o644, "FAIL"), ("secret", 0o600, "FAIL")]
 )
 def test_a_key_must_be_private_and_usable_without_a_prompt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passphrase: str, mode: int, verdict: Severity
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passphrase: str, mode: int, verdict: str
 ) -> None:
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     key = tmp_path / "google_compute_engine"
-    assert doctor._ssh_key(key).severity is Severity.WARN
+    assert doctor._ssh_key(key).severity == "WARN"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", passphrase, "-f", str(key)], check=True)
     key.chmod(mode)
     row = doctor._ssh_key(key)
     assert row.severity is verdict
-    assert (verdict is Severity.PASS) == (row.fix == "")
+    assert (verdict == "PASS") == (row.fix == "")
 
 
 def test_an_api_that_is_off_is_told_with_the_command_that_turns_it_on() -> None:
@@ -75,7 +73,7 @@ def test_an_api_that_is_off_is_told_with_the_command_that_turns_it_on() -> None:
 )
 def test_reports_of_the_newest_libtpu_on_old_generations_are_told(changes: tuple[str, ...], words: list[str]) -> None:
     rows = doctor.old_generation_findings(load(EXAMPLE, ("train.global_batch_size=128", *changes)))
-    assert [row.severity for row in rows] == [Severity.WARN] * bool(words)
+    assert [row.severity for row in rows] == ["WARN"] * bool(words)
     for word in words:
         assert word in rows[0].message + rows[0].fix
 

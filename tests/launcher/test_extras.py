@@ -16,7 +16,6 @@ from launcher.checks.doctor import check_quota
 from launcher.cli.main import cli
 from launcher.config import Config
 from launcher.errors import BadInput
-from launcher.findings import Severity
 from launcher.images import overlays
 from launcher.run.specification import read_env_file
 from launcher.tpu_vm import commands
@@ -122,7 +121,7 @@ def test_the_timer_waits_while_a_run_is_there_and_then_asks_for_the_deletion(tmp
 
 def test_the_quota_that_a_slice_needs_is_named(tmp_path: Path) -> None:
     row = check_quota(config(tmp_path))
-    assert row.severity is Severity.WARN
+    assert row.severity == "WARN"
     assert "TPUV4... for the zone us-central2-b and the region us-central2" in row.message
     pattern = re.search(r"quotaId~(\S+)'", row.fix)
     # Names that users quote: marin #1612 and skypilot's failover handler have them of zones, regions and pods.

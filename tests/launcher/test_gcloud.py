@@ -11,9 +11,8 @@ import pytest
 
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
-from launcher.gcloud.calls import call_gcloud, delete_until_gone, run_gcloud
+from launcher.gcloud.calls import Retry, call_gcloud, delete_until_gone, run_gcloud
 from launcher.gcloud.errors import Busy, PermissionDenied, ResourceNotFound, Unavailable
-from launcher.gcloud.retry import Retry
 from launcher.shell import Result
 from launcher.tpu_vm import commands
 from launcher.tpu_vm.ssh.addresses import Address, parse_dry_run

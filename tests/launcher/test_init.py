@@ -8,11 +8,11 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher import scaffold as init
+from launcher.cli import init
+from launcher.cli.init import Answers
 from launcher.cli.init import init as command
 from launcher.config import load
 from launcher.errors import BadInput
-from launcher.scaffold import Answers
 from training.accelerators import ACCELERATORS
 
 

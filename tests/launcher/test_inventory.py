@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from launcher.cli import slices as commands
 from launcher.emulator.state import QueuedResource
 from launcher.errors import Exit
-from launcher.owner import Owner
 from launcher.tpu_vm import inventory
+from launcher.workstation import Owner
 from tests.launcher.emulated_gcloud import ANN, BUSY, UNAVAILABLE, Cloud
 from tests.launcher.run_files import SLICE
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.owner import hash_account, this_owner
+from launcher.workstation import hash_account, this_owner
 from tests.launcher.script_host import write_program
 
 

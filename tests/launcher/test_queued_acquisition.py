@@ -12,10 +12,10 @@ from launcher.config import Config
 from launcher.emulator import faults
 from launcher.emulator.state import Fault
 from launcher.gcloud.errors import Conflict, PermissionDenied, QuotaExceeded, Stockout, Unavailable
-from launcher.owner import Owner
 from launcher.provider import SliceState
 from launcher.tpu_vm import creation, deletion, ownership, queued, slices
 from launcher.tpu_vm.ownership import NotOurs
+from launcher.workstation import Owner
 from tests.launcher.emulated_gcloud import ANN, BOB, DENIED, OFFLINE, UNAVAILABLE, Cloud
 from tests.launcher.run_files import SLICE, load_text
 

@@ -10,10 +10,10 @@ import pytest
 from launcher.config import Config
 from launcher.errors import BadInput, CommandTimeout, Exit, LaunchError
 from launcher.gcloud.errors import Conflict, Stockout, Unavailable
-from launcher.owner import Owner
 from launcher.provider import SliceState
 from launcher.tpu_vm import candidates, creation, deletion, slice_hints, slices
 from launcher.tpu_vm.ownership import NotOurs
+from launcher.workstation import Owner
 from tests.launcher.emulated_gcloud import ANN, BOB, BUSY, DENIED, UNAVAILABLE, Cloud
 from tests.launcher.run_files import SLICE, load_text
 

@@ -6,9 +6,8 @@ from random import Random
 from typing import NoReturn
 
 from launcher.errors import CommandTimeout
-from launcher.owner import Owner, hash_account
 from launcher.shell import Result
-from launcher.workstation import Address, ConnectionFailed, Workstation
+from launcher.workstation import Address, ConnectionFailed, Owner, Workstation, hash_account
 from tests.simulation.launcher import scripts
 from tests.simulation.launcher.cluster import Kubectl
 from tests.simulation.launcher.gcloud import Gcloud

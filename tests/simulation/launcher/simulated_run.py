@@ -17,7 +17,6 @@ from launcher.config import Config, load
 from launcher.emulator.api.catalogue import ApiError
 from launcher.errors import Exit
 from launcher.home import write_whole
-from launcher.owner import Owner, hash_account
 from launcher.run import ledger
 from launcher.run.events import RunEvent
 from launcher.run.ledger import Ledger
@@ -27,6 +26,7 @@ from launcher.tpu_vm.commands import create_command, delete_command
 from launcher.tpu_vm.host_scripts import LOG_BYTES
 from launcher.tpu_vm.ownership import make_labels
 from launcher.tpu_vm.requests import create_only
+from launcher.workstation import Owner, hash_account
 from tests import gcloud_commands
 from tests.simulation.launcher import claims, full_disk, promises, records, scenarios, slice_promises
 from tests.simulation.launcher.bucket import TRAINER, CloudStorage

@@ -11,10 +11,10 @@ from unittest import mock
 from launcher.config import Candidate
 from launcher.costs import duration, per_hour
 from launcher.errors import Exit
-from launcher.owner import hash_account
 from launcher.run import events
 from launcher.run.session import list_runs
 from launcher.tpu_vm.requests import RequestRecord
+from launcher.workstation import hash_account
 from tests.simulation.launcher.faults import API_FAULTS, MEDDLING
 from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.jobs import SUPERVISORS

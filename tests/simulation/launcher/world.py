@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from launcher.costs import per_hour
 from launcher.emulator.api.catalogue import ApiError
 from launcher.images import overlays
-from launcher.owner import hash_account
+from launcher.workstation import hash_account
 from tests.gcloud_commands import Command
 from tests.simulation.launcher import scripts
 from tests.simulation.launcher.bucket import CloudStorage
