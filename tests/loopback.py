@@ -27,5 +27,5 @@ class LoopbackServer:
 
     def close(self) -> None:
         """Stops accepting connections."""
-        self.acceptor.remove(self.listener, close=True)
+        self.acceptor.remove(self.listener)
         self.acceptor.close()

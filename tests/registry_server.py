@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.emulator.http_server import HttpRequest, HttpResponse
-from launcher.emulator.registry import NAMES, BlobStore, RegistryApi
+from launcher.emulator.registry import NAMES, EmulatedRegistry
 from launcher.emulator.state import EmulatorState, Store
 from launcher.emulator.tls import CA_FILE, serve_tls, tls_context
 from launcher.images.distribution.transport import ADDRESS
@@ -25,7 +25,7 @@ class RegistryServer(LoopbackServer):
     def __init__(self, folder: Path, *, token: str = TOKEN) -> None:
         folder.mkdir()
         self.state = EmulatorState("0badcafe", 1, "/nowhere", "/nowhere", 1.0, 1.0, token=token)
-        self.api = RegistryApi(BlobStore(folder / "registry"), Store(self.state, None))
+        self.api = EmulatedRegistry(folder / "registry", Store(self.state, None))
         self.asked: list[str] = []
         self.bytes_received = 0
         self.before: Callable[[HttpRequest], HttpResponse | None] = lambda request: None

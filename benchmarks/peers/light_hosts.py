@@ -282,7 +282,7 @@ class Closing:
         self.inner = Acceptor()
 
     def close(self) -> None:
-        self.inner.remove(self.listener, close=True)
+        self.inner.remove(self.listener)
 
 
 def make_node(state: EmulatorState, hosts: int, owner: Owner, host_key: str) -> Any:

@@ -1,7 +1,7 @@
 """The part of HTTP/1.1 that the emulator needs: requests with streamed bodies, responses from memory or from a file.
 
-One thread accepts on all listeners (TCP, unix, and those that hosts hand over), so that a listener can be added, paused
-and removed at any time; each connection has a thread of its own. Handlers are functions from `HttpRequest` to
+One thread accepts on all listeners (TCP, unix, and those that hosts hand over), so that a listener can be added and
+removed at any time; each connection has a thread of its own. Handlers are functions from `HttpRequest` to
 `HttpResponse` and know nothing about sockets. Why by hand: docs/architecture.md.
 
 What can fail half-way: when a client disconnects in the middle of a body, `Body` raises `Disconnected` in the handler,
@@ -258,16 +258,14 @@ class Acceptor:
         listener.setblocking(False)
         self._loop.call_soon_threadsafe(self._loop.add_reader, listener, self._accept, listener, serve)
 
-    def remove(self, listener: socket.socket, *, close: bool) -> None:
-        """Stops accepting on a listener, and waits for that at most _CHANGE_SECONDS. With `close` the listener is
-        closed, else new connections wait in its backlog."""
+    def remove(self, listener: socket.socket) -> None:
+        """Stops accepting on a listener and closes it; waits for that at most _CHANGE_SECONDS."""
         done = threading.Event()
 
         def change() -> None:
             with contextlib.suppress(ValueError):  # it has been closed before
                 self._loop.remove_reader(listener)
-            if close:
-                listener.close()
+            listener.close()
             done.set()
 
         self._loop.call_soon_threadsafe(change)

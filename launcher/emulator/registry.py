@@ -1,12 +1,12 @@
 """Artifact Registry, emulated: the calls of `gcloud artifacts repositories`, and the registry's own protocol.
 
-`RegistryApi` speaks the OCI distribution protocol with bearer tokens, as Artifact Registry does:
+`EmulatedRegistry` speaks the OCI distribution protocol with bearer tokens, as Artifact Registry does:
 https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md
 https://distribution.github.io/distribution/spec/auth/token/
 https://cloud.google.com/artifact-registry/docs/reference/docker-api: no uploads in pieces; a PATCH without a range,
 which docker sends, is taken.
 
-`BlobStore` keeps the content in a folder. vm/engine_images.py has the names that docker pushes without bytes.
+Its content is in a folder. vm/engine_images.py has the names that docker pushes without bytes.
 
     blobs/<hex>                           bytes by their sha256: layers, configurations, manifests
     repositories/<name>/blobs/<hex>       marks a blob of a repository (an empty file); <name> is percent-encoded
@@ -23,7 +23,6 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -86,112 +85,12 @@ def repository_is_missing(state: EmulatorState, repository: str) -> bool:
     return full_name not in state.repositories and any(fault.kind == "repository" for fault in state.faults)
 
 
-# -- the content
-
-
-class BlobStore:
-    """Blobs, manifests and tags of all repositories."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    # -- blobs
-
-    def blob(self, repository: str, digest: str) -> Path | None:
-        """Returns the file of a repository's blob, None when the repository has none of that digest."""
-        match = _DIGEST.fullmatch(digest)
-        if match is None or not (self._repository_folder(repository) / "blobs" / match[1]).exists():
-            return None
-        return self._folder / "blobs" / match[1]
-
-    def link(self, repository: str, digest: str, source: str) -> bool:
-        """Gives a repository a blob of another one, `source`; returns whether `source` has it."""
-        path = self.blob(source, digest)
-        if path is None:
-            return False
-        self._mark_blob(repository, path.name)
-        return True
-
-    def begin_upload(self) -> str:
-        """Begins an upload and returns its id."""
-        identifier = secrets.token_hex(16)
-        folder = self._folder / "uploads"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / identifier).touch(0o600)
-        return identifier
-
-    def upload_size(self, identifier: str) -> int | None:
-        """Returns the number of bytes of an upload; None when there is no such upload."""
-        path = self._upload_file(identifier)
-        return path.stat().st_size if path else None
-
-    def extend_upload(self, identifier: str, blocks: Iterable[bytes]) -> None:
-        """Appends to an upload. Bytes received before a client disconnects stay."""
-        path = self._upload_file(identifier)
-        assert path is not None, identifier
-        with open(path, "ab") as file:
-            for block in blocks:
-                file.write(block)
-
-    def end_upload(self, repository: str, identifier: str, digest: str) -> bool:
-        """Makes an upload a blob of a repository. Deletes it and returns False when its digest is not `digest`."""
-        path = self._upload_file(identifier)
-        assert path is not None, identifier
-        with open(path, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != f"sha256:{found}":
-            path.unlink()
-            return False
-        (self._folder / "blobs").mkdir(exist_ok=True)
-        os.replace(path, self._folder / "blobs" / found)
-        self._mark_blob(repository, found)
-        return True
-
-    # -- manifests
-
-    def manifest(self, repository: str, version: str) -> tuple[str, str, bytes] | None:
-        """Returns digest, media type and bytes of the manifest with a digest or tag; None when there is none."""
-        tag = self._repository_folder(repository) / "tags" / version
-        digest = tag.read_text() if _TAG.fullmatch(version) and tag.is_file() else version
-        match = _DIGEST.fullmatch(digest)
-        path = self._repository_folder(repository) / "manifests" / (match[1] if match else "")
-        if match is None or not path.is_file():
-            return None
-        return digest, path.read_text(), (self._folder / "blobs" / match[1]).read_bytes()
-
-    def put_manifest(self, repository: str, version: str, media_type: str, data: bytes) -> str:
-        """Stores a manifest under its digest, and under `version` if that is a tag; returns the digest."""
-        found = hashlib.sha256(data).hexdigest()
-        write_private_bytes(self._folder / "blobs" / found, data)
-        write_private(self._repository_folder(repository) / "manifests" / found, media_type)
-        if _TAG.fullmatch(version):
-            write_private(self._repository_folder(repository) / "tags" / version, f"sha256:{found}")
-        return f"sha256:{found}"
-
-    def _mark_blob(self, repository: str, name: str) -> None:
-        """Makes a stored blob, <hex> `name`, visible in a repository."""
-        folder = self._repository_folder(repository) / "blobs"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
-
-    def _repository_folder(self, repository: str) -> Path:
-        return self._folder / "repositories" / quote(repository, safe="")
-
-    def _upload_file(self, identifier: str) -> Path | None:
-        """Returns the file of an unfinished upload; None for an unknown or malformed id."""
-        path = self._folder / "uploads" / identifier
-        return path if _UPLOAD.fullmatch(identifier) and path.is_file() else None
-
-
-# -- the protocol
-
-
-class RegistryApi:
+class EmulatedRegistry:
     """Answers requests to the registry. All but those for a token require a token."""
 
-    def __init__(self, store: BlobStore, emulator: Store) -> None:
-        """Connects the registry with its content and the emulator's state: tokens, faults, repositories, pushes."""
-        self.store = store
+    def __init__(self, folder: Path, emulator: Store) -> None:
+        """Connects the content in `folder` with the emulator's state: tokens, faults, repositories, pushes."""
+        self._folder = folder
         self._emulator = emulator
 
     def answer(self, request: HttpRequest) -> HttpResponse:
@@ -205,8 +104,9 @@ class RegistryApi:
             return json_response({}, headers=_API_VERSION)
         if match is None:
             return _error(404, "NOT_FOUND", request.path)
+        path, kind, name = match.groups()
         host = request.headers.get("Host", "")
-        repository = match[1] if host.startswith("127.0.0.1:") else f"{host.partition(':')[0]}/{match[1]}"
+        repository = path if host.startswith("127.0.0.1:") else f"{host.partition(':')[0]}/{path}"
         with self._emulator.read() as state:
             trouble = faults.engine_trouble(state, "", registry=True)
             missing = repository_is_missing(state, repository)
@@ -214,11 +114,11 @@ class RegistryApi:
             return _error(503, "UNAVAILABLE", trouble)
         if missing:
             return _error(404, "NAME_UNKNOWN", f'Repository "{repository.split("/")[2]}" not found')
-        if match[2] == "blobs" and match[3].startswith("uploads/"):
-            return self._answer_upload(request, match[1], repository, match[3].removeprefix("uploads/"))
-        if match[2] == "blobs":
-            return self._answer_blob(request, repository, match[3])
-        return self._answer_manifest(request, match[1], repository, match[3])
+        if kind == "manifests":
+            return self._answer_manifest(request, path, repository, name)
+        if name.startswith("uploads/"):
+            return self._answer_upload(request, path, repository, name.removeprefix("uploads/"))
+        return self._answer_blob(request, repository, name)
 
     def _token(self, request: HttpRequest) -> HttpResponse:
         """Answers a login with the token to use: its own password, which must be an access token; else 401."""
@@ -241,11 +141,28 @@ class RegistryApi:
         response.headers |= {"WWW-Authenticate": realm, **_API_VERSION}
         return response
 
+    def _part(self, repository: str, kind: str) -> Path:
+        """Returns the folder of a repository's "blobs", "manifests" or "tags"."""
+        return self._folder / "repositories" / quote(repository, safe="") / kind
+
     # -- blobs
+
+    def _blob(self, repository: str, digest: str) -> Path | None:
+        """Returns the file of a repository's blob, None when the repository has none of that digest."""
+        match = _DIGEST.fullmatch(digest)
+        if match is None or not (self._part(repository, "blobs") / match[1]).exists():
+            return None
+        return self._folder / "blobs" / match[1]
+
+    def _mark_blob(self, repository: str, name: str) -> None:
+        """Makes a stored blob, <hex> `name`, visible in a repository."""
+        folder = self._part(repository, "blobs")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
 
     def _answer_blob(self, request: HttpRequest, repository: str, digest: str) -> HttpResponse:
         """Answers GET and HEAD of a blob; 404 if the repository lacks it, and for other methods."""
-        path = self.store.blob(repository, digest)
+        path = self._blob(repository, digest)
         if path is None or request.method not in ("GET", "HEAD"):
             return _error(404, "BLOB_UNKNOWN", digest)
         headers = {"Docker-Content-Digest": digest, "Content-Type": "application/octet-stream"}
@@ -255,43 +172,57 @@ class RegistryApi:
         """Begins (POST), continues (PATCH, in one piece) or ends (PUT) an upload of a blob. A POST that names a blob of
         another repository mounts it, or begins an upload if it isn't there."""
         if request.method == "POST" and not identifier:
-            digest, source = request.query.get("mount", ""), request.query.get("from", "")
-            origin = repository.removesuffix(path) + source
-            if digest and source and self.store.link(repository, digest, origin):
-                return _created(f"/v2/{path}/blobs/{digest}", digest)
-            return self._upload_response(path, self.store.begin_upload())
-        size = self.store.upload_size(identifier)
-        if size is None:
+            return self._begin_upload(request, path, repository)
+        upload = self._folder / "uploads" / identifier
+        if not _UPLOAD.fullmatch(identifier) or not upload.is_file():
             return _error(404, "BLOB_UPLOAD_UNKNOWN", identifier)
-        match request.method:
-            case "PATCH" if "Content-Range" in request.headers:
-                text = "chunked uploads are not supported: send the blob in one piece"
-                return _error(400, "UNSUPPORTED", text)
-            case "PATCH":
-                self.store.extend_upload(identifier, request.body.blocks())
-                return self._upload_response(path, identifier)
-            case "PUT":
-                self.store.extend_upload(identifier, request.body.blocks())
-                digest = request.query.get("digest", "")
-                if not self.store.end_upload(repository, identifier, digest):
-                    return _error(400, "DIGEST_INVALID", f"the bytes received are not {digest}")
-                return _created(f"/v2/{path}/blobs/{digest}", digest)
-        return _error(405, "UNSUPPORTED", request.method)
+        if request.method not in ("PATCH", "PUT"):
+            return _error(405, "UNSUPPORTED", request.method)
+        if request.method == "PATCH" and "Content-Range" in request.headers:
+            return _error(400, "UNSUPPORTED", "chunked uploads are not supported: send the blob in one piece")
+        with open(upload, "ab") as file:  # bytes received before a client disconnects stay
+            file.writelines(request.body.blocks())
+        if request.method == "PATCH":
+            return _upload_response(path, upload)
+        digest = request.query.get("digest", "")
+        with open(upload, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != f"sha256:{found}":
+            upload.unlink()
+            return _error(400, "DIGEST_INVALID", f"the bytes received are not {digest}")
+        (self._folder / "blobs").mkdir(exist_ok=True)
+        os.replace(upload, self._folder / "blobs" / found)
+        self._mark_blob(repository, found)
+        return _created(f"/v2/{path}/blobs/{digest}", digest)
 
-    def _upload_response(self, path: str, identifier: str) -> HttpResponse:
-        """Returns a response that says how many bytes of an upload have arrived, and where to send the rest."""
-        size = self.store.upload_size(identifier) or 0
-        headers = {"Range": f"0-{max(0, size - 1)}", "Docker-Upload-UUID": identifier}
-        # Some registries keep state in a query, which clients must not drop.
-        return HttpResponse(202, b"", {**headers, "Location": f"/v2/{path}/blobs/uploads/{identifier}?_state={size}"})
+    def _begin_upload(self, request: HttpRequest, path: str, repository: str) -> HttpResponse:
+        digest, source = request.query.get("mount", ""), request.query.get("from", "")
+        mounted = self._blob(repository.removesuffix(path) + source, digest) if source else None
+        if mounted is not None:
+            self._mark_blob(repository, mounted.name)
+            return _created(f"/v2/{path}/blobs/{digest}", digest)
+        upload = self._folder / "uploads" / secrets.token_hex(16)
+        upload.parent.mkdir(parents=True, exist_ok=True)
+        upload.touch(0o600)
+        return _upload_response(path, upload)
 
     # -- manifests
+
+    def manifest(self, repository: str, version: str) -> tuple[str, str, bytes] | None:
+        """Returns digest, media type and bytes of the manifest with a digest or tag; None when there is none."""
+        tag = self._part(repository, "tags") / version
+        digest = tag.read_text() if _TAG.fullmatch(version) and tag.is_file() else version
+        match = _DIGEST.fullmatch(digest)
+        path = self._part(repository, "manifests") / (match[1] if match else "")
+        if match is None or not path.is_file():
+            return None
+        return digest, path.read_text(), (self._folder / "blobs" / match[1]).read_bytes()
 
     def _answer_manifest(self, request: HttpRequest, path: str, repository: str, version: str) -> HttpResponse:
         """Answers PUT, GET and HEAD of a manifest by tag or digest; 404 if there is none, and for other methods."""
         if request.method == "PUT":
             return self._put_manifest(request, path, repository, version)
-        found = self.store.manifest(repository, version)
+        found = self.manifest(repository, version)
         if found is None or request.method not in ("GET", "HEAD"):
             with self._emulator.read() as state:
                 hint = f" ({_NAME_ONLY})" if version in state.pushed.get(repository, {}) else ""
@@ -300,7 +231,8 @@ class RegistryApi:
         return HttpResponse(200, data, {"Docker-Content-Digest": digest, "Content-Type": media_type})
 
     def _put_manifest(self, request: HttpRequest, path: str, repository: str, version: str) -> HttpResponse:
-        """Stores a manifest or index. Answers 400 if it is damaged or refers to content that the repository lacks."""
+        """Stores a manifest or index under its digest, and under `version` if that is a tag. Answers 400 if it is
+        damaged or refers to content that the repository lacks."""
         data = request.body.read_all()
         try:
             fields = json.loads(data)
@@ -309,15 +241,28 @@ class RegistryApi:
             needed = [str(entry["digest"]) for entry in entries]
         except (ValueError, KeyError, TypeError):
             return _error(400, "MANIFEST_INVALID", "not the manifest of an image")
-        has = self.store.manifest if index else self.store.blob
+        has = self.manifest if index else self._blob
         lacking = [digest for digest in needed if has(repository, digest) is None]
         if lacking:
             return _error(400, "MANIFEST_BLOB_UNKNOWN", ", ".join(lacking))
+        found = hashlib.sha256(data).hexdigest()
+        digest = f"sha256:{found}"
+        write_private_bytes(self._folder / "blobs" / found, data)
         media_type = request.headers.get("Content-Type") or str(fields.get("mediaType", ""))
-        digest = self.store.put_manifest(repository, version, media_type, data)
+        write_private(self._part(repository, "manifests") / found, media_type)
+        if _TAG.fullmatch(version):
+            write_private(self._part(repository, "tags") / version, digest)
         if ":" in version and version != digest:
             return _error(400, "DIGEST_INVALID", f"the manifest is {digest}")
         return _created(f"/v2/{path}/manifests/{digest}", digest)
+
+
+def _upload_response(path: str, upload: Path) -> HttpResponse:
+    """Returns a response that says how many bytes of an upload have arrived, and where to send the rest."""
+    size = upload.stat().st_size
+    headers = {"Range": f"0-{max(0, size - 1)}", "Docker-Upload-UUID": upload.name}
+    # Some registries keep state in a query, which clients must not drop.
+    return HttpResponse(202, b"", {**headers, "Location": f"/v2/{path}/blobs/uploads/{upload.name}?_state={size}"})
 
 
 def _created(location: str, digest: str) -> HttpResponse:

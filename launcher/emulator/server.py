@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,20 +63,22 @@ class Server:
         self.acceptor = Acceptor()
         self.tls = tls_context(self.sockets, (*storage.NAMES, *registry.NAMES))
         self.token = state.token
-        self.registry = registry.RegistryApi(registry.BlobStore(home / "registry"), self.store)
+        self.registry = registry.EmulatedRegistry(home / "registry", self.store)
         self.hosts = Hosts(
             self.store,
             self.containers,
             self.acceptor,
-            metadata=self._metadata,
-            storage=lambda hostname, request: self._storage(request),
-            context=self.tls,
-            engine=lambda hostname, connection: self.engine_proxy.serve_host(hostname, connection),
+            services=lambda hostname: [
+                partial(serve_http, handler=partial(self._metadata, hostname)),
+                partial(serve_http, handler=partial(self._host_storage, hostname)),
+                partial(serve_tls, context=self.tls, handler=partial(self._host_storage, hostname)),
+                partial(self.engine_proxy.serve_host, hostname),
+            ],
         )
         self.engine_proxy = EngineProxy(
             self.store,
             self.engine,
-            EngineImages(self.store, self.engine, self.registry.store),
+            EngineImages(self.store, self.engine, self.registry),
             bind=self.hosts.bind,
             ca=self.sockets / CA_FILE,
             tpu_volume=tpu_volume,
@@ -185,8 +188,13 @@ class Server:
         refusal = storage.refuse_buckets(request) if refuses else None
         return self._faulty("storage", lambda: refusal or self.storage.answer(request))
 
+    def _host_storage(self, hostname: str, request: HttpRequest) -> HttpResponse:
+        self.hosts.await_network(hostname)
+        return self._storage(request)
+
     def _metadata(self, hostname: str, request: HttpRequest) -> HttpResponse:
         """Answers a host's metadata request; a path below /v2/ is a call of the Cloud TPU API."""
+        self.hosts.await_network(hostname)
         if request.path.startswith("/v2/"):
             return self._faulty("tpu", lambda: self._api_for_host(hostname, request))
         return self._faulty("metadata", lambda: metadata.answer(self.store, hostname, request))
@@ -321,7 +329,7 @@ class Server:
                 if kind != "restore-host":
                     setattr(host, _FLAGS[kind], True)
                     host.restore_at = time.time() + arguments["seconds"] if arguments.get("seconds") else None
-        acts = {"cut-host": self.hosts.cut, "hang-host": self.containers.hang, "restore-host": self.hosts.restore}
+        acts = {"cut-host": self.containers.cut, "hang-host": self.containers.hang, "restore-host": self.hosts.restore}
         act = acts.get(kind, self.containers.kill)
         with ThreadPoolExecutor(max(1, len(hosts))) as pool:
             list(pool.map(act, hosts))

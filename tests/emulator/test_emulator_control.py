@@ -104,7 +104,7 @@ def test_api_and_buckets_answer_only_tools_of_this_user(home: Path, monkeypatch:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", other.storage)
         with pytest.raises(Forbidden, match="has its own token"):
             Client(project="p").get_bucket("bucket")
-        server.acceptor.remove(listener, close=False)
+        server.acceptor.remove(listener)
         server.acceptor.close()
 
 

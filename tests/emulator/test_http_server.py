@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.emulator.http_server import Acceptor, Body, Disconnected
+from launcher.emulator.state import Store
 from launcher.emulator.vm.host_containers import free_subnets
+from launcher.emulator.vm.hosts import Hosts
 
 CHUNKED = message_from_string("Transfer-Encoding: chunked")
 FIVE_BYTES = message_from_string("Content-Length: 5")
@@ -38,27 +40,35 @@ def test_a_body_that_ends_early_is_noticed() -> None:
             Body(BytesIO(sent), headers).read_all()
 
 
-def test_a_paused_listener_answers_what_waited_when_it_is_back() -> None:
-    """As a host sees its metadata server when its network was cut, or the emulator is restarted."""
+def test_a_host_that_was_cut_off_is_answered_when_its_network_is_back(api: Any) -> None:
+    """Over the listeners that its agent hands over, until the agent disconnects."""
+    store, host = Store(api.state, None), api.ready().hosts[0]
     acceptor = Acceptor()
     acceptor.start()
-    listener = socket.create_server(("127.0.0.1", 0))
-    answered = threading.Event()
 
     def serve(connection: socket.socket) -> None:
-        connection.setblocking(True)
-        answered.set()  # before the byte: who has read it knows that this is done
+        hosts.await_network(host.hostname)
         connection.sendall(b"x")
 
-    acceptor.add(listener, serve)
-    assert socket.create_connection(listener.getsockname(), timeout=5).recv(1) == b"x"
-    acceptor.remove(listener, close=False)
-    answered.clear()
-    waiting = socket.create_connection(listener.getsockname(), timeout=5)
-    assert not answered.wait(0.1)
-    acceptor.add(listener, serve)
+    hosts = Hosts(store, None, acceptor, lambda hostname: [serve] * 4)
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
+    agent, emulator = socket.socketpair()
+    socket.send_fds(agent, [b"listeners"], [listener.fileno() for listener in listeners])
+    serving = threading.Thread(target=hosts._serve_agent, args=(host.hostname, emulator))
+    serving.start()
+    assert socket.create_connection(listeners[3].getsockname(), timeout=5).recv(1) == b"x"
+    with store.change():
+        host.cut = True
+    waiting = socket.create_connection(listeners[0].getsockname(), timeout=0.1)
+    with pytest.raises(TimeoutError):
+        waiting.recv(1)
+    with store.change():
+        host.cut = False
+    waiting.settimeout(5)
     assert waiting.recv(1) == b"x"
-    acceptor.remove(listener, close=True)
+    agent.close()
+    serving.join(5)
+    assert not serving.is_alive()
     acceptor.close()
 
 

@@ -165,7 +165,7 @@ def test_the_environments_proxy_is_used_with_its_login(server: RegistryServer, m
         monkeypatch.delenv("no_proxy", raising=False)
         with session() as registry:
             assert registry.find_manifest("p/images/code", "tag") is None
-        server.acceptor.remove(proxy, close=False)
+        server.acceptor.remove(proxy)
     assert heads[0].startswith(f"CONNECT {HOST}:443 ".encode())
     assert RegistryCredentials("me", "secret!").basic.encode() in heads[0]
 

@@ -202,7 +202,7 @@ def registry(server: RegistryServer) -> str:
 
 def held(server: RegistryServer, tag: str) -> str | None:
     """The digest that the registry has under a tag of project/name."""
-    found = server.api.store.manifest("localhost/project/name", tag)
+    found = server.api.manifest("localhost/project/name", tag)
     return found[0] if found else None
 
 

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from launcher.emulator import faults
 from launcher.emulator.http_server import HttpResponse
-from launcher.emulator.registry import BlobStore, repository_is_missing
+from launcher.emulator.registry import EmulatedRegistry, repository_is_missing
 from launcher.emulator.state import Store
 from launcher.emulator.vm.engine_client import Engine, EngineError
 from launcher.emulator.vm.engine_view import EngineRefusal
@@ -41,7 +41,7 @@ class EngineImages:
 
     store: Store
     engine: Engine
-    blobs: BlobStore
+    registry: EmulatedRegistry
 
     # -- names
 
@@ -178,7 +178,7 @@ class EngineImages:
 
     def _fetch(self, reference: Reference) -> str | None:
         """Returns the id of a registry's image, or None. The engine pulls it if only the registry has its bytes."""
-        held = self.blobs.manifest(reference.repository, reference.version)
+        held = self.registry.manifest(reference.repository, reference.version)
         image = self._pushed(reference, held[0] if held else "")
         if held is None or (image is not None and self._is_stored(image)):
             return image

@@ -9,18 +9,16 @@ import json
 import logging
 import shutil
 import socket
-import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlencode
 
 from launcher.emulator import faults
-from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse, serve_http
+from launcher.emulator.http_server import Acceptor
 from launcher.emulator.state import EmulatorState, Host, Node, Store
-from launcher.emulator.tls import serve_tls
 from launcher.emulator.vm.engine_client import LABEL, MACHINE_LABEL, EngineError, UnixConnection, filters
 from launcher.emulator.vm.engine_view import EngineRefusal
 from launcher.emulator.vm.host_containers import SHARED, HostContainers
@@ -28,8 +26,6 @@ from launcher.emulator.vm.host_containers import SHARED, HostContainers
 log = logging.getLogger(__name__)
 
 _DISCONNECTED_SECONDS = 3600.0  # how long a request of a disconnected host waits
-# (hostname, request) -> response
-HostService = Callable[[str, HttpRequest], HttpResponse]
 
 
 @dataclass(eq=False)
@@ -39,13 +35,8 @@ class Hosts:
     store: Store
     containers: HostContainers
     acceptor: Acceptor
-    # What answers the requests of a host: for metadata, for Cloud Storage, and to its container engine.
-    metadata: HostService
-    storage: HostService
-    engine: Callable[[str, socket.socket], None]  # (hostname, connection)
-    context: ssl.SSLContext  # of TLS under Cloud Storage's names
-    handed_over: dict[str, list[socket.socket]] = field(default_factory=dict)
-    """The listeners by hostname: metadata, storage, storage over TLS, engine."""
+    services: Callable[[str], Sequence[Callable[[socket.socket], None]]]
+    """Maps a hostname to what serves connections to its listeners: metadata, storage, storage over TLS, engine."""
     control_sockets: dict[str, socket.socket] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)  # taken before the store's, never after
 
@@ -66,54 +57,28 @@ class Hosts:
             self.acceptor.add(listener, lambda connection: self._serve_agent(host.hostname, connection))
 
     def _serve_agent(self, hostname: str, connection: socket.socket) -> None:
-        """Receives the four listeners of a host and serves on them until its agent disconnects; then closes them. The
-        engine is always served, metadata and storage while the host isn't cut off."""
+        """Receives the four listeners of a host and serves on them until its agent disconnects; then closes them."""
         connection.setblocking(True)
         _, descriptors, _, _ = socket.recv_fds(connection, 64, 4)
         if len(descriptors) != 4:
             return
         listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-        with self.lock:
-            self.handed_over[hostname] = listeners
-            self.acceptor.add(listeners[3], lambda accepted: self.engine(hostname, accepted))
-            with self.store.read() as state:
-                connected = _is_connected(state, hostname)
-            if connected:
-                self._serve_google(hostname)
+        for listener, serve in zip(listeners, self.services(hostname), strict=True):
+            self.acceptor.add(listener, serve)
         with contextlib.suppress(OSError):
             while connection.recv(64):
                 pass
-        with self.lock:
-            if self.handed_over.get(hostname) is listeners:
-                del self.handed_over[hostname]
         for listener in listeners:
-            self.acceptor.remove(listener, close=True)
+            self.acceptor.remove(listener)
 
-    def _serve_google(self, hostname: str) -> None:
-        """Accepts requests for metadata and storage from a host, if its agent has handed over its listeners."""
-        if listeners := self.handed_over.get(hostname):
-            metadata = self._when_connected(hostname, self.metadata)
-            storage = self._when_connected(hostname, self.storage)
-            self.acceptor.add(listeners[0], lambda connection: serve_http(connection, metadata))
-            self.acceptor.add(listeners[1], lambda connection: serve_http(connection, storage))
-            self.acceptor.add(listeners[2], lambda connection: serve_tls(connection, self.context, storage))
+    def await_network(self, hostname: str) -> None:
+        """Waits until a host that is cut off has its network again, at most an hour."""
 
-    def _when_connected(self, hostname: str, service: HostService) -> Callable[[HttpRequest], HttpResponse]:
-        """Returns a handler that delays requests of a disconnected host until its network is back (at most an hour)."""
+        def connected(state: EmulatorState) -> bool:
+            entry = state.find_host(hostname)
+            return entry is None or not entry[1].cut
 
-        def answer(request: HttpRequest) -> HttpResponse:
-            """Waits until the host is connected, and lets `service` answer."""
-            self.store.wait(lambda state: _is_connected(state, hostname), timeout=_DISCONNECTED_SECONDS)
-            return service(hostname, request)
-
-        return answer
-
-    def cut(self, host: Host) -> None:
-        """Disconnects the host from its network, and its metadata and storage requests from the emulator."""
-        with self.lock:
-            for listener in self.handed_over.get(host.hostname, [])[:3]:
-                self.acceptor.remove(listener, close=False)
-        self.containers.cut(host)
+        self.store.wait(connected, _DISCONNECTED_SECONDS)
 
     def restore(self, host: Host) -> None:
         """Undoes kill, cut and hang; also starts a host that is down for another reason."""
@@ -124,8 +89,6 @@ class Hosts:
             self.containers.wake(host)
         if cut:
             self.containers.join(host)
-            with self.lock:
-                self._serve_google(host.hostname)
         self.containers.start(host)
 
     def start_stopped(self, nodes: list[Node]) -> None:
@@ -179,7 +142,7 @@ class Hosts:
                             faults.end_outage(node)
                 with self.lock:
                     for name in set(self.control_sockets) - {host.hostname for host in hosts}:
-                        self.acceptor.remove(self.control_sockets.pop(name), close=True)
+                        self.acceptor.remove(self.control_sockets.pop(name))
                         shutil.rmtree(self.containers.sockets / name, ignore_errors=True)
             except (OSError, EngineError):
                 log.exception("timers")
@@ -203,12 +166,6 @@ class Hosts:
             except (OSError, ValueError, KeyError, EngineError, http.client.HTTPException):
                 log.exception("watching the engine's events")
             time.sleep(0.5)
-
-
-def _is_connected(state: EmulatorState, hostname: str) -> bool:
-    """Returns whether the host has its network; True for a host that is gone."""
-    entry = state.find_host(hostname)
-    return entry is None or not entry[1].cut
 
 
 def unix_listener(path: Path) -> socket.socket:
