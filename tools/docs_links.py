@@ -1,7 +1,7 @@
 """A hook for mkdocs: links from docs/ to files outside it (`../launcher/config.py`) become the file's path.
 
 On a code host such a link opens the file. The built pages hold no sources, so a link would lead nowhere.
-tests/launcher/test_readme.py checks that every linked file exists.
+tests/launcher/test_documentation.py checks that every linked file exists.
 """
 
 from __future__ import annotations

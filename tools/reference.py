@@ -1,7 +1,7 @@
 """Generates the pages of docs/reference/ from the code: python -m tools.reference [--check]
 
 Without an argument it writes the pages; with `--check` it writes nothing, and the exit code is 1 if a page is stale.
-tests/launcher/test_reference.py checks the same, and that every key, option and exit code has its text.
+tests/launcher/test_documentation.py checks the same, and that every key, option and exit code has its text.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ _NO_QUOTA = (
 )
 _SSH = "a host does not accept ssh connections now: try again in a minute"
 
-# Most specific first: the first match explains the error. tests/launcher/test_gcloud_errors.py has their sources.
+# Most specific first: the first match explains the error. tests/launcher/test_gcloud.py has their sources.
 _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
     # Errors of ssh, which gcloud runs: its "Permission denied" and "Connection refused" are not the API's.
     (r"Permission denied \((publickey|keyboard-interactive|password)", LaunchError, _SSH),

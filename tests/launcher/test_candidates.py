@@ -34,8 +34,7 @@ from launcher.tpu_vm.ssh.connections import SliceConnections
 from tests.bucket_server import BucketServer
 from tests.gcloud_commands import UnknownCommand
 from tests.launcher.emulated_gcloud import ANN, BOB, DENIED, UNAVAILABLE, Clock, Cloud, InOrder
-from tests.launcher.run_files import load_text
-from tests.launcher.test_bad_input import launch
+from tests.launcher.run_files import launch, load_text
 
 V4, V3 = Candidate("v4-16", "us-central2-b", "spot"), Candidate("v3-8", "us-central1-a", "spot")
 SMALL = Candidate("v4-8", "us-central2-b", "spot")

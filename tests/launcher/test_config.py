@@ -1,14 +1,24 @@
-"""Claims about the run's file: every mistake is named with its line before anything is created."""
+"""Claims about a run's file and the command line: every mistake is named with its place and what to do, before anything
+is created, and exit code 2; `init` writes a valid file whatever is asked for, over no other."""
 
+import re
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from launcher.cli import init
+from launcher.cli.init import Answers
+from launcher.cli.init import init as command
 from launcher.config import load
 from launcher.errors import BadInput, Exit
 from launcher.run.specification import hash_configuration
-from tests.launcher.run_files import load_text
+from tests.launcher.run_files import launch, load_text
+from training.accelerators import ACCELERATORS
 
 GOOD = """\
 project: my-project
@@ -185,3 +195,112 @@ def test_the_trainer_with_torch_tpu_selects_its_image_and_is_refused_on_v3() -> 
         load(file, [runtime, "slice.accelerator_type=v3-8"])
     with pytest.raises(BadInput, match=r"train.mesh.fsdp is 3, which does not divide 8 devices"):
         load(file, [runtime, "train.mesh.fsdp=3"])
+
+
+RUNS = """\
+project: my-project
+zone: us-central2-b
+slice:
+  name: demo
+  accelerator_type: v4-16
+run:
+  command: [echo, hello]
+"""
+
+
+def refused(ended: subprocess.CompletedProcess[str], *expected: str) -> None:
+    told = ended.stdout + ended.stderr
+    assert ended.returncode == 2, told
+    assert "Traceback" not in told
+    for words in expected:
+        assert words in told
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "run.yaml").write_text(RUNS)
+    return tmp_path
+
+
+@pytest.mark.parametrize("verb", ["up", "run", "status", "stop", "down", "plan"])
+def test_an_unknown_key_is_named_by_every_verb(folder: Path, verb: str) -> None:
+    (folder / "run.yaml").write_text(RUNS.replace("accelerator_type", "acelerator_type"))
+    refused(
+        launch(folder, verb, "-f", "run.yaml"),
+        "run.yaml:5: unknown key 'slice.acelerator_type'; did you mean 'accelerator_type'?",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["up", "-f", "nowhere.yaml"], ["nowhere.yaml: no such file"]),
+        (["up", "--colour"], ["--colour"]),
+        (["up", "--max-cost", "nan"], ["nan is not an amount of dollars"]),
+        (["up", "--max-cost", "inf"], ["inf is not an amount of dollars"]),
+        (["logs", "run.yaml"], ["no run was started from this folder yet"]),
+    ],
+)
+def test_a_mistake_is_named(folder: Path, arguments: list[str], expected: list[str]) -> None:
+    file = [] if {"-f", "--file", "run.yaml"} & set(arguments) else ["-f", "run.yaml"]
+    refused(launch(folder, *arguments, *file), *expected)
+
+
+def test_the_default_file_is_tpu_launch_yaml(tmp_path: Path) -> None:
+    refused(launch(tmp_path, "up"), "tpu-launch.yaml: no such file", "tpu-launch init")
+
+
+@pytest.mark.parametrize("name", ["v2-8", "v3-32", "v4-16", "v5litepod-8", "v5p-8", "v6e-256"])
+@pytest.mark.parametrize("bucket", [None, "my-bucket"])
+def test_the_file_is_valid_for_every_generation(tmp_path: Path, name: str, bucket: str | None) -> None:
+    zone = ACCELERATORS[name].zones()[0]
+    init.write(tmp_path / "run.yaml", Answers("my-project", name, zone, "bert", "spot", bucket))
+    config = load(tmp_path / "run.yaml")
+    assert (config.slice.accelerator_type, config.zone, config.slice.capacity) == (name, zone, "spot")
+    assert (config.trainer is not None) == (bucket is not None)
+
+
+def test_every_key_of_the_file_has_a_comment_or_stands_below_one(tmp_path: Path) -> None:
+    text = init.text(Answers("p-1", "v4-8", "us-central2-b", "s", "on-demand"))
+    for line in text.splitlines():
+        assert not re.match(r"  ?\S+: \S", line) or "#" in line, line
+
+
+@settings(max_examples=60)
+@given(st.text(min_size=1, max_size=12), st.text(min_size=1, max_size=12))
+def test_no_answer_makes_another_key_or_a_broken_file(
+    tmp_path_factory: pytest.TempPathFactory, project: str, bucket: str
+) -> None:
+    path = tmp_path_factory.mktemp("init") / "run.yaml"
+    try:
+        init.write(path, Answers(project, "v4-8", "us-central2-b", "s", "on-demand", bucket))
+    except BadInput:
+        assert not path.exists()
+        return
+    config = load(path)
+    assert config.project == project
+    assert config.trainer.output == f"gs://{bucket}/runs"
+
+
+def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("mine")
+    with pytest.raises(BadInput, match="not overwritten"):
+        init.write(path, Answers("p-1", "v4-8", "us-central2-b", "s", "on-demand"))
+    assert path.read_text() == "mine"
+    assert [each.name for each in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_without_a_terminal_the_missing_flag_is_named(tmp_path: Path) -> None:
+    result = CliRunner().invoke(command, ["-f", str(tmp_path / "run.yaml")])
+    assert isinstance(result.exception, BadInput)
+    assert "--project" in str(result.exception)
+
+
+def test_flags_alone_write_a_file(tmp_path: Path) -> None:
+    flags = ["--project", "my-project", "--accelerator-type", "v4-16", "--bucket", "gs://data/"]
+    result = CliRunner().invoke(command, ["-f", str(tmp_path / "run.yaml"), *flags])
+    assert result.exit_code == 0, result.output
+    config = load(tmp_path / "run.yaml")
+    assert config.trainer.output == "gs://data/runs"
+    assert config.trainer.train.global_batch_size % config.accelerator.devices == 0

@@ -1,17 +1,35 @@
-"""Claims about prices: what the table says, what it does not know, and what a limit refuses."""
+"""Claims about prices, budgets and estimates: what is known, what it adds up to, what a limit refuses."""
 
+import json
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.estimate import FIVE, TYPES
 from launcher import costs
-from launcher.config import Config
-from launcher.errors import BadInput
+from launcher.checks import preflight
+from launcher.config import Config, load
+from launcher.errors import BadInput, Exit, LaunchError
+from launcher.estimate import PUBLISHED, PUBLISHED_SOURCE, Shares, estimate, line, notes, step_bound
+from launcher.home import write_private
+from launcher.providers import this_machine
+from launcher.run import events
+from launcher.run.budget import exceeds, spent
+from launcher.run.events import Entry
+from launcher.run.ledger import RunRecord
+from launcher.run.session import begin_run
+from launcher.run.specification import describe
+from launcher.run.verdict import Kind
 from launcher.tpu_vm import ownership
 from launcher.workstation import Owner
-from tests.launcher.run_files import load_text
-from training.accelerators import ACCELERATORS
-from training.machine import parse_time
+from tests.launcher.run_files import launch, load_text
+from tests.launcher.test_preflight import write_inputs
+from tests.launcher.test_runs import Hosts, Workstation
+from training.accelerators import ACCELERATORS, accelerator
+from training.machine import format_time, parse_time
 
 
 def config(folder: Path, **slice_: object) -> Config:
@@ -67,3 +85,204 @@ def test_an_expiry_is_a_label_in_unix_seconds(tmp_path: Path) -> None:
     assert "tpu-launch-expires" not in ownership.make_labels(config(tmp_path), Owner("ann"), 1000.0)
     labels = ownership.make_labels(config(tmp_path, expires_hours=1.5), Owner("ann"), 1000.0)
     assert labels["tpu-launch-expires"] == "6400"
+
+
+START = 1_800_000_000.0
+
+
+def at(hours: float, event: events.RunEvent) -> Entry:
+    return Entry(format_time(START + hours * 3600), event)
+
+
+def began(attempt: int, dollars: float) -> events.AttemptBegan:
+    return events.AttemptBegan(attempt, dollars_an_hour=dollars)
+
+
+def test_each_attempt_counts_with_the_price_of_its_slice_and_a_preempted_slice_costs_nothing() -> None:
+    entries = [
+        at(0, began(0, 10.0)),
+        at(2, events.Ended(0, "preempted")),
+        at(2, events.Recovering(0, "preempted", "", 0.0)),
+        at(5, began(1, 4.0)),
+        at(6, events.Ended(1, "failed")),
+        at(6, events.Recovering(1, "failed", "", 0.0)),  # the slice stays
+        at(7, began(2, 4.0)),
+        at(8, events.Ended(2, "host lost")),
+        at(8, events.Recovering(2, "host lost", "", 0.0)),
+        at(9, events.SliceReplaced(2, 1, "a bad host")),
+    ]
+    assert spent(entries[:-3], START + 7 * 3600) == pytest.approx(2 * 10 + 4 + 4)
+    assert spent(entries[:-3], START + 8 * 3600) == pytest.approx(2 * 10 + 4 + 4 + 4)
+    assert spent(entries, START + 99 * 3600) == pytest.approx(2 * 10 + 4 + 4 + 4 + 4)
+    assert spent(entries[:2], START + 100 * 3600) == pytest.approx(20)
+    assert spent([at(0, events.AttemptBegan(0))], START + 3600) == 0, "an unknown price"
+
+
+def test_a_run_whose_budget_is_spent_saves_and_its_slice_is_deleted(tmp_path: Path) -> None:
+    work = Workstation(tmp_path, Hosts([None, 0]))
+    config = work.config("run.budget=1.0", "run.preemption_retries=9", command=["train"])
+    ends = START + 2 - config.run.stop_seconds
+    assert exceeds(config, [at(0, began(0, 3600.0))], ends), "the cost of the save is kept back"
+    work.clock.skipped = -3600.0
+    # The first observation is an hour later: a v4-16 costs 25.76 dollars an hour.
+    work.hosts.hooks["observe"] = [lambda: work.clock.sleep(3600.0)]
+    told: list[bool] = []
+    work.hosts.hooks["delete"] = [lambda: told.append(work.ledger.state.budget_spent)]
+    outcome = work.run(config)
+    assert outcome.verdict.kind is Kind.SAVED
+    assert len(work.hosts.attempts) == 1
+    assert work.hosts.slice_state is None
+    assert work.ledger.events()[-1] == events.RecoveryGivenUp(0, "the budget is spent", "no slice is left")
+    assert told == [True], "a supervisor deletes it if this process is killed before it has"
+    assert any("the budget is spent (about $25." in line for line in work.messages)
+    work.hosts.slice_state = "READY"
+    with pytest.raises(LaunchError, match=r"raise run\.budget") as refused:
+        work.run(config)
+    assert refused.value.exit_code is Exit.STOPPED
+    assert work.hosts.slice_state is None
+    work.hosts.slice_state = "READY"
+    assert work.run(work.config("run.budget=100", command=["train"])).verdict.kind is Kind.FINISHED
+
+
+def test_a_slice_is_left_to_another_run_that_began_on_it(tmp_path: Path) -> None:
+    work = Workstation(tmp_path, Hosts([0, None, 0]))
+    work.run(work.config(command=["other"]))
+    work.hosts.hooks["observe"] = [lambda: work.clock.sleep(3600.0)]
+    with work.ledger.supervising():
+        work.run(work.config("run.budget=1.0", command=["train"]), new=True)
+    assert work.hosts.slice_state == "READY"
+    with pytest.raises(LaunchError, match=r"raise run\.budget"):
+        work.run(work.config("run.budget=1.0", command=["train"]))
+    assert work.hosts.slice_state is None, "no process supervises the other run any more"
+
+
+def test_a_run_that_has_finished_keeps_its_slice_although_its_budget_is_spent(tmp_path: Path) -> None:
+    work = Workstation(tmp_path, Hosts([0]))
+    work.clock.skipped = -3600.0
+    work.hosts.hooks["observe"] = [lambda: work.clock.sleep(3600.0)]
+    outcome = work.run(work.config("run.budget=1.0", command=["train"]))
+    assert (outcome.verdict.kind, work.hosts.slice_state) == (Kind.FINISHED, "READY")
+
+
+def test_a_budget_needs_the_price_of_every_candidate(tmp_path: Path) -> None:
+    work = Workstation(tmp_path, Hosts([0]))
+    candidates = "slice.candidates=[{accelerator_type: v6e-8, zones: [southamerica-west1-a], capacity: spot}]"
+    with pytest.raises(BadInput, match=r"run\.budget: the price of v6e-8 \(spot\) in southamerica-west1-a"):
+        work.run(work.config("run.budget=5", candidates, command=["train"]))
+
+
+FLOPS, BYTES = 7.0e12, 2.0e10  # of the whole batch
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_inputs(tmp_path, FIVE)
+
+
+def keep(folder: Path, config: Config, name: str, *, fits: bool = True) -> float:
+    """Keeps an answer of preflight for a type. Returns the examples a second that it allows."""
+    size = accelerator(name)
+    peak = size.generation.bf16_flops_per_chip * size.chips
+    rate = 256 / (FLOPS / peak)
+    work = {"flops": FLOPS / size.devices, "bytes": BYTES / size.devices, "bound_by": "FLOPs"}
+    verdict = {"fits": fits, "reason": None if fits else "too large", "costs": {**work, "examples_per_second": rate}}
+    graph = {"graph": "training, 256 x 128", "kind": "training", "rows": 256, "hash": f"hash of {name}", **verdict}
+    answer: dict[str, Any] = {"accelerator": name, "fits": fits, "graphs": [graph], "max_batch": None, "lines": []}
+    candidate = next(item for item in config.all_candidates if item.accelerator_type == name)
+    path = preflight._path(config.placed(candidate), folder / "home", name)
+    write_private(path, json.dumps({"format": preflight.FORMAT, "result": answer}))
+    return rate
+
+
+def test_five_types_are_estimated_from_kept_preflights_within_a_second(folder: Path) -> None:
+    config = load("run.yaml")
+    rates = {name: keep(folder, config, name) for name in TYPES}
+    begin = time.process_time()
+    items = estimate(config, folder / "home", this_machine())
+    assert time.process_time() - begin < 1.0
+    assert [item.candidate.accelerator_type for item in items] == list(TYPES)
+    assert {item.shares for item in items} == {Shares(*PUBLISHED, PUBLISHED_SOURCE)}
+    for item in items:
+        name, zone = item.candidate.accelerator_type, item.candidate.zone
+        hours = 100000 * 256 / rates[name] / 3600
+        assert item.fits
+        assert item.bound.source == "compiled"
+        assert item.hours == pytest.approx((hours / PUBLISHED[1], hours / PUBLISHED[0]))
+        price = costs.per_hour(name, zone, "spot")
+        assert item.spot == pytest.approx([price * each for each in item.hours])
+    assert "first to finish: v6e-8 in us-east5-a" in notes(items)
+
+
+def test_a_type_that_was_not_compiled_takes_figures_of_another_and_says_how_to_get_its_own(folder: Path) -> None:
+    config = load("run.yaml")
+    keep(folder, config, "v4-16")
+    items = estimate(config, folder / "home", this_machine())
+    bound = {item.candidate.accelerator_type: item.bound for item in items}
+    v4, v3 = bound["v4-8"], bound["v3-8"]
+    assert v4.seconds == pytest.approx(FLOPS / (275e12 * 4))
+    assert v3.seconds == pytest.approx(max(FLOPS / (123e12 * 4), BYTES / (900e9 * 4)))
+    assert v4.source == "from the compiler's figures for v4-16"
+    assert "`tpu-launch preflight --accelerator v3-8,v4-8,v5litepod-8,v6e-8` compiles" in "\n".join(notes(items))
+
+
+def test_without_a_dataset_nothing_is_guessed(folder: Path) -> None:
+    assert step_bound(load("run.yaml"), folder / "home") is None
+    assert line(load("run.yaml"), folder / "home", this_machine()) is None
+
+
+def test_a_program_of_ones_own_is_not_estimated(folder: Path) -> None:
+    (folder / "run.yaml").write_text(FIVE.partition("model:")[0])
+    with pytest.raises(BadInput, match="only the trainer's step"):
+        estimate(load("run.yaml"), folder / "home", this_machine())
+
+
+def test_shares_are_those_of_attempts_on_the_type_else_of_all_with_a_margin_that_narrows(folder: Path) -> None:
+    config, home, machine = load("run.yaml"), folder / "home", this_machine()
+    keep(folder, config, "v3-8")
+    step = 256 / keep(folder, config, "v4-16")
+
+    def record(number: int, *shares: float) -> None:
+        record = RunRecord(f"demo-{number}", "my-project", config.zone, "demo", "", float(number), "tpu-vm")
+        ledger = begin_run(home, machine, record, config.document.dump(), describe(config, record.run_id), None)
+        for attempt, share in enumerate(shares):
+            ledger.append(events.AttemptBegan(attempt, slice=str(config.candidates[0]), dollars_an_hour=25.76))
+            ledger.append(events.Started(attempt))
+            ledger.append(events.Ended(attempt, "preempted", step_seconds=step / share))
+
+    def shares(name: str) -> Shares:
+        return next(item.shares for item in estimate(config, home, machine) if item.candidate.accelerator_type == name)
+
+    record(0, 0.4)
+    assert shares("v4-16").source == "measured in 1 attempt on v4-16, of this folder's runs"
+    assert (shares("v4-16").low, shares("v4-16").high) == pytest.approx((0.4 / 1.5, 0.4 * 1.5))
+    record(1, 0.5, 0.45, 0.45, 0.45)
+    assert shares("v4-16").source == "measured in 5 attempts on v4-16, of this folder's runs"
+    assert (shares("v4-16").low, shares("v4-16").high) == pytest.approx((0.4 / 1.1, 0.5 * 1.1))
+    assert shares("v3-8").source == "measured in 5 attempts on other types, of this folder's runs"
+    hours = estimate(config, home, machine)[0].hours
+    assert hours == pytest.approx((100000 * step / 3600 / 0.55, 100000 * step / 3600 / 0.4 * 1.1))
+    assert "measured in 5 attempts" in (line(config, home, machine) or "")
+
+
+def test_a_candidate_on_which_the_step_does_not_fit_is_not_asked_for_now_and_by_later_attempts(folder: Path) -> None:
+    config = load("run.yaml")
+    keep(folder, config, "v4-16", fits=False)
+    keep(folder, config, "v3-8")
+    said: list[str] = []
+    chosen, hashes = preflight.leave_out_unfit(config, folder / "home", said.append)
+    assert [item.accelerator_type for item in chosen.candidates] == list(TYPES[1:])
+    assert hashes == ("hash of v3-8",)
+    assert said == ["preflight: the step does not fit on v4-16, which is not asked for"]
+    assert describe(chosen, "demo").config().candidates == chosen.candidates
+    assert replace(chosen, left_out=()).candidates == config.candidates
+
+
+def test_the_command_prints_a_table_and_plan_one_line(folder: Path) -> None:
+    keep(folder, load("run.yaml"), "v4-16")
+    shown = launch(folder, "estimate", "-f", "run.yaml")
+    assert shown.returncode == 0, shown.stderr
+    assert "v4-16" in shown.stdout
+    assert "first to finish: v6e-8" in shown.stdout
+    planned = launch(folder, "plan", "-f", "run.yaml").stdout
+    assert "# estimate: v4-16: " in planned

@@ -1,12 +1,27 @@
-"""Which docker client is taken, and what a user reads when there is none or no engine answers."""
+"""Which docker client is taken, what counts as pushed, and what a user reads when there is no engine or no repository.
 
+Only a push that docker reported as done, of this image, through this engine, counts as pushed. Docker is a script here
+that behaves as with the containerd image store: an image has a digest of the repository from `docker tag` on (moby's
+documentation of the store; `docker push` need never have run). tests/rehearsal/test_fault_matrix.py makes a repository.
+"""
+
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from launcher.errors import BadInput, Exit
+from launcher.emulator.http_server import HttpRequest, HttpResponse
+from launcher.errors import BadInput, Exit, LaunchError
+from launcher.images import artifact_registry as registries
 from launcher.images import engine
+from launcher.images.build import ensure_image
+from launcher.images.build_context import hash_file
+from launcher.images.distribution.transport import ADDRESS
+from launcher.images.plan import list_commands, make_plan
+from launcher.images.specification import ImageSpec, folder_spec
 from tests.launcher.script_host import write_program
+from tests.registry_server import serve
 
 
 def client_script(version: str, *, buildx: bool = False, else_says: str = "") -> str:
@@ -72,3 +87,179 @@ def test_engine_that_refuses_is_told_from_one_that_does_not_run(
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     with pytest.raises(BadInput, match="group docker"):
         engine.require_engine()
+
+
+DIGEST = "sha256:" + "d" * 64
+REFERENCE = f"registry.example.com/p/n@{DIGEST}"
+DOCKER = f"""
+cd "$(dirname "$0")" || exit 9
+echo "$*" >>calls
+case "$1 $2" in
+  "--version "*) echo "Docker version 20.10.24" ;;
+  "version "*) echo 20.10.24 ;;
+  "build "*) if [ -e failure ]; then cat failure; exit 1; fi
+    [ ! -e edit ] || echo two >../context/code/train.py
+    echo sha256:1 >image ;;
+  "tag "*) touch tagged ;;
+  "push "*)
+    echo "abc: Pushing"
+    [ ! -e interrupted ] || exit 1
+    touch stored
+    echo "x: digest: {DIGEST} size: 1" ;;
+  "image inspect")
+    case "$4 $5" in
+      *debian*) echo sha256:0 ;;
+      *RepoDigests*) [ -e tagged ] && echo '["{REFERENCE}"]' ;;
+      *) cat image 2>/dev/null ;;
+    esac ;;
+esac
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the script, its state and its calls, with a registry that has an image once it was pushed."""
+    folder = write_program(tmp_path / "bin", "docker", DOCKER).parent
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+
+    def answer(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(200 if (folder / "stored").exists() else 404, b"", {"Docker-Content-Digest": DIGEST})
+
+    with serve(tmp_path / "registry", monkeypatch) as server:
+        server.before = answer
+        yield folder
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ImageSpec:
+    context = tmp_path / "context"
+    context.mkdir()
+    (context / "Dockerfile").write_text("FROM debian:bookworm-slim\n")
+    return dataclasses.replace(folder_spec("test/image", context), repository="registry.example.com/p/n")
+
+
+def count_pushes(docker: Path) -> int:
+    return (docker / "calls").read_text().count("\npush ")
+
+
+def test_an_edit_during_the_build_is_not_taken_for_the_images(docker: Path, spec: ImageSpec, tmp_path: Path) -> None:
+    own = tmp_path / "context" / "code" / "train.py"
+    own.parent.mkdir()
+    own.write_text("one\n")
+    (docker / "edit").touch()
+    made = ensure_image(folder_spec("test/image", tmp_path / "context"), print)
+    assert own.read_text() == "two\n"
+    assert made.code == {"train.py": hash_file(b"file", b"one\n")}
+
+
+def test_an_interrupted_push_is_done_again(docker: Path, spec: ImageSpec) -> None:
+    (docker / "interrupted").touch()
+    with pytest.raises(LaunchError, match="could not be pushed"):
+        ensure_image(spec, print)
+    assert [command[1] for command in list_commands(spec)] == ["tag", "push"]
+    (docker / "interrupted").unlink()
+    assert ensure_image(spec, print).reference == REFERENCE
+    assert count_pushes(docker) == 2
+
+
+def test_a_push_that_is_done_is_not_repeated(docker: Path, spec: ImageSpec) -> None:
+    ensure_image(spec, print)
+    assert ensure_image(spec, print).reference == REFERENCE
+    assert list_commands(spec) == []
+    assert count_pushes(docker) == 1
+
+
+def test_another_image_of_the_same_tag_is_pushed(docker: Path, spec: ImageSpec) -> None:
+    """The image was removed and built again: other bytes, the same sources."""
+    ensure_image(spec, print)
+    (docker / "image").write_text("sha256:2\n")
+    ensure_image(spec, print)
+    assert count_pushes(docker) == 2
+
+
+def test_a_push_through_another_engine_does_not_count(
+    docker: Path, spec: ImageSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An emulated slice's engine pushes to an emulated registry of the same name."""
+    with monkeypatch.context() as emulated:
+        emulated.setenv("DOCKER_HOST", "unix:///emulated/engine.sock")
+        ensure_image(spec, print)
+    assert make_plan(spec).pushed is None
+    ensure_image(spec, print)
+    assert make_plan(spec).pushed == REFERENCE
+    (docker / "tagged").unlink()
+    assert make_plan(spec).pushed is None, "the engine does not know it by that digest"
+
+
+@pytest.mark.parametrize("lost", ["deleted", "unreachable"])
+def test_an_image_that_the_registry_does_not_confirm_is_pushed_again(
+    docker: Path, spec: ImageSpec, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    ensure_image(spec, print)
+    (docker / "stored").unlink()
+    if lost == "unreachable":
+        monkeypatch.setenv(ADDRESS, "127.0.0.1:9")
+    (docker / "interrupted").touch()
+    said: list[str] = []
+    assert ensure_image(spec, said.append).reference == REFERENCE
+    assert "it was pushed before" in said[-1]
+    (docker / "interrupted").unlink()
+    assert make_plan(spec).pushed == REFERENCE  # for who only wants to know the name
+    ensure_image(spec, print)
+    assert count_pushes(docker) == 3
+    ensure_image(spec, print)
+    assert count_pushes(docker) == (3 if lost == "deleted" else 4)
+
+
+def test_a_damaged_record_means_another_push(docker: Path, spec: ImageSpec, tmp_path: Path) -> None:
+    ensure_image(spec, print)
+    (record,) = (tmp_path / "home" / "images").glob("*.pushed.json")
+    record.write_text('[{"remote": ')
+    assert ensure_image(spec, print).reference == REFERENCE
+    assert count_pushes(docker) == 2
+
+
+@pytest.mark.parametrize(
+    ("output", "code"),
+    [
+        ("#7 0.1 mkdir: can't create directory '/x': Permission denied\nprocess did not complete: exit code: 1", 2),
+        ("ERROR: pull access denied, repository does not exist or may require authorization", 22),
+        ("ERROR: failed to fetch oauth token: unexpected status: 403 Forbidden", 22),
+    ],
+)
+def test_only_a_registrys_refusal_is_reported_as_one_during_a_build(
+    docker: Path, spec: ImageSpec, output: str, code: int
+) -> None:
+    (docker / "failure").write_text(output + "\n")
+    with pytest.raises(LaunchError, match="could not be built") as bad:
+        ensure_image(spec, print)
+    assert bad.value.exit_code == code
+    assert ("configure-docker" in str(bad.value)) == (code == 22)
+
+
+@pytest.mark.parametrize(
+    "image", ["repository/image", "repository/deeper/image:tag", "repository/image@sha256:00", "repository"]
+)
+def test_location_project_and_name_are_read_from_an_images_name(image: str) -> None:
+    found = registries.parse(f"us-central2-docker.pkg.dev/my-project/{image}")
+    assert found == registries.Repository("us-central2", "my-project", "repository")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gcr.io/p/image", "docker.io/library/debian", "us-docker.pkg.dev.evil.example/p/r/i", "us-docker.pkg.dev/p"],
+)
+def test_other_registries_are_left_alone(name: str) -> None:
+    assert registries.parse(name) is None
+    assert "create it in that registry" in registries.advice(name)
+
+
+def test_advice_for_a_missing_repository_is_the_command_that_creates_it_privately() -> None:
+    found = registries.parse("us-central2-docker.pkg.dev/p/r/i:t")
+    command = " ".join(found.create_command)
+    assert command.startswith(
+        "gcloud artifacts repositories create r --project=p --location=us-central2 --quiet --repository-format=docker"
+    )
+    assert "allUsers" not in command
+    assert "gcloud artifacts repositories create r" in registries.advice("us-central2-docker.pkg.dev/p/r/i:t")

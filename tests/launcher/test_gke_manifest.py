@@ -1,25 +1,35 @@
-"""Rendered manifests are valid for every size of every accelerator; configurations that GKE can't run are refused."""
+"""Rendered manifests are valid for every size of every accelerator, k8s/ is what the code renders, every reader of YAML
+gets the values that were written; configurations that GKE can't run are refused."""
 
 import base64
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
 
 from launcher.cli.main import cli
 from launcher.config import load
 from launcher.errors import BadInput
-from launcher.gke.commented_yaml import strip_comments
+from launcher.gke.commented_yaml import Commented, dump, dump_documents, strip_comments
 from launcher.gke.manifest import LOCKED_MEMORY_KIB, RAISE_LOCKED_MEMORY, make_objects, render, standalone_workload
 from launcher.gke.provider import Gke
 from launcher.gke.workload import check_name, host_name
 from launcher.providers import this_machine
+from launcher.shell import find
 from tests.kubernetes import golden, schemas
 from tests.kubernetes.golden import EXAMPLE, IMAGE
+from tests.training.test_yaml_file import same
+from tools import kustomize
 from training.accelerators import ACCELERATORS, gke_nodes
 from training.distributed.cluster import Cluster, from_environment
 
@@ -263,3 +273,137 @@ def test_one_host_has_no_secret_and_a_secret_of_the_user_is_kept() -> None:
     own = rendered("gke.secrets={TPU_LAUNCH_SECRET: mine/key}")
     assert [document["kind"] for document in own] == ["ConfigMap", "JobSet"]
     assert secret_entry(own) == {"name": "mine", "key": "key"}
+
+
+K8S = kustomize.FOLDER
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """Returns a copy of k8s/ with the file that its user creates."""
+    folder = tmp_path / "k8s"
+    shutil.copytree(K8S, folder)
+    (folder / "base" / kustomize.SECRET_FILE).write_text("0123456789abcdef0123456789abcdef\n")
+    return folder
+
+
+def built(folder: Path) -> list[dict[str, Any]]:
+    text = subprocess.check_output([find("kubectl"), "kustomize", str(folder)], text=True, timeout=60)
+    return list(yaml.safe_load_all(text))
+
+
+def test_every_file_is_what_the_code_renders() -> None:
+    for path, text in kustomize.files().items():
+        assert (K8S / path).read_text() == text, "if intended: python -m tools.kustomize, and review the difference"
+    kept = [path for folder in ("base", "overlays") for path in (K8S / folder).rglob("*") if path.is_file()]
+    assert {str(path.relative_to(K8S)) for path in kept} == set(kustomize.files())
+
+
+@pytest.mark.parametrize("name", kustomize.OVERLAYS)
+def test_kubectl_builds_from_an_overlay_what_tpu_launch_renders(written: Path, name: str) -> None:
+    found = {each["kind"]: each for each in built(written / "overlays" / name)}
+    for wanted in kustomize.objects_of(name):
+        assert schemas.mistakes(found[wanted["kind"]]) == []
+        if name == "torch-xla":  # differs by the reader's own repository alone
+            text = yaml.safe_dump(found[wanted["kind"]]).replace("MY-PROJECT/MY-REPOSITORY", "my-project/tpu-launch")
+            found[wanted["kind"]] = yaml.safe_load(text)
+        for each in (found[wanted["kind"]], wanted):
+            if "data" in each:  # kustomize takes the last line's end from a patch
+                each["data"] = {key: text.rstrip("\n") for key, text in each["data"].items()}
+        assert found[wanted["kind"]] == wanted
+    secret = found["Secret"]
+    assert schemas.mistakes(secret) == []
+    assert secret["metadata"] == found["ConfigMap"]["metadata"], "one name, namespace and labels"
+    assert base64.b64decode(secret["data"]["secret"]) == b"0123456789abcdef0123456789abcdef\n"
+    assert len(found) == 3
+
+
+def test_the_base_is_valid(written: Path) -> None:
+    assert [schemas.mistakes(each) for each in built(written / "base")] == [[], [], []]
+
+
+def test_without_the_secret_kubectl_builds_nothing_and_names_its_file() -> None:
+    command = [find("kubectl"), "kustomize", str(K8S / "base")]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert refused.returncode != 0
+    assert f"base/{kustomize.SECRET_FILE}" in refused.stderr
+
+
+def test_the_queue_and_the_role_are_valid() -> None:
+    for path in ("overlays/kueue/queue.yaml", "role.yaml"):
+        for document in yaml.safe_load_all((K8S / path).read_text()):
+            assert schemas.mistakes(document) == []
+
+
+def test_the_guide_names_every_machine_type() -> None:
+    guide = (K8S.parent / "docs" / "guide" / "gke.md").read_text()
+    for slice_ in ACCELERATORS.values():
+        if slice_.generation.name != "v2":
+            assert f"`{gke_nodes(slice_).machine_type}`" in guide
+
+
+# Strings that some reader does not read as strings if they are not quoted.
+AMBIGUOUS = [
+    "1e-4", "1E4", "0o17", "0x1F", "0b1", "010", "1_000", "1:30", "1:30:45.5", "+1", "-1", ".5", "5.", "0.1.2",
+    "16Gi", ".inf", "-.Inf", ".NaN", "yes", "No", "ON", "off", "y", "N", "true", "False", "NULL", "null", "~",
+    "=", "<<", "-", "--", "---", "...", "?", ":", "|", ">", "*", "&", "!", "%", "@", "`", "[x]", "{y}", "'q'",
+    '"d"', "a:", "-a", "#c", "!t", "&a", "*b", "2001-01-01", "2001-12-14t21:59:43.10-05:00",
+]  # fmt: skip
+ODD = [
+    "", " ", "a: b", "a #b", "? b", "- a", "trailing ", "\ttab", "a\n", "a\n\nb\n", "a\n\n", " a\n", "a\r\nb", "\x07",
+    "\x07\n", "\x85", "\u2028", "\ufeff", "é", "\U0001f600", "word " * 60,
+]  # fmt: skip
+PLAIN = ["demo", "tpu-launch/run", "/etc/tpu-launch", "$(NAME)", "v3-32", "e1", "cloud.google.com/gke-tpu-topology"]
+
+text = st.text() | st.sampled_from([*AMBIGUOUS, *ODD, *PLAIN])
+values = st.recursive(
+    text | st.integers() | st.booleans() | st.just({}) | st.just([]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def ruamel(version: tuple[int, int]) -> Callable[[str], Any]:
+    def read(document: str) -> Any:
+        reader = YAML(typ="safe", pure=True)
+        reader.version = version
+        return reader.load(document)
+
+    return read
+
+
+READERS = {"PyYAML, YAML 1.1": yaml.safe_load, "ruamel, 1.1": ruamel((1, 1)), "ruamel, 1.2": ruamel((1, 2))}
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(text, values, max_size=4) | st.lists(values, max_size=4))
+def test_python_readers_get_the_written_values(value: Any) -> None:
+    node = value
+    if isinstance(value, dict):
+        node = {key: Commented(inner, "what it is for, at some length " * 5) for key, inner in value.items()}
+    document = dump(node)
+    assert strip_comments(node) == value
+    for name, read in READERS.items():
+        assert same(read(document), value), name
+
+
+def test_kubectl_gets_the_written_values(tmp_path: Path) -> None:
+    """Reads with Go. Leaves out a line separator that Go writes in a form that Python's readers fold."""
+    values = [value for value in [*AMBIGUOUS, *PLAIN, *ODD] if value != "\x85"]
+    strings = {f"key-{number}": value for number, value in enumerate(values)}
+    document = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "demo"}, "data": strings}
+    (tmp_path / "object.yaml").write_text(dump(document))
+    (tmp_path / "kustomization.yaml").write_text("resources: [object.yaml]\n")
+    built = subprocess.check_output([find("kubectl"), "kustomize", str(tmp_path)], text=True, timeout=60)
+    # Read all scalars as text: a value that Go took for a number or a boolean is written differently.
+    assert yaml.load(built, yaml.BaseLoader)["data"] == strings
+
+
+def test_comments_are_above_their_values() -> None:
+    items = Commented([Commented("x", "of an item")], "of a list")
+    inner = {"first": Commented("a", "of the first key"), "second": items}
+    node = {"items": [Commented(inner, "of the whole item")], "text": Commented("a\nb\n", "of a block")}
+    assert dump_documents([Commented(node, "top"), {"next": 1}], "heading") == (
+        "# heading\n# top\nitems:\n  # of the whole item\n  # of the first key\n  - first: a\n    # of a list\n"
+        "    second:\n      # of an item\n      - x\n# of a block\ntext: |\n  a\n  b\n---\nnext: 1\n"
+    )

@@ -1,5 +1,6 @@
-"""Claims about which slices are ours and which are leftovers: entries as the API lists them."""
+"""Claims about which slices are ours and which are leftovers: the owner in labels, and entries as the API has them."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from launcher.cli import slices as commands
 from launcher.emulator.state import QueuedResource
 from launcher.errors import Exit
 from launcher.tpu_vm import inventory
-from launcher.workstation import Owner
+from launcher.workstation import Owner, hash_account, this_owner
 from tests.launcher.emulated_gcloud import ANN, BUSY, UNAVAILABLE, Cloud
 from tests.launcher.run_files import SLICE
+from tests.launcher.script_host import write_program
 
 NOW, CREATED = 1_800_000_000.0, "2027-01-15T07:00:00Z"
 PARENT = "projects/p/locations/us-central2-b"
@@ -211,3 +213,38 @@ def test_a_dead_request_is_not_deleted_under_a_live_slice_of_its_name(cloud: Clo
     assert "did not come from it" in remove(cloud, listed)
     del cloud.state.nodes[request.node]
     assert remove(cloud, listed) == "deleted"
+
+
+@pytest.mark.parametrize(
+    ("answer", "account"),
+    [
+        ("echo Ann@example.com", "ann@example.com"),
+        ("echo 1-compute@developer.gserviceaccount.com", "1-compute@developer.gserviceaccount.com"),  # of a VM
+        ("echo '(unset)' >&2; echo", ""),
+        ("echo broken; exit 1", ""),
+    ],
+)
+def test_the_account_is_the_one_that_gcloud_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, account: str
+) -> None:
+    write_program(tmp_path / "bin", "gcloud", f'[ "$*" = "config get account --quiet" ] || exit 9\n{answer}')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.delenv("CLOUDSDK_CORE_ACCOUNT")
+    assert this_owner().account == hash_account(account)
+    assert (hash_account(account) == "") == (account == "")
+    monkeypatch.setenv("CLOUDSDK_CORE_ACCOUNT", "c@d")
+    assert this_owner().account == hash_account("C@d")
+
+
+def test_without_gcloud_there_is_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CLOUDSDK_CORE_ACCOUNT")
+    monkeypatch.setenv("PATH", os.fspath(tmp_path))
+    assert this_owner().account == ""
+
+
+def test_labels_hold_what_google_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGNAME", "Ann.Über@corp" + "x" * 80)
+    user = this_owner().user
+    assert user.startswith("ann--ber-corp")
+    assert len(user) == 63
+    assert len(hash_account("ann@example.com")) == 12

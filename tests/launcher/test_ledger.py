@@ -1,26 +1,37 @@
-"""A run's folder belongs to one launcher at a time, and a run id to one run."""
+"""A run's folder: it belongs to one launcher at a time, what is written there is read back, and no secret is in it."""
 
 import errno
+import json
 import os
+import stat
 import subprocess
 import sys
+import tarfile
+import tempfile
 from io import FileIO
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from launcher.config import load
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.provider import ContainerState
+from launcher.provider import ContainerState, Overlay
 from launcher.providers import this_machine
-from launcher.run import events
+from launcher.run import events, post_mortem, specification
 from launcher.run import ledger as ledger_module
 from launcher.run.events import AttemptBegan, Ended, Entry, HostBack
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.session import begin_run, find_run, list_runs, new_run_id
-from launcher.run.specification import Specification
+from launcher.run.specification import SecretSource, Specification
 from launcher.run.state import Phase, RunState, phase_on_hosts, recorded_ends, recorded_verdict, state_of
 from launcher.run.verdict import Kind, Verdict
-from tests.launcher.emulated_gcloud import Clock
+from tests.launcher.emulated_gcloud import Clock as StillClock
+from tests.launcher.run_files import SLICE, load_text
+from tests.launcher.test_runs import Workstation, start_and_lose_sight
+from training.machine import Clock
 
 HOLD = """
 import sys
@@ -111,7 +122,7 @@ def test_an_event_that_does_not_fit_on_the_disk_is_one_message_and_the_next_one_
     run = new_run(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(run, "_events", Path("/dev/full"))
-        patch.setattr(run, "clock", clock := Clock())
+        patch.setattr(run, "clock", clock := StillClock())
         begun = clock.monotonic()
         with pytest.raises(LaunchError, match=r"can't be recorded for 60 s: No space left.*run --attach"):
             run.append(AttemptBegan(0))
@@ -137,7 +148,7 @@ def test_an_event_of_which_a_part_fitted_is_recorded_once(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(ledger_module, "write_whole", fill)
-    monkeypatch.setattr(run, "clock", Clock())
+    monkeypatch.setattr(run, "clock", StillClock())
     run.append(AttemptBegan(0))
     run.append(Ended(0, "saved"))
     assert run.events() == [AttemptBegan(0), Ended(0, "saved")]
@@ -245,3 +256,155 @@ def test_what_an_earlier_supervisor_saw_of_an_attempt_is_of_that_attempt_and_was
     ]
     assert recorded_verdict(judged, 1) == Verdict(Kind.FAILED), "the last one"
     assert recorded_verdict(judged[:1], 1) is None
+
+
+FILE = f"""\
+{SLICE}model: {{name: bert-base}}
+data: {{train: gs://b/train, tokenizer: gs://b/tokenizer}}
+train: {{steps: 10, global_batch_size: 64, learning_rate: 1e-4}}
+output: gs://b/runs
+run: {{secrets: [HF_TOKEN], environment: {{A: "1e-4", B: "no"}}}}
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Specification:
+    (tmp_path / "some.env").write_text("FROM_FILE=x\nHF_TOKEN=y\n")
+    config = load_text(tmp_path, FILE, ["train.steps=20", "run.preemption_retries=3"])
+    overlay = Overlay("/opt", b"archive")
+    specification.write_overlay(tmp_path, overlay)
+    variables = specification.read_env_file(tmp_path / "some.env")
+    return specification.describe(
+        config, "demo-1", env_file=tmp_path / "some.env", variables=variables, overlay=overlay, preflight=["ab"]
+    )
+
+
+def test_what_is_written_is_read_back_and_means_the_same_configuration(tmp_path: Path, spec: Specification) -> None:
+    specification.write(tmp_path, spec)
+    again = specification.read(tmp_path)
+    assert again == spec
+    config = again.config()
+    original = load(tmp_path / "run.yaml", ["train.steps=20", "run.preemption_retries=3"])
+    for section in ("slice", "image", "run", "gke", "trainer"):
+        assert getattr(config, section) == getattr(original, section)
+    assert config.document.dump() == original.document.dump(), "hosts get the same file, byte for byte"
+    assert config.folder == original.folder
+    assert stat.S_IMODE((tmp_path / "specification.yaml").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    "text", ["", "format: 2\n", "format: 1\nrun: x\n", "not: [valid", "- a list\n", "format: 1\nsurprise: 1\n"]
+)
+def test_a_damaged_or_newer_specification_is_refused_with_its_path(tmp_path: Path, text: str) -> None:
+    (tmp_path / specification.FILE).write_text(text)
+    with pytest.raises(BadInput, match=r"specification\.yaml can't be used"):
+        specification.read(tmp_path)
+
+
+def test_an_overlay_that_was_changed_or_removed_is_refused(tmp_path: Path, spec: Specification) -> None:
+    assert specification.read_overlay(tmp_path, spec) == Overlay("/opt", b"archive")
+    (archive,) = tmp_path.glob("overlay-*")
+    archive.write_bytes(b"other")
+    with pytest.raises(BadInput, match="was changed"):
+        specification.read_overlay(tmp_path, spec)
+    archive.unlink()
+    with pytest.raises(BadInput, match="can't be read"):
+        specification.read_overlay(tmp_path, spec)
+
+
+def test_values_of_secrets_come_from_this_command_line_the_runs_env_file_and_the_environment(
+    tmp_path: Path, spec: Specification
+) -> None:
+    assert spec.secrets == ["HF_TOKEN", "FROM_FILE"]
+    environment = {"HF_TOKEN": "environment", "FROM_FILE": "environment", "OTHER": "x"}
+    assert SecretSource(environment, {}).values(spec) == {"HF_TOKEN": "y", "FROM_FILE": "x"}
+    assert SecretSource(environment, {"HF_TOKEN": "given"}).values(spec)["HF_TOKEN"] == "given"
+    (tmp_path / "some.env").unlink()
+    assert SecretSource(environment, {}).values(spec) == {"HF_TOKEN": "environment", "FROM_FILE": "environment"}
+    assert SecretSource({"HF_TOKEN": "x"}, {}).missing(spec) == ["FROM_FILE"]
+
+
+def test_a_resumed_run_keeps_the_secrets_that_its_command_line_does_not_repeat(spec: Specification) -> None:
+    requested = spec.model_copy(update={"secrets": ["ADDED", "HF_TOKEN"]})
+    assert specification.resume(spec, requested).secrets == ["ADDED", "HF_TOKEN", "FROM_FILE"]
+    bare = spec.model_copy(update={"env_file": None, "overlay": None})
+    for kept, now in (spec, bare), (bare, spec), (bare, bare):
+        resumed = specification.resume(kept, now)
+        assert (resumed.env_file, resumed.overlay) == (now.env_file or kept.env_file, now.overlay or kept.overlay)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [{"event": "from the future", "attempt": 3}, {"event": "started"}, {"event": "started", "attempt": 1, "x": 1}],
+)
+def test_an_event_of_another_version_is_refused_with_its_path(tmp_path: Path, line: dict[str, object]) -> None:
+    (tmp_path / "events.jsonl").write_text(json.dumps({"time": "t", **line}) + "\n")
+    with pytest.raises(BadInput, match=r"events\.jsonl: an event of another version"):
+        Ledger(tmp_path, Clock()).events()
+
+
+@given(st.dictionaries(st.from_regex(r"[A-Z]{1,5}", fullmatch=True), st.text("ab $#='\"\\{}", max_size=8)))
+def test_quoted_values_of_an_env_file_arrive_as_they_are(values: dict[str, str]) -> None:
+    quoted = {name: value.replace("\\", "\\\\").replace("'", "\\'") for name, value in values.items()}
+    lines = "".join(f"{name}='{value}'\n" for name, value in quoted.items())
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
+        file.write(lines)
+        file.flush()
+        assert specification.read_env_file(Path(file.name)) == values
+
+
+SECRET = 'a "quoted" s3cret'
+FULL = OSError(28, "No space left on device")
+
+
+def contents(archive: Path) -> bytes:
+    with tarfile.open(archive) as tar:
+        return b"".join(tar.extractfile(member).read() for member in tar.getmembers())  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path, Clock())
+
+
+def test_no_form_of_a_secret_is_in_the_archive(ledger: Ledger) -> None:
+    ledger.log_file(0, 0).write_text(f"2026 {SECRET}\n2026 {json.dumps({'key': SECRET})}\n")
+    kept = contents(post_mortem.write(ledger, 0, {"host-0.txt": f"env {SECRET}"}, {"TOKEN": SECRET}))
+    assert b"s3cret" not in kept
+    assert kept.count(b"***") == 3
+
+
+def test_a_secret_that_the_cut_of_a_long_log_divides_is_not_in_the_archive(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "0123456789abcdefghij"
+    ledger.log_file(0, 0).write_text("x" * 5000 + secret + "y" * 1000)
+    for size in range(900, 1000 + len(secret) + 1):  # before the cut, as many bytes are read as a masked form may have
+        monkeypatch.setattr(post_mortem, "_LOG_BYTES", size)
+        kept = contents(post_mortem.write(ledger, 0, {}, {"TOKEN": secret}))
+        assert kept.endswith(b"y" * 900)
+        assert len(kept) <= size
+        assert not any(digit in kept for digit in secret.encode()), size
+
+
+def test_a_full_disk_costs_the_archive_and_nothing_else(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(post_mortem, "write", Mock(side_effect=FULL))
+    work.hosts.exits[0] = 1
+    assert work.run(work.config()).verdict.kind is Kind.FAILED
+    assert work.hosts.state == {}  # the containers were removed after it
+    assert any("no post-mortem of attempt 0 could be written" in message for message in work.messages)
+
+
+def test_a_disk_that_fills_up_leaves_no_part_of_an_archive(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(post_mortem, "_add", Mock(side_effect=FULL))
+    with pytest.raises(OSError, match="No space left"):
+        post_mortem.write(ledger, 0, {"slice.json": "{}"}, {})
+    assert not [path for path in ledger.folder.iterdir() if "post-mortem" in path.name]
+
+
+def test_secrets_whose_values_are_not_known_here_are_named(work: Workstation) -> None:
+    start_and_lose_sight(work)
+    work.hosts.end(1)
+    work.attach(work.config(), HF_TOKEN="s3cret")
+    assert any(message.endswith("; not masked in it: FROM_FILE") for message in work.messages)
+    assert '"last_lines": ["a line"]' in (work.ledger.folder / "events.jsonl").read_text()

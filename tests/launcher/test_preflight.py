@@ -12,7 +12,7 @@ from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import write_private
 from launcher.run import specification
 from launcher.run.specification import make_attempt
-from tests.launcher.test_bad_input import launch
+from tests.launcher.run_files import launch
 
 FILE = """\
 project: my-project
