@@ -28,12 +28,11 @@ from launcher.run.session import begin_run
 from launcher.run.specification import Specification
 from launcher.tpu_vm import candidates, commands, deletion, race, requests, slice_hints
 from launcher.tpu_vm.ownership import NotOurs
-from launcher.tpu_vm.provider import TpuVm
 from launcher.tpu_vm.requests import RequestRecord
 from launcher.tpu_vm.ssh.connections import SliceConnections
 from tests.bucket_server import BucketServer
 from tests.gcloud_commands import UnknownCommand
-from tests.launcher.emulated_gcloud import ANN, BOB, DENIED, UNAVAILABLE, Clock, Cloud, InOrder
+from tests.launcher.emulated_gcloud import ANN, BOB, Clock, Cloud, InOrder
 from tests.launcher.run_files import launch, load_text
 
 V4, V3 = Candidate("v4-16", "us-central2-b", "spot"), Candidate("v3-8", "us-central1-a", "spot")
@@ -76,7 +75,9 @@ def nodes(cloud: Cloud) -> list[str]:
     return ["/".join(name.split("/")[3::2]) for name in cloud.state.nodes]
 
 
-def test_candidates_are_all_combinations_each_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+def test_candidates_are_all_combinations_each_once_in_the_order_of_the_file_where_google_has_them(
+    tmp_path: Path,
+) -> None:
     more = "  - {accelerator_type: [v4-8, v2-8], capacity: [spot, on-demand], zones: [us-central2-b]}\n"
     config = make(tmp_path, more)
     assert config.candidates[:3] == [V4, SMALL, V3]
@@ -87,9 +88,6 @@ def test_candidates_are_all_combinations_each_once_in_the_order_of_the_file(tmp_
     ]
     names = [(place.zone, place.node) for place in map(config.placed, config.candidates)]
     assert len(set(names)) == len(names)
-
-
-def test_a_type_without_zones_is_asked_for_where_google_offers_it(tmp_path: Path) -> None:
     config = make(tmp_path, "  - {accelerator_type: v2-8}\n")
     zones = [candidate.zone for candidate in config.candidates if candidate.accelerator_type == "v2-8"]
     assert zones == ["us-central1-b", "us-central1-c", "europe-west4-a", "asia-east1-c"]
@@ -349,13 +347,20 @@ def test_the_slice_of_a_killed_command_is_used_and_its_other_requests_are_withdr
     assert create(cloud, config) == "v4-16"
     assert history(config) == [("v4-16", ""), ("v3-8", requests.WITHDRAWN)]
     assert record.open()[0].granted is not None
+    record.end(record.open(), requests.TAKEN, 3.0)
+    record.grant(record.ask(V3, "demo", 4.0), 5.0)
+    candidates.withdraw_unused(config, print, cloud.machine())
+    assert slice_hints.current(config) == V3, "the candidate of the last grant"
 
 
-def test_a_preempted_slice_that_fits_the_limit_no_more_is_deleted(cloud: Cloud, tmp_path: Path) -> None:
+def test_a_request_or_preempted_slice_that_fits_the_limit_no_more_is_withdrawn(cloud: Cloud, tmp_path: Path) -> None:
     create(cloud, make(tmp_path))
     cloud.node().resource["state"] = "PREEMPTED"
-    assert create(cloud, make(tmp_path, "  price_limit: 4.0\n")) == "v4-8"
+    config = make(tmp_path, "  price_limit: 4.0\n")
+    asked = RequestRecord(config).ask(V4, "demo-9", cloud.clock.time())
+    assert create(cloud, config) == "v4-8"
     assert nodes(cloud) == ["us-central2-b/demo-2"]
+    assert history(config)[asked.number - 1] == ("v4-16", requests.WITHDRAWN)
 
 
 def test_a_slice_of_another_type_is_not_deleted_with_the_request_of_its_name(cloud: Cloud, config: Config) -> None:
@@ -376,16 +381,6 @@ def test_a_slice_of_a_command_that_died_at_once_is_used_if_it_was_granted(
     candidates.withdraw_unused(config, lambda text: None, cloud.machine())
     assert [item.granted for item in RequestRecord(config).open()] == [cloud.clock.now] * (state == "READY")
     assert nodes(cloud) == ["us-central2-b/demo"] * (state == "READY")
-
-
-@pytest.mark.parametrize(("answer", "may_be_billed"), [(UNAVAILABLE, True), (DENIED, False)])
-def test_a_slice_that_may_exist_is_told_when_google_does_not_describe_it(
-    cloud: Cloud, config: Config, answer: str, may_be_billed: bool
-) -> None:
-    cloud.trouble = lambda zone, command, now: answer
-    with pytest.raises(LaunchError) as caught:
-        create(cloud, config)
-    assert ("slice demo may exist, and is billed then" in str(caught.value)) == may_be_billed
 
 
 def test_another_user_s_slice_is_left_alone_where_requests_are_withdrawn(cloud: Cloud, config: Config) -> None:
@@ -437,19 +432,6 @@ def test_a_command_tells_once_that_it_waits_for_another_one(cloud: Cloud, config
     assert f"another tpu-launch is asking for candidates of slice {config.slice.name}" in said[0]
 
 
-def test_the_candidate_of_a_grant_is_the_current_one_after_a_kill(cloud: Cloud, config: Config) -> None:
-    record = RequestRecord(config)
-    record.grant(record.ask(V3, "demo", cloud.clock.time()), cloud.clock.time())
-    candidates.withdraw_unused(config, print, cloud.machine())
-    assert slice_hints.current(config) == V3
-
-
-def test_a_provider_withdraws_requests_that_nothing_uses(cloud: Cloud, config: Config) -> None:
-    RequestRecord(config).ask(V3, "demo", cloud.clock.time())
-    TpuVm(config, print, cloud.machine()).withdraw_unused()
-    assert history(config) == [("v3-8", requests.WITHDRAWN)]
-
-
 def test_a_stopped_slice_above_the_price_limit_is_not_started(cloud: Cloud, tmp_path: Path) -> None:
     cloud.made_by(OURS, "STOPPED")
     wanted = r"demo is STOPPED and is not started: .*price_limit\) is \$4\.00 .*about \$7\.3\d.*\n +raise the limit"
@@ -498,13 +480,6 @@ def test_a_command_on_another_machine_looks_for_the_candidate_that_exists(cloud:
     with pytest.raises(UnknownCommand, match="ssh"):
         SliceConnections(config, cloud.machine()).run_through_gcloud(0, "true")
     assert cloud.calls[-1].startswith(f"{V3.zone} tpu-vm ssh")
-
-
-def test_a_request_that_fits_the_limit_no_more_is_withdrawn(cloud: Cloud, tmp_path: Path) -> None:
-    config = make(tmp_path, "  price_limit: 4.0\n")
-    RequestRecord(config).ask(V4, "demo", cloud.clock.time())
-    create(cloud, config)
-    assert history(config)[0] == ("v4-16", "withdrawn")
 
 
 def test_a_supervisor_on_another_machine_uses_and_withdraws_the_requests_of_the_one_before(

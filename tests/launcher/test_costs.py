@@ -27,7 +27,7 @@ from launcher.tpu_vm import ownership
 from launcher.workstation import Owner
 from tests.launcher.run_files import launch, load_text
 from tests.launcher.test_preflight import write_inputs
-from tests.launcher.test_runs import Hosts, Workstation
+from tests.launcher.test_runs import Workstation
 from training.accelerators import ACCELERATORS, accelerator
 from training.machine import format_time, parse_time
 
@@ -118,8 +118,8 @@ def test_each_attempt_counts_with_the_price_of_its_slice_and_a_preempted_slice_c
     assert spent([at(0, events.AttemptBegan(0))], START + 3600) == 0, "an unknown price"
 
 
-def test_a_run_whose_budget_is_spent_saves_and_its_slice_is_deleted(tmp_path: Path) -> None:
-    work = Workstation(tmp_path, Hosts([None, 0]))
+def test_a_run_whose_budget_is_spent_saves_and_its_slice_is_deleted(work: Workstation) -> None:
+    work.hosts.exits[0] = None
     config = work.config("run.budget=1.0", "run.preemption_retries=9", command=["train"])
     ends = START + 2 - config.run.stop_seconds
     assert exceeds(config, [at(0, began(0, 3600.0))], ends), "the cost of the save is kept back"
@@ -144,8 +144,8 @@ def test_a_run_whose_budget_is_spent_saves_and_its_slice_is_deleted(tmp_path: Pa
     assert work.run(work.config("run.budget=100", command=["train"])).verdict.kind is Kind.FINISHED
 
 
-def test_a_slice_is_left_to_another_run_that_began_on_it(tmp_path: Path) -> None:
-    work = Workstation(tmp_path, Hosts([0, None, 0]))
+def test_a_slice_is_left_to_another_run_that_began_on_it(work: Workstation) -> None:
+    work.hosts.exits[1] = None
     work.run(work.config(command=["other"]))
     work.hosts.hooks["observe"] = [lambda: work.clock.sleep(3600.0)]
     with work.ledger.supervising():
@@ -156,16 +156,14 @@ def test_a_slice_is_left_to_another_run_that_began_on_it(tmp_path: Path) -> None
     assert work.hosts.slice_state is None, "no process supervises the other run any more"
 
 
-def test_a_run_that_has_finished_keeps_its_slice_although_its_budget_is_spent(tmp_path: Path) -> None:
-    work = Workstation(tmp_path, Hosts([0]))
+def test_a_run_that_has_finished_keeps_its_slice_although_its_budget_is_spent(work: Workstation) -> None:
     work.clock.skipped = -3600.0
     work.hosts.hooks["observe"] = [lambda: work.clock.sleep(3600.0)]
     outcome = work.run(work.config("run.budget=1.0", command=["train"]))
     assert (outcome.verdict.kind, work.hosts.slice_state) == (Kind.FINISHED, "READY")
 
 
-def test_a_budget_needs_the_price_of_every_candidate(tmp_path: Path) -> None:
-    work = Workstation(tmp_path, Hosts([0]))
+def test_a_budget_needs_the_price_of_every_candidate(work: Workstation) -> None:
     candidates = "slice.candidates=[{accelerator_type: v6e-8, zones: [southamerica-west1-a], capacity: spot}]"
     with pytest.raises(BadInput, match=r"run\.budget: the price of v6e-8 \(spot\) in southamerica-west1-a"):
         work.run(work.config("run.budget=5", candidates, command=["train"]))

@@ -24,7 +24,7 @@ from tests.launcher.script_host import write_program
 from tests.registry_server import serve
 
 
-def client_script(version: str, *, buildx: bool = False, else_says: str = "") -> str:
+def client_script(version: str = "28.2.2", *, buildx: bool = False, else_says: str = "") -> str:
     """A client that knows its version, perhaps has buildx, and reaches no engine."""
     return f"""case "$1" in
 --version) echo "Docker version {version}, build 297e128" ;;
@@ -33,57 +33,37 @@ buildx) {"echo v0.20" if buildx else "exit 1"} ;;
 esac"""
 
 
-OLD = client_script("20.10.24+dfsg1")
-NEW_WITHOUT_BUILDX = client_script("28.2.2")
-NEW_WITH_BUILDX = client_script("28.2.2", buildx=True)
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, *scripts: str) -> list[Path]:
+    """Makes these the docker clients on the PATH, in this order. Returns their paths."""
+    found = [write_program(folder / str(number), "docker", script) for number, script in enumerate(scripts)]
+    monkeypatch.setenv("PATH", ":".join(str(path.parent) for path in found))
+    return found
 
 
-def install(folder: Path, script: str) -> Path:
-    return write_program(folder, "docker", script)
-
-
-def search(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
-    monkeypatch.setenv("PATH", ":".join(map(str, folders)))
-
-
-def test_client_without_buildx_is_passed_over_for_an_older_one_with_buildkit_built_in(
+def test_a_client_without_buildx_is_passed_over_for_an_older_one_or_is_bad_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(tmp_path / "a", NEW_WITHOUT_BUILDX)
-    old = install(tmp_path / "b", OLD)
-    new = install(tmp_path / "c", NEW_WITH_BUILDX)
-    search(monkeypatch, tmp_path / "a", tmp_path / "b", tmp_path / "c")
-    assert engine.client() == str(old)
-    search(monkeypatch, tmp_path / "a", tmp_path / "c", tmp_path / "b")
-    assert engine.client() == str(new)
-
-
-def test_only_a_client_without_buildx_is_bad_input_and_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(tmp_path / "a", NEW_WITHOUT_BUILDX)
-    broken = install(tmp_path / "b", "exit 1")
-    search(monkeypatch, tmp_path / "a", tmp_path / "b")
+    """Older ones have BuildKit built in."""
+    for others in ([client_script("20.10.24+dfsg1")], [client_script(buildx=True), client_script("20.10.24")]):
+        _, taken, *_ = install(monkeypatch, tmp_path / str(len(others)), client_script(), *others)
+        assert engine.client() == str(taken)
+    _, broken = install(monkeypatch, tmp_path / "none", client_script(), "exit 1")
     words = rf"has no buildx plug-in; {broken} does not say its version.*docker\.io"
     with pytest.raises(BadInput, match=words) as caught:
         engine.client()
     assert caught.value.exit_code == Exit.BAD_INPUT
 
 
-def test_engine_that_does_not_run_is_named_by_docker_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_does_not_run_is_told_from_one_that_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     words = rf"no container engine answers at unix://{tmp_path}/none\.sock \(DOCKER_HOST\)"
     with pytest.raises(BadInput, match=words) as caught:
         engine.require_engine()
     assert caught.value.exit_code == Exit.BAD_INPUT
     assert "start it" in str(caught.value)
-
-
-def test_engine_that_refuses_is_told_from_one_that_does_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(tmp_path / "a", client_script("20.10.24", else_says="Got permission denied while trying to connect"))
-    search(monkeypatch, tmp_path / "a")
+    install(monkeypatch, tmp_path, client_script("20.10.24", else_says="Got permission denied while trying to connect"))
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     with pytest.raises(BadInput, match="group docker"):
         engine.require_engine()
@@ -163,19 +143,21 @@ def test_an_interrupted_push_is_done_again(docker: Path, spec: ImageSpec) -> Non
     assert count_pushes(docker) == 2
 
 
-def test_a_push_that_is_done_is_not_repeated(docker: Path, spec: ImageSpec) -> None:
+def test_a_push_is_repeated_for_another_image_of_the_same_tag_or_a_damaged_record_only(
+    docker: Path, spec: ImageSpec, tmp_path: Path
+) -> None:
+    """The image was removed and built again: other bytes, the same sources."""
     ensure_image(spec, print)
     assert ensure_image(spec, print).reference == REFERENCE
     assert list_commands(spec) == []
     assert count_pushes(docker) == 1
-
-
-def test_another_image_of_the_same_tag_is_pushed(docker: Path, spec: ImageSpec) -> None:
-    """The image was removed and built again: other bytes, the same sources."""
-    ensure_image(spec, print)
     (docker / "image").write_text("sha256:2\n")
     ensure_image(spec, print)
     assert count_pushes(docker) == 2
+    for record in (tmp_path / "home" / "images").glob("*.pushed.json"):
+        record.write_text('[{"remote": ')
+    assert ensure_image(spec, print).reference == REFERENCE
+    assert count_pushes(docker) == 3
 
 
 def test_a_push_through_another_engine_does_not_count(
@@ -210,14 +192,6 @@ def test_an_image_that_the_registry_does_not_confirm_is_pushed_again(
     assert count_pushes(docker) == 3
     ensure_image(spec, print)
     assert count_pushes(docker) == (3 if lost == "deleted" else 4)
-
-
-def test_a_damaged_record_means_another_push(docker: Path, spec: ImageSpec, tmp_path: Path) -> None:
-    ensure_image(spec, print)
-    (record,) = (tmp_path / "home" / "images").glob("*.pushed.json")
-    record.write_text('[{"remote": ')
-    assert ensure_image(spec, print).reference == REFERENCE
-    assert count_pushes(docker) == 2
 
 
 @pytest.mark.parametrize(

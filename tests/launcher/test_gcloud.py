@@ -260,11 +260,14 @@ def test_time_outs_pass_and_bad_input_and_a_used_slice_do_not() -> None:
     assert not LaunchError("host 0 is used by run x", exit_code=Exit.CONFLICT).transient
 
 
-def test_offline_is_not_told_to_sign_in() -> None:
-    offline = next(text for source, text, _ in WORDINGS if source.startswith("gcloud without a network:"))
-    advice = str(explain_error(offline, DESCRIBE)).splitlines()[-1]
-    assert "can't be reached" in advice
-    assert "sign in" not in advice
+def test_a_missing_sign_in_is_told_in_two_lines_and_offline_is_not_told_to_sign_in() -> None:
+    offline, revoked = (
+        str(next(explain_error(text, DESCRIBE) for source, text, _ in WORDINGS if source.startswith(words)))
+        for words in ("gcloud without a network:", "google.auth")
+    )
+    assert len(revoked.splitlines()) == 2
+    assert "can't be reached" in offline.splitlines()[-1]
+    assert "sign in" not in offline.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -273,18 +276,9 @@ def test_offline_is_not_told_to_sign_in() -> None:
         ("Create request issued for: [demo]\nWaiting for operation [o]\n...\n", "gcloud failed without a message"),
         ("Waiting for operation [o]\n\none\n \ntwo\n", "one\ntwo"),
         ("WARNING: old\nERROR: (gcloud.x) ABORTED: no\n- reason: r", "gcloud: ABORTED: no\n- reason: r"),
+        ('ERROR: (gcloud.x) {"code": 8, "message": "No more \\"here\\""}', 'gcloud: No more "here"'),
     ],
 )
 def test_an_error_is_told_without_what_gcloud_prints_besides(stderr: str, words: str) -> None:
     assert summarize_error(stderr) == words
     assert str(explain_error(stderr, DESCRIBE)).startswith(f"{words}\n  ")
-
-
-def test_a_missing_sign_in_is_told_in_two_lines() -> None:
-    text = next(text for source, text, _ in WORDINGS if source.startswith("google.auth"))
-    assert len(str(explain_error(text, DESCRIBE)).splitlines()) == 2
-
-
-def test_an_operation_s_error_is_told_by_its_message() -> None:
-    told = str(explain_error(WORDINGS[0][1], CREATE))
-    assert told.startswith('gcloud: There is no more capacity in the zone "us-central1-c"')

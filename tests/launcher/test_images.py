@@ -76,6 +76,8 @@ def test_what_an_image_can_not_be_made_of_is_named(tmp_path: Path) -> None:
         default_spec("torch-xla", code=tmp_path)
     with pytest.raises(BadInput, match=r"no image for backend 'jax'; there are: .*torch-xla"):
         default_spec("jax")
+    with pytest.raises(BadInput, match="none: there is no such folder"):
+        build_context.folder(tmp_path / "none")
     with pytest.raises(BadInput, match=r"nowhere: there is no such Dockerfile"):
         folder_spec("test/image", tmp_path, dockerfile=tmp_path / "nowhere")
 
@@ -225,11 +227,6 @@ def test_dockerignore_leaves_out_what_docker_leaves_out(tmp_path: Path, lines: l
     assert [path for path, _ in build_context.folder(tmp_path)] == left.split()
 
 
-def test_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="none: there is no such folder"):
-        build_context.folder(tmp_path / "none")
-
-
 def make_folder(root: Path, *names: str) -> None:
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -252,6 +249,8 @@ def test_secrets_and_state_of_this_machine_are_not_sent(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     sent = [path for path, _ in build_context.folder(tmp_path)]
     assert sent == [".github/ci.yaml", "environment.py", "tokenizer.json", "train.py"]
+    (tmp_path / ".dockerignore").write_text("!deploy/.env\n")
+    assert [path for path, _ in build_context.folder(tmp_path)] == [sent[0], "deploy/.env", *sent[1:]], "wanted"
 
 
 @pytest.mark.parametrize(
@@ -280,12 +279,6 @@ def test_the_launchers_own_folder_is_left_out_whatever_its_name(
     make_folder(tmp_path, "train.py", "states/a", f"sub/{name}/runs/r/run.json")
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "sub" / name))
     assert [path for path, _ in build_context.folder(tmp_path)] == ["states/a", "train.py"]
-
-
-def test_the_folders_dockerignore_can_let_a_private_file_in(tmp_path: Path) -> None:
-    make_folder(tmp_path, "train.py", ".env", "sub/.env")
-    (tmp_path / ".dockerignore").write_text("!sub/.env\n")
-    assert [path for path, _ in build_context.folder(tmp_path)] == ["sub/.env", "train.py"]
 
 
 def test_the_ignore_file_of_the_dockerfile_counts_instead_of_the_folders(tmp_path: Path) -> None:

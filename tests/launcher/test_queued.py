@@ -59,12 +59,6 @@ def test_kinds_of_capacity_that_only_alpha_has_are_asked_for_with_it(
     assert set(flags) <= set(command)
 
 
-def test_a_request_is_read_with_its_name_and_its_time() -> None:
-    place = '"name": "projects/p/locations/us-west1-c/queuedResources/s"'
-    found = queued.parse(f'{{{place}, "createTime": "2026-11-20T08:00:00.000000000Z"}}')
-    assert (found.name, found.created) == ("s", 1795161600.0)
-
-
 def test_zones_are_tried_in_order_and_each_once(zoned: Config) -> None:
     assert zoned.zones == ["us-west1-c", "us-central1-a", "us-west4-a"]
     assert [here.zones for here in slice_hints.in_every_place(zoned)] == [[zone] for zone in zoned.zones]
@@ -143,46 +137,37 @@ def preempt_first(cloud: Cloud) -> None:
     cloud.trouble = take_away
 
 
-def test_a_request_is_made_once_and_told_of_once_a_minute(config: Config, cloud: Cloud) -> None:
+@pytest.mark.parametrize("earlier", [False, True], ids=["of this command", "of an earlier one"])
+def test_a_request_is_made_once_and_told_of_once_a_minute(config: Config, cloud: Cloud, earlier: bool) -> None:
+    if earlier:
+        make_request(config, cloud)
+        cloud.clock.sleep(HOUR)
+    begin = cloud.clock.now
     cloud.at(HOUR, cloud.state.faults.clear)
+    if earlier:
+        cloud.trouble = lambda zone, command, now: UNAVAILABLE if now < begin + 20 and "queued" in command else None
     node, said = create(config, cloud)
     assert node.ready
     assert requests(cloud) == 1
     assert 55 <= sum("is WAITING_FOR_RESOURCES" in line for line in said) <= 65
-    assert "request s is WAITING_FOR_RESOURCES, requested 10 min ago, valid for 5 h 49 min more" in said
+    age, left = ("1 h 10 min", "4 h 49 min") if earlier else ("10 min", "5 h 49 min")
+    assert f"request s is WAITING_FOR_RESOURCES, requested {age} ago, valid for {left} more" in said
 
 
-def test_a_request_of_an_earlier_command_is_waited_for(config: Config, cloud: Cloud) -> None:
-    make_request(config, cloud)
-    cloud.clock.sleep(HOUR)
-    begin = cloud.clock.now
-    cloud.at(HOUR, cloud.state.faults.clear)
-    cloud.trouble = lambda zone, command, now: UNAVAILABLE if now < begin + 20 and "queued" in command else None
-    node, said = create(config, cloud)
-    assert node.ready
-    assert requests(cloud) == 1
-    assert "request s is WAITING_FOR_RESOURCES, requested 1 h 0 min ago, valid for 4 h 59 min more" in said
-
-
-def test_the_age_of_one_that_lost_its_node_does_not_count(config: Config, cloud: Cloud) -> None:
-    cloud.at(7 * HOUR, cloud.state.faults.clear)
-    make_request(config, cloud)
-    cloud.clock.sleep(5.9 * HOUR)
-    for request in cloud.state.queued.values():
-        request.state = "SUSPENDED"
-    assert create(config, cloud)[0].ready
-
-
-def test_the_age_of_one_that_is_being_deleted_does_not_count(
-    config: Config, cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("state", ["SUSPENDED", "DELETING"])  # it lost its node, or goes away
+def test_the_age_of_a_request_that_is_over_does_not_count(
+    config: Config, cloud: Cloud, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     make_request(config, cloud)
     describe, old = queued.describe, queued.describe(config, cloud.machine())
-    answers = [replace(old, state="DELETING")] * 2
-    cloud.state.queued.clear()
-    cloud.clock.sleep(6.9 * HOUR)
+    answers = [replace(old, state=state)] * (2 if state == "DELETING" else 0)
+    cloud.clock.sleep(5.9 * HOUR)
+    cloud.at(1.1 * HOUR, cloud.state.faults.clear)
+    for request in cloud.state.queued.values():
+        request.state = state
+    if answers:
+        cloud.state.queued.clear()
     monkeypatch.setattr(queued, "describe", lambda *words: answers.pop() if answers else describe(*words))
-    cloud.at(HOUR, cloud.state.faults.clear)
     assert create(config, cloud)[0].ready
 
 

@@ -418,12 +418,17 @@ def test_a_run_starts_only_on_a_slice_that_is_ready(tmp_path: Path, state: str, 
     assert code is None or caught.value.exit_code == code
 
 
-def test_an_attempt_that_fails_while_run_watches_it_is_not_started_again(work: Workstation) -> None:
-    work.hosts.exits[0] = None
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_attempt_that_fails_while_run_watches_it_is_not_started_again(work: Workstation, saved: bool) -> None:
+    """Neither the one that `run` has found, nor the one that follows it."""
+    work.hosts.exits[:2] = [None, 3]
     detach(work, work.config())
-    work.hosts.hooks["observe"] = [*[lambda: None] * 6, lambda: work.hosts.end(3)]
-    assert work.run(work.config()).verdict.kind is Kind.FAILED
-    assert len(work.hosts.attempts) == 1
+    if saved:
+        work.hosts.end(75)
+    else:
+        work.hosts.hooks["observe"] = [*[lambda: None] * 6, lambda: work.hosts.end(3)]
+    outcome = work.run(work.config())
+    assert (outcome.attempt, outcome.verdict.kind, len(work.hosts.attempts)) == (saved, Kind.FAILED, 1 + saved)
 
 
 def test_a_slice_that_another_run_uses_is_asked_once(work: Workstation) -> None:
@@ -462,14 +467,6 @@ def test_a_run_that_is_attached_to_takes_no_other_files_and_has_been_started(
     assert work.ledger.state.stop_requested
 
 
-def test_an_attempt_that_follows_one_found_ended_is_not_started_again_when_it_fails(work: Workstation) -> None:
-    work.hosts.exits[:2] = [None, 3]
-    detach(work, work.config())
-    work.hosts.end(75)
-    outcome = work.run(work.config())
-    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FAILED)
-
-
 @pytest.mark.parametrize("other", ["slice.name=other", "project=q", "zone=europe-west4-b"])
 def test_a_run_of_another_slice_is_not_one_of_this(work: Workstation, other: str) -> None:
     detach(work, work.config())
@@ -479,15 +476,11 @@ def test_a_run_of_another_slice_is_not_one_of_this(work: Workstation, other: str
             find_run(work.home, this_machine(), None, **of_others)
 
 
-def test_an_unknown_run_is_refused_with_those_that_are_known(work: Workstation) -> None:
-    work.run(work.config())
-    with pytest.raises(BadInput, match=rf"there is no run 'demo-0' here; known: {work.ledger.run_id}$"):
-        find_run(work.home, this_machine(), "demo-0")
-
-
-def test_another_command_is_another_run(work: Workstation) -> None:
+def test_another_command_is_another_run_and_an_unknown_one_is_refused(work: Workstation) -> None:
     work.hosts.exits[0] = 3
     first = work.run(work.config()).run_id
+    with pytest.raises(BadInput, match=rf"there is no run 'demo-0' here; known: {first}$"):
+        find_run(work.home, this_machine(), "demo-0")
     assert work.run(work.config(command=["other"])).run_id != first
     with pytest.raises(BadInput, match="was started with another configuration or command"):
         work.run(work.config(command=["third"]), run_id=first)
@@ -499,29 +492,21 @@ def test_a_secret_that_the_file_names_must_be_there_before_anything_starts(work:
     assert not list(work.home.glob("runs/*"))
 
 
-def test_the_image_of_a_run_is_known_before_its_attempt_begins(
+def test_an_overlay_that_is_kept_stays_over_its_image_which_no_recovery_builds(
     work: Workstation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = itertools.count()
     monkeypatch.setattr(local, "image", lambda config, say: Image(f"image-{next(numbers)}"))
-    work.hosts.exits[:2] = [75, 0]
-    work.run(work.config())
-    assert [attempt.image for attempt in work.hosts.attempts] == ["image-0", "image-0"], "recovery builds nothing"
-    assert specification.read(work.ledger.folder).image == "image-0"
-
-
-def test_an_overlay_that_is_kept_stays_over_its_image(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = itertools.count()
-    monkeypatch.setattr(local, "image", lambda config, say: Image(f"image-{next(numbers)}"))
-    work.hosts.exits[:2] = [3, 3]
+    work.hosts.exits[:3] = [75, 3, 3]
     overlay = work.folder / "code"
     overlay.mkdir()
     (overlay / "loop.py").write_text("of the start\n")
     work.run(work.config(), overlay=f"{overlay}=/opt/code")
+    assert specification.read(work.ledger.folder).image == "image-0"
     work.run(work.config())
     (overlay / "loop.py").write_text("changed since\n")
     for new in (False, True):
         work.run(work.config(), overlay=f"{overlay}=/opt/code", new=new)
-    assert [attempt.image for attempt in work.hosts.attempts] == ["image-0"] * 4
+    assert [attempt.image for attempt in work.hosts.attempts] == ["image-0"] * 5
     first, *others = [attempt.overlay.digest for attempt in work.hosts.attempts]
-    assert [digest == first for digest in others] == [True, False, False]
+    assert [digest == first for digest in others] == [True, True, False, False]

@@ -51,6 +51,10 @@ def longer(config: Config, minutes: float) -> Config:
     return replace(config, slice=config.slice.model_copy(update={"create_minutes": minutes}))
 
 
+def _first(cloud: Cloud, command: str) -> bool:
+    return command == "tpu-vm create" and cloud.calls.count(f"{ZONE} tpu-vm create") == 1
+
+
 # -- whose it is ------------------------------------------------------------------------------------------------------
 
 
@@ -133,13 +137,16 @@ def test_a_zone_without_capacity_is_tried_again_with_pauses(cloud: Cloud, tmp_pa
 
 
 @pytest.mark.parametrize(("answer", "may_exist"), [(UNAVAILABLE, True), (DENIED, False)])
-def test_the_look_through_the_zones_names_the_bill_unless_waiting_does_not_help(
-    cloud: Cloud, zones: Config, answer: str, may_exist: bool
+@pytest.mark.parametrize("section", ["", ", zones: [us-west4-a]", ", candidates: [{accelerator_type: v4-8}]"])
+def test_a_slice_that_may_exist_is_told_at_once_when_google_does_not_describe_it(
+    cloud: Cloud, tmp_path: Path, section: str, answer: str, may_exist: bool
 ) -> None:
     cloud.trouble = lambda zone, command, now: answer
+    config, machine = load_text(tmp_path, SLICE.replace("v4-16", "v4-8" + section)), cloud.machine()
     with pytest.raises(LaunchError) as refusal:
-        up(cloud, zones)
-    assert ("may exist, and is billed then" in str(refusal.value)) == may_exist
+        candidates.create(config, print, machine, machine)
+    assert ("slice demo may exist, and is billed then" in str(refusal.value)) == may_exist
+    assert len(cloud.calls) == 1 or section
 
 
 def test_nothing_is_created_above_a_cost_limit(cloud: Cloud, tmp_path: Path) -> None:
@@ -161,10 +168,6 @@ def test_two_ups_at_once_make_one_slice_and_both_succeed(cloud: Cloud, config: C
     cloud.trouble = lambda zone, command, now: cloud.made_by(OURS, "CREATING") if _first(cloud, command) else None
     assert up(cloud, config).ready
     assert cloud.calls.count(f"{ZONE} tpu-vm create") == 1
-
-
-def _first(cloud: Cloud, command: str) -> bool:
-    return command == "tpu-vm create" and cloud.calls.count(f"{ZONE} tpu-vm create") == 1
 
 
 def test_a_creation_of_45_minutes_is_waited_for_although_gcloud_gives_up_after_30(cloud: Cloud, config: Config) -> None:
@@ -200,13 +203,6 @@ def test_a_create_request_that_never_arrived_is_repeated_a_few_times_only(cloud:
     with pytest.raises(Unavailable):
         up(cloud, config)
     assert cloud.calls.count(f"{ZONE} tpu-vm create") == 3
-
-
-def test_an_api_that_is_away_at_once_is_told_at_once(cloud: Cloud, config: Config) -> None:
-    cloud.trouble = lambda zone, command, now: UNAVAILABLE
-    with pytest.raises(Unavailable, match="may exist, and is billed then"):
-        up(cloud, config)
-    assert len(cloud.calls) == 1
 
 
 def test_the_look_for_another_owner_names_the_bill_too(config: Config) -> None:
