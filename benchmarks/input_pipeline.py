@@ -39,9 +39,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.rows import Row, finish, row
 from training import storage
-from training.data.formats.open_dataset import open_dataset
-from training.data.loading.mlm_batches import MlmBatches
-from training.data.loading.prefetch import prefetch
+from training.data.formats.dataset import open_dataset
+from training.data.loading.packed_batches import MlmBatches
+from training.data.loading.reader import prefetch
 from training.data.loading.record_source import HostSlice
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.pack import PackedRows, write_rows

@@ -20,7 +20,6 @@ from training.distributed.cluster import device_kind
 from training.errors import StopRequested, TrainError
 from training.machine import SYSTEM, Machine
 from training.models import export
-from training.models.adapter import adapter_of
 from training.models.flops import WorkCounter, mfu, peak_flops
 from training.progress import Evaluations, Progress
 from training.run_setup import Run
@@ -93,7 +92,7 @@ def export_model(run: Run, backend: Backend, step: int | None) -> None:
             run.model_config(),
             run.config.data.tokenizer,
             run.dependencies.storage,
-            adapter_of(run.config),
+            export.adapter_of(run.config),
         )
 
 

@@ -62,7 +62,7 @@ def data(config: Config, say: Callable[[str], None]) -> None:
     """
     if config.trainer is None:
         return
-    from training.data.formats.open_dataset import check_dataset
+    from training.data.formats.dataset import check_dataset
     from training.models.hugging_face import require_positions
     from training.registry import TASKS
     from training.storage.hub import is_on_hub

@@ -19,8 +19,8 @@ from tests.processes import run_python
 from tests.training.damage import flip
 from training import storage
 from training.data import tokenizer as tokenizers
-from training.data.formats.open_dataset import open_dataset
-from training.data.loading.fixed_shards import open_source
+from training.data.formats.dataset import open_dataset
+from training.data.loading.record_source import open_source
 from training.data.prepare.corpus import Corpus
 from training.errors import BadInput
 

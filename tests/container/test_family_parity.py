@@ -27,8 +27,7 @@ from training.errors import BadInput
 from training.models.families import SCANNED
 from training.models.hugging_face import ModelRequirements
 from training.models.torch.layer_scan import LayerScan, _RotateHalf, choose_layers, find_layers, group_layers
-from training.models.torch.move import move
-from training.models.torch.network import build, patch_modules
+from training.models.torch.network import build, move, patch_modules
 from training.optim.adamw import AdamWSettings
 from training.optim.adamw_torch import AdamWTorch
 from training.registry import TASKS, load

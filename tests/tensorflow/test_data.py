@@ -12,7 +12,7 @@ from training.data.formats import example_codec
 from training.data.formats.dataset import Dataset
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.sampling.masking import Masker, Masking, SpecialTokens
-from training.data.tf.masking import mask
+from training.data.tf.sampling import mask
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=30_000)
 ROWS = np.random.default_rng(0).integers(5, 30_000, (1000, 128)).astype(np.int32)

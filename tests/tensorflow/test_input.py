@@ -18,19 +18,16 @@ from tests.training.damage import flip
 from training.data.formats import tfrecord
 from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
-from training.data.loading import labelled_batches, mlm_batches
+from training.data.loading import labelled_batches, packed_batches
 from training.data.loading.record_source import HostSlice
 from training.data.prepare import labelled_rows
-from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.dataset_writer import DatasetPlan, write_mixture
 from training.data.prepare.labelled_rows import ClassLabels, FloatLabels, LabelKind, LabelSets, TokenLabels
-from training.data.prepare.mixture import write_mixture
 from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
-from training.data.tf import fixed_shards as tf_source
-from training.data.tf import labelled_batches as tf_labelled
-from training.data.tf import mlm_batches as tf_mlm
-from training.data.tf import order as order_tensorflow
-from training.data.tf import reader as tf_reader
+from training.data.tf import batches as tf_batches
+from training.data.tf import record_source as tf_source
+from training.data.tf import sampling as tf_sampling
 from training.data.tf.record_source import translate_errors
 from training.errors import BadInput, TrainError
 
@@ -110,9 +107,9 @@ def test_windows_are_those_of_numpy(records: int, batch: int, block: int, seed: 
     ours = order.TrainingOrder(records, block, divisors[seed % len(divisors)], seed % 3 + 1, seed, batch)
     number %= ours.windows
     which = tf.constant(epoch, tf.int64), tf.constant(number, tf.int64)
-    theirs = order_tensorflow.window(ours, order_tensorflow.block_permutation(ours, which[0]), *which)
+    theirs = tf_sampling.window(ours, tf_sampling.block_permutation(ours, which[0]), *which)
     assert np.array_equal(ours.window(epoch, number), theirs.numpy())
-    assert [int(bound) for bound in order_tensorflow.bounds(ours, *which)] == list(ours.bounds(epoch, number))
+    assert [int(bound) for bound in tf_sampling.bounds(ours, *which)] == list(ours.bounds(epoch, number))
 
 
 @settings(max_examples=5, phases=PHASES)
@@ -134,22 +131,22 @@ def test_equal_to_numpy(layout: str, records: int, hosts: int, rows: int, start:
         host_slice = HostSlice(TOKENS, rows * hosts, seed % hosts, hosts)
         masking = Masking(20)
         dataset = kept(records, layout)
-        ours = mlm_batches.MlmBatches(dataset, host_slice, masking, seed)
-        assert_same_batches(ours, tf_mlm.mlm_batches(dataset, host_slice, masking, seed, start).take(8), start)
+        ours = packed_batches.MlmBatches(dataset, host_slice, masking, seed)
+        assert_same_batches(ours, tf_batches.mlm_batches(dataset, host_slice, masking, seed, start).take(8), start)
 
 
 def test_a_mixture_is_read_as_numpy_reads_it(tmp_path: Path) -> None:
     parts = {make(tmp_path / str(count), count).url: times for count, times in ((130, 2), (75, 1))}
     mixed = write_mixture(str(tmp_path / "mixed"), parts)
     host_slice = HostSlice(TOKENS, 24, 1, 2)
-    ours = mlm_batches.MlmBatches(mixed, host_slice, Masking(), 3)
-    theirs = tf_mlm.mlm_batches(mixed, host_slice, Masking(), 3, 5).take(20)
+    ours = packed_batches.MlmBatches(mixed, host_slice, Masking(), 3)
+    theirs = tf_batches.mlm_batches(mixed, host_slice, Masking(), 3, 5).take(20)
     assert_same_batches(ours, theirs, 5)  # into the second epoch
 
 
 def test_the_blocks_are_permuted_once_an_epoch_for_all_its_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     epochs: list[int] = []
-    permute = order_tensorflow.block_permutation
+    permute = tf_sampling.block_permutation
 
     def permute_and_note(shuffled: Any, epoch: Any) -> Any:
         def note(epoch: Any) -> Any:
@@ -158,12 +155,12 @@ def test_the_blocks_are_permuted_once_an_epoch_for_all_its_windows(monkeypatch: 
 
         return tf.ensure_shape(tf.py_function(note, [epoch], tf.int64), (shuffled.blocks,))
 
-    monkeypatch.setattr(tf_reader, "block_permutation", permute_and_note)
+    monkeypatch.setattr(tf_batches, "block_permutation", permute_and_note)
     monkeypatch.setattr(order, "WINDOW_BLOCKS", 4)
     monkeypatch.setattr(order, "MIN_BLOCK", 8)
     monkeypatch.setattr(order, "BLOCK_BYTES", 400)
     host_slice = HostSlice(TOKENS, 10)
-    batches = tf_mlm.mlm_batches(kept(1000, "compact"), host_slice, Masking(), 3, 150).take(120).as_numpy_iterator()
+    batches = tf_batches.mlm_batches(kept(1000, "compact"), host_slice, Masking(), 3, 150).take(120).as_numpy_iterator()
     assert sum(1 for _ in batches) == 120
     assert epochs in ([1, 2], [1, 2, 3])  # the last one: of what is read ahead
 
@@ -174,8 +171,8 @@ def test_evaluation_is_that_of_numpy(layout: str, records: int, hosts: int, rows
     for host in range(hosts):
         host_slice = HostSlice(TOKENS, rows * hosts, host, hosts)
         given = kept(records, layout), host_slice, Masking()
-        theirs = list(tf_mlm.mlm_evaluation(*given).as_numpy_iterator())
-        for ours, tf_batch in zip(mlm_batches.mlm_evaluation(*given), theirs, strict=True):
+        theirs = list(tf_batches.mlm_evaluation(*given).as_numpy_iterator())
+        for ours, tf_batch in zip(packed_batches.mlm_evaluation(*given), theirs, strict=True):
             assert_same(ours, tf_batch)
 
 
@@ -199,8 +196,8 @@ def test_labelled_batches_are_those_of_numpy(
     dataset = labelled(counts, *kind)
     host_slice = HostSlice(TOKENS, rows * hosts, seed % hosts, hosts)
     ours = labelled_batches.LabelledBatches(dataset, host_slice, seed)
-    assert_same_batches(ours, tf_labelled.labelled_batches(dataset, host_slice, seed, start).take(8), start)
-    theirs = list(tf_labelled.labelled_evaluation(dataset, host_slice).as_numpy_iterator())
+    assert_same_batches(ours, tf_batches.labelled_batches(dataset, host_slice, seed, start).take(8), start)
+    theirs = list(tf_batches.labelled_evaluation(dataset, host_slice).as_numpy_iterator())
     for batch, tf_batch in zip(labelled_batches.labelled_evaluation(dataset, host_slice), theirs, strict=True):
         assert_same(batch, tf_batch)
 
@@ -213,15 +210,15 @@ def test_a_damaged_record_is_an_error_or_replaced_as_by_numpy(tmp_path: Path, la
     flip(tmp_path / shard.name, shard.bytes // 2 + 20)
     host_slice = HostSlice(TOKENS, 130)
     with pytest.raises(Corrupt) as ours:
-        mlm_batches.MlmBatches(dataset, host_slice, Masking(), 0).batch(0)
+        packed_batches.MlmBatches(dataset, host_slice, Masking(), 0).batch(0)
     with pytest.raises(Corrupt) as theirs, translate_errors(dataset):
-        next(iter(tf_mlm.mlm_batches(dataset, host_slice, Masking(), 0)))
+        next(iter(tf_batches.mlm_batches(dataset, host_slice, Masking(), 0)))
     for part in ("shard", "record", "offset"):
         assert getattr(theirs.value, part) == getattr(ours.value, part)
 
     host_slice = HostSlice(TOKENS, 130, on_corrupt="skip")
-    numpy = mlm_batches.MlmBatches(dataset, host_slice, Masking(), 0)
-    tf_batch = next(tf_mlm.mlm_batches(dataset, host_slice, Masking(), 0).as_numpy_iterator())
+    numpy = packed_batches.MlmBatches(dataset, host_slice, Masking(), 0)
+    tf_batch = next(tf_batches.mlm_batches(dataset, host_slice, Masking(), 0).as_numpy_iterator())
     assert_same(numpy.batch(0), tf_batch)
     assert tf_batch["replaced"].sum() > 0
 
@@ -233,13 +230,13 @@ def test_blocks_without_a_good_record_are_replaced_as_by_numpy(tmp_path: Path) -
         (tmp_path / shard.name).write_bytes(bytes(shard.bytes))
     host_slice = HostSlice(TOKENS, 300, on_corrupt="skip")
     with pytest.raises(Corrupt, match="because the dataset has no good record"), translate_errors(dataset):
-        next(iter(tf_mlm.mlm_batches(dataset, host_slice, Masking(), 0)))
+        next(iter(tf_batches.mlm_batches(dataset, host_slice, Masking(), 0)))
 
     dataset = make(tmp_path / "mended", 300, per_shard=64)
     for shard in (dataset.shards[0], dataset.shards[-1]):
         (tmp_path / "mended" / shard.name).write_bytes(bytes(shard.bytes))
-    numpy = mlm_batches.MlmBatches(dataset, host_slice, Masking(), 0)
-    tf_batch = next(tf_mlm.mlm_batches(dataset, host_slice, Masking(), 0).as_numpy_iterator())
+    numpy = packed_batches.MlmBatches(dataset, host_slice, Masking(), 0)
+    tf_batch = next(tf_batches.mlm_batches(dataset, host_slice, Masking(), 0).as_numpy_iterator())
     assert_same(numpy.batch(0), tf_batch)
     assert tf_batch["replaced"].sum() >= 64
 
@@ -259,7 +256,7 @@ def test_every_bit_of_a_record_is_checked(tmp_path: Path) -> None:
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     dataset = make(tmp_path, 20)
-    batches = tf_mlm.mlm_batches(dataset, HostSlice(TOKENS, 4), Masking(), 0)
+    batches = tf_batches.mlm_batches(dataset, HostSlice(TOKENS, 4), Masking(), 0)
     (tmp_path / dataset.shards[0].name).unlink()
     with pytest.raises(BadInput, match=dataset.shards[0].name), translate_errors(dataset):
         next(iter(batches))
@@ -281,7 +278,7 @@ def test_shards_of_public_layout_are_read_once_for_all_hosts(tmp_path: Path, mon
     scan = tfrecord.index
     monkeypatch.setattr(tfrecord, "index", lambda data, url: scans.append(url) or scan(data, url))
     for host in range(2):
-        tf_mlm.mlm_batches(dataset, HostSlice(TOKENS, 4, host, 2), Masking(), 0)
+        tf_batches.mlm_batches(dataset, HostSlice(TOKENS, 4, host, 2), Masking(), 0)
     assert len(scans) == len(dataset.shards)
 
 

@@ -10,8 +10,14 @@ import pytest
 from tests.processes import run_python
 from training import storage
 from training.data.formats import dataset as manifests
-from training.data.formats.dataset import DatasetManifest, dump_manifest, find_shards, tokenizer_hash
-from training.data.formats.open_dataset import check_dataset, open_dataset
+from training.data.formats.dataset import (
+    DatasetManifest,
+    check_dataset,
+    dump_manifest,
+    find_shards,
+    open_dataset,
+    tokenizer_hash,
+)
 from training.errors import BadInput
 
 SHARD = {"name": "x", "length": 8, "records": 1, "bytes": 1, "crc32c": 1}

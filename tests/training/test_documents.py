@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.training.test_pack import corpus, encode
-from training.data.formats.open_dataset import check_dataset
-from training.data.loading.document_batches import DocumentBatches, document_evaluation
+from training.data.formats.dataset import check_dataset
+from training.data.loading.packed_batches import DocumentBatches, document_evaluation
 from training.data.loading.record_source import HostSlice
 from training.data.prepare import pack
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.documents import WholeDocuments, best_fit
+from training.data.prepare.pack import WholeDocuments, best_fit
 from training.data.sampling.masking import SpecialTokens, special_tokens
 from training.data.tokenizer import Tokenizer
 from training.errors import BadInput

@@ -22,7 +22,7 @@ from training.data.prepare import labelled_rows
 from training.data.prepare.corpus import Corpus
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import ClassLabels, LabelledText, select_columns, write_labelled_rows
-from training.data.sampling.bucket_schedule import batch_of_step
+from training.data.sampling.order import batch_of_step
 from training.errors import BadInput
 
 LABELS = ["card", "cash", "transfer"]

@@ -11,12 +11,10 @@ from click.testing import CliRunner
 from tests.packed_datasets import pack_rows
 from tests.training import test_labelled_batches as labelled
 from training.cli.main import tpu_train
-from training.data.formats.dataset import Dataset
-from training.data.formats.open_dataset import check_dataset, open_dataset
-from training.data.loading.mlm_batches import MlmBatches
+from training.data.formats.dataset import Dataset, check_dataset, open_dataset
+from training.data.loading.packed_batches import MlmBatches
 from training.data.loading.record_source import HostSlice
-from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.mixture import write_mixture
+from training.data.prepare.dataset_writer import DatasetPlan, write_mixture
 from training.data.sampling.masking import Masking
 from training.errors import BadInput
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.packed_datasets import pack_documents
 from training import storage
-from training.data.loading.fixed_shards import FixedShards
+from training.data.loading.record_source import FixedShards
 from training.data.prepare import dataset_writer, pack
 from training.data.prepare.dataset_writer import DatasetPlan, WrittenDataset
 from training.errors import BadInput

@@ -7,7 +7,7 @@ import numpy as np
 
 from training.data.loading import preview
 from training.data.loading.labelled_batches import LabelledBatch
-from training.data.loading.mlm_batches import MlmBatch
+from training.data.loading.packed_batches import MlmBatch
 from training.data.sampling.masking import SpecialTokens
 
 PIECES = ["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]", "▁the", "▁cat", "s", "▁sat", "▁dog"]

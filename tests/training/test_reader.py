@@ -16,10 +16,9 @@ from training import storage
 from training.data.formats import example_codec, tfrecord
 from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
-from training.data.loading.fixed_shards import FixedShards
-from training.data.loading.mlm_batches import mlm_evaluation
-from training.data.loading.prefetch import DaemonPool
-from training.data.loading.record_source import HostSlice, read_replacing
+from training.data.loading.packed_batches import mlm_evaluation
+from training.data.loading.reader import DaemonPool
+from training.data.loading.record_source import FixedShards, HostSlice, read_replacing
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens

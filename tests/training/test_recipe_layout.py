@@ -14,10 +14,9 @@ from tests.training.damage import flip
 from tests.training.mlm_rows import mlm_batches
 from training import storage
 from training.data.formats import example_codec, recipe_layout, tfrecord, verify
-from training.data.formats.dataset import Dataset
-from training.data.formats.open_dataset import open_dataset
+from training.data.formats.dataset import Dataset, open_dataset
 from training.data.formats.tfrecord import Corrupt
-from training.data.loading.fixed_shards import open_source
+from training.data.loading.record_source import open_source
 from training.errors import BadInput
 
 

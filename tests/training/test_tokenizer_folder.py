@@ -9,7 +9,7 @@ import pytest
 from training import storage
 from training.checkpoint.snapshot import Snapshot
 from training.data import tokenizer as tokenizers
-from training.data.formats.open_dataset import _read_tokenizer_hash
+from training.data.formats.dataset import _read_tokenizer_hash
 from training.errors import BadInput
 from training.models.export import write_model_folder
 from training.models.hugging_face import local_copy

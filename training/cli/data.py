@@ -9,7 +9,7 @@ import click
 
 from training.cli import option
 from training.data import tokenizer as tokenizers
-from training.data.formats.open_dataset import open_dataset
+from training.data.formats.dataset import open_dataset
 from training.data.formats.verify import problems
 from training.data.prepare.corpus import KINDS, Corpus
 from training.data.prepare.dataset_writer import WrittenDataset
@@ -230,7 +230,7 @@ def mix(parts: tuple[str, ...], out: str) -> None:
     \b
     tpu-train dataset mix --part gs://b/web/train=1 --part gs://b/books/train=3 --out gs://b/mixed/train
     """
-    from training.data.prepare.mixture import parse_part, write_mixture
+    from training.data.prepare.dataset_writer import parse_part, write_mixture
 
     mixture = write_mixture(out, dict(map(parse_part, parts)))
     for part in mixture.manifest.origin["mixture"]:

@@ -17,7 +17,7 @@ Glossary of indices. All count from 0; N records in the dataset, B rows in a glo
                   *local* rows 0 .. B/H-1 (`sampling.order.host_rows`, `loading.record_source.HostSlice`).
   place           k*B + row: the rows of all steps as one endless stream, so a batch may span two epochs.
   epoch           place // N; `index` = place % N within it. For labelled rows, each length bucket counts its own
-                  records and epochs, and `sampling.bucket_schedule` counts epochs of the whole dataset.
+                  records and epochs, and `sampling.order` counts epochs of the whole dataset.
   block           consecutive records that are read together (`sampling.order`).
   lane            rows of a global batch that draw from the same whole blocks (`sampling.order`), whatever the hosts.
   window          consecutive indices of an epoch that are shuffled together, whole blocks; `cell`: an index counted
@@ -27,7 +27,7 @@ Array shapes in comments: n rows or records at hand, `length` tokens of a row.
 
 What is where; each imports only from those before it (a contract in pyproject.toml)
   config.py       the `data` section of the YAML file
-  formats/        bytes on disk: TFRecord frames, Example codec, fixed-size records, manifest, opening, verifying
+  formats/        bytes on disk: TFRecord frames, Example codec, fixed-size records, manifest, verifying
   sampling/       pure functions of (records, seed, epoch, step): random bits, order, masks, schedule of batch lengths.
                   `sampling.random_bits` lists every seed
   tokenizer.py    tokenizer folders
@@ -35,7 +35,7 @@ What is where; each imports only from those before it (a contract in pyproject.t
   prepare/        from text to shards and tokenizers
   tf/             sampling and loading once more, in TensorFlow operations
 
-Two pipelines, one meaning: a file of `tf/` has the name of its twin in `sampling/` or `loading/` and gives the same
-numbers (tests/tensorflow/test_input.py compares them). numpy's serves the torch backend and
-evaluation; TensorFlow's runs inside `tf.data` on the hosts of a slice, where no Python runs.
+Two pipelines, one meaning: `tf/` gives the same numbers as `sampling/` and `loading/` (tests/tensorflow/test_input.py
+compares them). numpy's serves the torch backend and evaluation; TensorFlow's runs inside `tf.data` on the hosts of a
+slice, where no Python runs.
 """

@@ -18,7 +18,7 @@ from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
-from training.data.sampling import bucket_schedule
+from training.data.sampling import order
 from training.distributed.cluster import Cluster
 from training.errors import BadInput
 from training.registry import TASKS
@@ -48,7 +48,7 @@ class LabelledRows(Task):
 
     @staticmethod
     def batch_lengths(dataset: Dataset, rows: int) -> tuple[int, ...]:
-        return bucket_schedule.batch_lengths(dataset.records_of_length, rows)
+        return order.batch_lengths(dataset.records_of_length, rows)
 
     @classmethod
     def empty_batch(cls, config: TrainerConfig, rows: int, length: int, labels: int = 0) -> Arrays:
@@ -79,7 +79,7 @@ class LabelledRows(Task):
     def evaluation_batch_count(self) -> int:
         assert self.data.evaluation is not None
         records, size = self.data.evaluation.records_of_length, self._config.evaluation_batch_size
-        groups = bucket_schedule.group_lengths(records, size)
+        groups = order.group_lengths(records, size)
         return sum(math.ceil(sum(records[length] for length in lengths) / size) for lengths in groups)
 
     def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:

@@ -11,9 +11,8 @@ import numpy as np
 from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
-from training.data.formats.dataset import Dataset, find_shards
-from training.data.formats.open_dataset import open_dataset
-from training.data.loading.prefetch import prefetch
+from training.data.formats.dataset import Dataset, find_shards, open_dataset
+from training.data.loading.reader import prefetch
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import SpecialTokens
 from training.distributed.cluster import Cluster
@@ -139,7 +138,7 @@ def evaluation_slice(config: TrainerConfig, training: HostSlice) -> HostSlice:
 
 
 class BatchSource(Protocol[B]):
-    """Endless training batches, as in `training.data.loading.mlm_batches`."""
+    """Endless training batches, as in `training.data.loading.packed_batches`."""
 
     def batch(self, k: int) -> B:
         """Returns this host's rows of global batch k."""

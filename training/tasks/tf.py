@@ -12,8 +12,7 @@ import tensorflow as tf
 
 from training.config import TrainerConfig
 from training.data.loading.record_source import HostSlice
-from training.data.tf.labelled_batches import labelled_batches, labelled_evaluation
-from training.data.tf.mlm_batches import mlm_batches, mlm_evaluation
+from training.data.tf.batches import labelled_batches, labelled_evaluation, mlm_batches, mlm_evaluation
 from training.registry import TASKS
 from training.tasks.task import RunData
 from training.tasks.tokens import masking_of

@@ -10,8 +10,7 @@ import numpy as np
 from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
-from training.data.loading.document_batches import DocumentBatches, document_evaluation
-from training.data.loading.mlm_batches import MlmBatches, mlm_evaluation
+from training.data.loading.packed_batches import DocumentBatches, MlmBatches, document_evaluation, mlm_evaluation
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import Masking
 from training.distributed.cluster import Cluster

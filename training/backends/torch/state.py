@@ -14,11 +14,10 @@ from training.config import Remat, TrainerConfig
 from training.models.hugging_face import ModelRequirements
 from training.models.torch.attention import Barrier
 from training.models.torch.dropout import DropoutNoise
-from training.models.torch.empty import build_empty
 from training.models.torch.layer_scan import Loop
 from training.models.torch.long_attention import Kernel, choose_attention, loop_in_python
 from training.models.torch.lora import add_lora, freeze
-from training.models.torch.network import build, patch_modules
+from training.models.torch.network import build, build_empty, patch_modules
 
 
 def build_network(

@@ -32,7 +32,7 @@ from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.models.hugging_face import ModelRequirements
-from training.models.torch.move import move
+from training.models.torch.network import move
 from training.registry import OPTIMIZERS, TASKS, load
 
 Trace = Callable[[StepInputs[Tensor]], Tensor]  # records the operations of a step, and returns its report

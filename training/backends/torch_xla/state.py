@@ -40,7 +40,7 @@ from training.checkpoint.snapshot import Snapshot, in_batches
 from training.checkpoint.tensors import Slice, TensorSpec, copy_into, key_in_part, whole
 from training.models.torch.dropout import DropoutNoise
 from training.models.torch.layer_scan import LayerScan, group_layers
-from training.models.torch.move import move
+from training.models.torch.network import move
 
 
 class State(HostState):
@@ -48,7 +48,7 @@ class State(HostState):
         self, network: Any, optimizer_class: Any, settings: Any, noise: DropoutNoise | None, layers: str | None = None
     ) -> None:
         """Makes the optimizer; its state and the network stay on the host. `network`: in training mode, maybe without
-        weights (`models.torch.empty`), for tracing only; `optimizer_class`: of training.registry.OPTIMIZERS, with its
+        weights (`build_empty`), for tracing only; `optimizer_class`: of training.registry.OPTIMIZERS, with its
         `settings`; `noise`: of the network's dropouts, as `patch_modules` returns it; `layers`: of `find_layers`, those
         that run as a scan over SPMD's devices."""
         super().__init__(network, optimizer_class, settings, noise)

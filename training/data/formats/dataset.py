@@ -27,13 +27,14 @@ label that the text has, else 0 (set-labelled, uint8); or of shape ["length"], t
 at those without one (token-labelled, int32). Tasks say which rows they need.
 
 A shard with a `folder` lies in that of another dataset, and may be listed several times, as in a mixture
-(`training.data.prepare.mixture`).
+(`write_mixture` of `training.data.prepare.dataset_writer`).
 
 Failure model: dataset.json is written last, and create-only. A folder without it is not a dataset, whatever shards it
 holds. Its hash detects a changed byte of dataset.json; the size (`find_shards`) and the CRC of each record that is read
 detect a replaced or truncated shard.
 
-Imports neither a framework nor numpy: the launcher checks a dataset before a TPU is created.
+Imports neither a framework nor numpy: the launcher checks a dataset before a TPU is created. Only a folder in the
+public recipe's layout, which has no manifest, needs numpy to read a record.
 """
 
 import hashlib
@@ -288,3 +289,61 @@ def tokenizer_hash(content: bytes) -> str:
 def _hash(body: Mapping[str, Any]) -> str:
     """Returns the SHA-256, in hex, of `body`: a dataset.json's values, already without their hash."""
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def open_dataset(url: str) -> Dataset:
+    """Opens the dataset in a folder: by its dataset.json, or else as the public recipe's layout. Raises BadInput when
+    the folder holds no dataset or a damaged one, and StorageError."""
+    try:
+        data = storage.read(storage.join(url, MANIFEST))
+    except storage.NotFound as error:
+        try:
+            from training.data.formats import recipe_layout
+        except ModuleNotFoundError as missing:  # numpy is not on every workstation
+            raise BadInput(
+                f"{url} has no {MANIFEST}, and looking for the public recipe's layout needs {missing.name}: "
+                "pip install it"
+            ) from None
+        dataset = recipe_layout.open_folder(url)
+        if dataset is None:
+            raise BadInput(
+                f"{url} is not a dataset: {error}. `tpu-train shards` makes one; if that was interrupted, "
+                "run the same command again"
+            ) from None
+        return dataset
+    return load_manifest(data, url)
+
+
+def check_dataset(url: str, *, rows: str, tokenizer: str | None, sequence_length: int | None = None) -> Dataset:
+    """Opens a dataset and checks everything that can be checked without reading records.
+
+    Args:
+        url: the dataset's folder.
+        rows: what the task needs.
+        tokenizer: a tokenizer folder that must have written the ids; None: not checked.
+        sequence_length: the length of the longest row; None: not checked.
+
+    Raises:
+        BadInput: the dataset does not fit, or a shard is missing or has another size.
+        StorageError: storage can't be read.
+    """
+    dataset = open_dataset(url)
+    dataset.require(
+        rows=rows, tokenizer_hash=tokenizer and _read_tokenizer_hash(tokenizer), sequence_length=sequence_length
+    )
+    find_shards(dataset)
+    return dataset
+
+
+def _read_tokenizer_hash(tokenizer: str) -> str:
+    """Returns the hash of the tokenizer.json in a folder (not a name on the Hub). Raises BadInput if that file is
+    missing or invalid."""
+    url = storage.join(tokenizer, "tokenizer.json")
+    try:
+        return tokenizer_hash(storage.read(url))
+    except storage.NotFound as error:
+        raise BadInput(
+            f"{tokenizer} is not a tokenizer folder: {error}. Make one with `tpu-train tokenizer --out {tokenizer}`"
+        ) from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise BadInput(f"{url} is not a tokenizer of the `tokenizers` library: {error}") from None

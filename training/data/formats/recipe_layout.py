@@ -2,7 +2,7 @@
 
 transformers' examples/tensorflow/language-modeling-tpu/prepare_tfrecord_shards.py writes it: each record is a
 `tf.train.Example` with int64 `input_ids` and `attention_mask`. File names and the first record supply what a manifest
-would say, but nothing says which tokenizer wrote the ids. Records vary in size: `training.data.loading.recipe_shards`
+would say, but nothing says which tokenizer wrote the ids. Records vary in size: `training.data.loading.record_source`
 has to read each shard once to find where its records start. `tpu-train shards` writes a layout without that cost.
 
 Rows are full: every token is attended to, as the recipe's script packs them. Padded rows are refused, because training

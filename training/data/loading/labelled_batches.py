@@ -2,11 +2,11 @@
 global batch size, k), as in `training.data.loading.packed_batches`.
 
 All rows of a global batch are of one length bucket. Each bucket is an endless stream of epochs of its own records, cut
-into full batches; no record is dropped or repeated. `training.data.sampling.bucket_schedule` decides which bucket each
+into full batches; no record is dropped or repeated. `training.data.sampling.order` decides which bucket each
 step takes. A bucket with fewer records than a batch would have to repeat rows within a batch, so it is joined to the
 next longer one and its rows are padded further.
 
-The same in TensorFlow: `training.data.tf.labelled_batches`.
+The same in TensorFlow: `training.data.tf.batches`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +17,10 @@ import numpy.typing as npt
 
 from training import storage
 from training.data.formats.dataset import IGNORED, LABEL, TYPES, Dataset, Rows
-from training.data.loading.fixed_shards import FixedShards
 from training.data.loading.packed_batches import fill_rows
 from training.data.loading.reader import Reader
-from training.data.loading.record_source import REPLACED, Arrays, HostSlice
-from training.data.sampling.bucket_schedule import batch_of_step, group_lengths
-from training.data.sampling.order import evaluation_order, training_order
+from training.data.loading.record_source import REPLACED, Arrays, FixedShards, HostSlice
+from training.data.sampling.order import batch_of_step, evaluation_order, group_lengths, training_order
 from training.data.sampling.random_bits import Ints, bucket_seed
 
 Labels = npt.NDArray[np.int32 | np.float32]

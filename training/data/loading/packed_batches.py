@@ -1,9 +1,10 @@
-"""Batches of packed rows, or rows of documents, as they were written: `PackedBatches.batch(k)` is a pure function of
-(dataset, seed, global batch size, k).
+"""Batches of rows of one length: packed rows with masks, for masked-language modelling, and rows of whole documents,
+for next-token prediction. `PackedBatches.batch(k)` is a pure function of (dataset, seed, global batch size, k).
 
 It does not depend on the number of hosts (each holds its rows of the same global batch), on threads, or on earlier
-reads; a run that resumes at step k starts as fast as one at step 0. `training.data` has the glossary of indices. Tasks
-derive their inputs and labels from these rows: `training.data.loading.mlm_batches` masks them.
+reads; a run that resumes at step k starts as fast as one at step 0. `training.data` has the glossary of indices.
+
+Masked rows in TensorFlow: `training.data.tf.batches`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from training import storage
-from training.data.formats.dataset import Dataset, Rows
-from training.data.loading.fixed_shards import open_source
+from training.data.formats.dataset import SEGMENTS, TARGETS, Dataset, Rows
 from training.data.loading.reader import Reader
-from training.data.loading.record_source import REPLACED, Arrays, HostSlice, RecordSource
+from training.data.loading.record_source import REPLACED, Arrays, HostSlice, RecordSource, open_source
+from training.data.sampling.masking import Masked, Masker, Masking
 from training.data.sampling.order import evaluation_order, training_order
 from training.data.sampling.random_bits import Ints
 from training.errors import BadInput
@@ -113,3 +114,79 @@ def _read(reader: Reader, start: int, stop: int) -> PackedBatch:
     epochs, records, arrays = reader.rows(start, stop)
     ids, replaced = arrays.pop("input_ids").astype(np.int32), arrays.pop(REPLACED)[:, 0]
     return PackedBatch(ids, epochs, records, replaced, arrays)
+
+
+EVALUATION_EPOCH = -1  # no training epoch has this number: masks of evaluation are always the same
+
+
+@dataclass(frozen=True)
+class MlmBatch(Masked):
+    """One host's rows of a global batch. Shapes are the same for every step and host."""
+
+    records: npt.NDArray[np.int64]  # (rows,), -1 in a row that only fills the last evaluation batch
+    replaced: npt.NDArray[np.bool_]  # (rows,): another record has the place of a damaged one
+
+
+class MlmBatches(PackedBatches[MlmBatch]):
+    """Endless training batches. Thread-safe; `close` ends its threads."""
+
+    def __init__(self, dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int) -> None:
+        """Checks the shards and starts threads as `PackedBatches`; `seed` decides the order and the masks."""
+        masker = Masker(masking, host_slice.tokenizer, seed)
+        super().__init__(dataset, host_slice, seed, "packed", lambda packed: _mask(masker, packed, packed.epochs))
+
+
+def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int = 0) -> Iterator[MlmBatch]:
+    """Yields this host's rows of each batch of one pass in record order, the last one filled with rows of weight 0.
+    `seed` and the record alone decide the masks, so that runs can be compared."""
+    masker = Masker(masking, host_slice.tokenizer, seed)
+    return packed_evaluation(dataset, host_slice, "packed", lambda packed: _mask(masker, packed, EVALUATION_EPOCH))
+
+
+def _mask(masker: Masker, packed: PackedBatch, epochs: npt.ArrayLike) -> MlmBatch:
+    """Masks packed rows. epochs: one for all rows, or (rows,); another epoch gives other masks."""
+    masked = masker(packed.input_ids, epochs, packed.records)
+    return MlmBatch(**vars(masked), records=packed.records, replaced=packed.replaced)
+
+
+Ids = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class DocumentBatch:
+    """One host's rows of a global batch. Shapes are the same for every step and host."""
+
+    input_ids: Ids  # (rows, length)
+    position_ids: Ids  # (rows, length): a token's place in its document; 0 at each token of padding
+    labels: Ids  # (rows, length), the id that follows in the same document; 0 where none does
+    weights: npt.NDArray[np.float32]  # (rows, length), 1 where a label is learnt, else 0
+    records: npt.NDArray[np.int64]  # (rows,), -1 in a row that only fills the last evaluation batch
+    replaced: npt.NDArray[np.bool_]  # (rows,): another record has the place of a damaged one
+
+
+class DocumentBatches(PackedBatches[DocumentBatch]):
+    """Endless training batches. Thread-safe; `close` ends its threads."""
+
+    def __init__(self, dataset: Dataset, host_slice: HostSlice, seed: int) -> None:
+        super().__init__(dataset, host_slice, seed, "documents", follow)
+
+
+def document_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[DocumentBatch]:
+    """Yields this host's rows of each batch of one pass in record order; rows of weight 0 fill the last one."""
+    return packed_evaluation(dataset, host_slice, "documents", follow)
+
+
+def follow(packed: PackedBatch) -> DocumentBatch:
+    """Returns rows whose labels are each document's next tokens, with weight 0 where nothing is learnt."""
+    ids, segments = packed.input_ids, packed.columns[SEGMENTS].astype(np.int32)  # (rows, length) each
+    places = np.arange(ids.shape[1], dtype=np.int32)
+    begins = np.diff(segments, axis=1, prepend=0) != 0
+    positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    learnt = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)  # (rows, length - 1)
+    if TARGETS in packed.columns:
+        learnt &= packed.columns[TARGETS][:, 1:] > 0
+    labels, weights = np.zeros_like(ids), np.zeros(ids.shape, np.float32)
+    labels[:, :-1], weights[:, :-1] = np.where(learnt, ids[:, 1:], 0), learnt
+    return DocumentBatch(
+        ids, np.where(segments > 0, positions, 0).astype(np.int32), labels, weights, packed.records, packed.replaced
+    )

@@ -9,9 +9,8 @@ import click
 import numpy as np
 
 from training.data.formats.dataset import IGNORED, Dataset
-from training.data.loading.document_batches import DocumentBatch, DocumentBatches
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches
-from training.data.loading.mlm_batches import MlmBatch, MlmBatches
+from training.data.loading.packed_batches import DocumentBatch, DocumentBatches, MlmBatch, MlmBatches
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.tokenizer import Tokenizer

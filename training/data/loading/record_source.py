@@ -1,6 +1,10 @@
 """Record sources: the records of a dataset's shards by number, checked and decoded, for the reader.
 
-`training.data.tf.record_source` is the same in TensorFlow operations. The option `on_corrupt` decides what happens to a
+In the compact layout all records of a length have the same size, so offsets are arithmetic (`FixedShards`). In the
+public recipe's (`RecipeShards`) they vary in size: each process has to read a shard whole to find where its records
+start, when one of them is first needed. `training.data.tf.record_source` is the same in TensorFlow operations.
+
+The option `on_corrupt` decides what happens to a
 record whose CRC is wrong:
 
   stop   raise `Corrupt` with shard, record and byte offset
@@ -15,8 +19,10 @@ is pinned to the generation that was listed at the start, and every record's CRC
 
 import bisect
 import itertools
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -24,11 +30,13 @@ import numpy as np
 import numpy.typing as npt
 
 from training import storage
+from training.data.formats import fixed_records, recipe_layout, tfrecord
 from training.data.formats.dataset import Dataset, Shard, find_shards
-from training.data.formats.tfrecord import Corrupt
+from training.data.formats.tfrecord import HEADER, Corrupt
 from training.data.sampling.masking import SpecialTokens
 from training.data.sampling.order import host_rows
 from training.errors import BadInput
+from training.storage import Stat
 
 OnCorrupt = Literal["stop", "skip"]
 Arrays = dict[str, npt.NDArray[Any]]
@@ -179,3 +187,155 @@ def _replace_bad(load: Load, rows: Arrays, bad: Mapping[int, BadInput], first: i
     good = np.array(sorted(set(range(count)) - set(bad_candidates)))  # (good rows,)
     taken = good[np.searchsorted(good, np.arange(size) % count) % len(good)]  # (size,)
     return {name: values[taken] for name, values in candidates.items()}
+
+
+def open_source(dataset: Dataset, *, vocabulary: int | None = None, on_corrupt: OnCorrupt = "stop") -> RecordSource:
+    """Opens the record source for a dataset's layout. `vocabulary`, `on_corrupt`: as for `FixedShards`, `RecipeShards`.
+    Raises BadInput when a shard is missing or is not the one that the manifest lists."""
+    if dataset.manifest.layout == "recipe":
+        return RecipeShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
+    return FixedShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
+
+
+class FixedShards(ShardSource):
+    """The records of one row length."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        length: int | None = None,
+        vocabulary: int | None = None,
+        on_corrupt: OnCorrupt = "stop",
+    ) -> None:
+        """Checks the shards as `ShardSource`, and that each has the size of its records; raises BadInput. Defaults: the
+        dataset's sequence length, the manifest's vocabulary."""
+        length, manifest = length or dataset.sequence_length, dataset.manifest
+        super().__init__(dataset, length, vocabulary or manifest.vocabulary, on_corrupt)
+        self._layout = fixed_records.record_layout(manifest.features, length)
+        self.record_bytes = self._layout.size
+        for shard in self.shards:
+            if shard.bytes != shard.records * self.record_bytes:
+                raise BadInput(
+                    f"{self.url(shard)}: {shard.bytes} bytes can't be {shard.records} records of {self.record_bytes}"
+                )
+
+    def empty(self, count: int) -> Arrays:
+        """Returns uninitialised arrays for `count` records, as `RecordSource.empty`."""
+        columns = {
+            column.name: np.empty((count, column.count), column.dtype.newbyteorder("="))
+            for column in self._layout.columns
+        }
+        return {**columns, REPLACED: np.empty((count, 1), np.bool_)}
+
+    def read(self, first: int, last: int, block: int) -> Arrays:
+        """Reads as `RecordSource.read`; raises BadInput also for an id that the tokenizer does not have."""
+        arrays = super().read(first, last, block)
+        self._check_ids(arrays, first)
+        return arrays
+
+    def _load(self, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
+        """Reads the features of records [first, last), and the error of each bad row, numbered from 0."""
+        size = self.record_bytes
+        data = b"".join(
+            self.read_bytes(shard, begin * size, end * size, begin)
+            for shard, begin, end in self.split_by_shard(first, last)
+        )
+        bad = fixed_records.find_broken(self._layout, data)
+        arrays: Arrays = {
+            column.name: fixed_records.read_column(self._layout, data, column.name) for column in self._layout.columns
+        }  # (n, count) each
+        return arrays, {row: self._corrupt(first + row, data[row * size : (row + 1) * size]) for row in bad}
+
+    def _check_ids(self, arrays: Arrays, first: int) -> None:
+        """Raises BadInput for an id that the tokenizer does not have; `first` is the first row's record."""
+        ids = arrays["input_ids"]  # (n, length)
+        if int(ids.max()) < self.vocabulary and int(ids.min()) >= 0:
+            return
+        row = int(np.flatnonzero(((ids >= self.vocabulary) | (ids < 0)).any(axis=1))[0])
+        shard, number = self.locate(first + row)
+        raise BadInput(
+            f"{self.url(shard)}: record {number} has token id {int(ids[row].max())}, and the tokenizer has "
+            f"{self.vocabulary} ids: the shards were written with another tokenizer; give that one, or write them again"
+        )
+
+    def _corrupt(self, record: int, data: bytes) -> Corrupt:
+        """Returns the error for a bad record with the bytes `data`."""
+        shard, number = self.locate(record)
+        reason = "its checksum (CRC-32C) does not match"
+        if data[:HEADER] != self._layout.template[:HEADER]:
+            reason = (
+                "the checksum (CRC-32C) of its length does not match, or its length is not that of this dataset's "
+                "records"
+            )
+        return Corrupt(self.url(shard), number, number * self.record_bytes, reason)
+
+
+# Where the records of a shard start, by the shard's state; shared by all sources of this process.
+_INDEXES: dict[Stat, Future[npt.NDArray[np.int64]]] = {}
+_INDEX_LOCK = threading.Lock()
+
+
+class RecipeShards(ShardSource):
+    """The records of a folder in this layout."""
+
+    def __init__(self, dataset: Dataset, *, vocabulary: int | None = None, on_corrupt: OnCorrupt = "stop") -> None:
+        """Checks the shards as `ShardSource`; raises BadInput. Without `vocabulary`, accepts ids up to 2**31 - 1."""
+        super().__init__(dataset, dataset.sequence_length, vocabulary or 1 << 31, on_corrupt)
+        self.record_bytes = -(-sum(shard.bytes for shard in self.shards) // self.records)
+
+    def empty(self, count: int) -> Arrays:
+        return {"input_ids": np.empty((count, self.length), np.int32), REPLACED: np.empty((count, 1), np.bool_)}
+
+    def _load(self, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
+        """Reads the ids of records [first, last), and the error of each damaged one, 0 for `first`. Raises BadInput for
+        an intact record that does not fit the dataset."""
+        rows = np.zeros((last - first, self.length), np.int32)  # (n, length)
+        bad: dict[int, BadInput] = {}
+        row = 0
+        for shard, begin, end in self.split_by_shard(first, last):
+            offsets = self.offsets(shard)[begin : end + 1].tolist()
+            data = self.read_bytes(shard, offsets[0], offsets[-1], begin)
+            for number, (start, stop) in enumerate(itertools.pairwise(offsets), begin):
+                framed, where = data[start - offsets[0] : stop - offsets[0]], (self.url(shard), number, start)
+                try:
+                    rows[row] = recipe_layout.decode_ids(framed, *where, self.length, self.vocabulary)
+                except tfrecord.Corrupt as error:
+                    bad[row] = error
+                row += 1
+        return {"input_ids": rows}, bad
+
+    def offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
+        """Returns, (records + 1,), the byte at which each record of a shard starts, and last the shard's size. The
+        first call in this process reads the whole shard; other threads and sources wait for it and share the result.
+        Raises BadInput, StorageError."""
+        stat = self.stats[self.url(shard)]
+        with _INDEX_LOCK:
+            is_new = stat not in _INDEXES
+            index = _INDEXES.setdefault(stat, Future())
+        if is_new:
+            try:
+                index.set_result(self._read_offsets(shard))
+            except BaseException as error:
+                with _INDEX_LOCK:
+                    del _INDEXES[stat]  # the next caller tries again
+                index.set_exception(error)
+        return index.result()
+
+    def _read_offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
+        """Reads `offsets` from the whole shard. Raises BadInput for a damaged header, also with `skip`, or another
+        number of records than in the shard's name."""
+        try:
+            offsets = np.array(tfrecord.index(self.read_bytes(shard, 0, shard.bytes, 0), self.url(shard)), np.int64)
+        except tfrecord.Corrupt as error:
+            if self.on_corrupt == "stop":
+                raise
+            raise error.without_replacement(
+                "records of this layout vary in size, so those behind this one can't be found"
+            ) from None
+        if len(offsets) != shard.records + 1:
+            raise BadInput(
+                f"{self.url(shard)} holds {len(offsets) - 1} records, and its name says {shard.records}: it was cut or "
+                "renamed; copy it again"
+            )
+        return offsets

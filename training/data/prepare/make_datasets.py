@@ -13,10 +13,8 @@ from typing import Any, Literal
 from training import storage
 from training.data import tokenizer as tokenizers
 from training.data.prepare import dataset_writer, pack
-from training.data.prepare.chats import WholeChats, chats, open_template
 from training.data.prepare.corpus import Corpus, is_in_split
 from training.data.prepare.dataset_writer import DatasetPlan, WrittenDataset
-from training.data.prepare.documents import WholeDocuments
 from training.data.prepare.labelled_rows import (
     ClassLabels,
     FloatLabels,
@@ -29,7 +27,7 @@ from training.data.prepare.labelled_rows import (
     select_columns,
     write_labelled_rows,
 )
-from training.data.prepare.pack import Encode, PackingProgress
+from training.data.prepare.pack import Encode, PackingProgress, WholeChats, WholeDocuments, chats, open_template
 from training.data.tokenizer import Tokenizer
 from training.errors import BadInput
 from training.registry import TASKS, TaskName

@@ -1,26 +1,38 @@
-"""Packs documents into rows of one length: tokenizes, concatenates, cuts, and writes shards.
+"""Packs documents into rows of one length, and writes shards. Tokenizes on all cores, in the `tokenizers` library.
 
-    documents --batches of about 1 MB--> ids (all cores, in the `tokenizers` library)
-              --one endless stream--> rows of `length` ids --> shards
+    PackedRows       one endless stream of ids, cut into full rows. Ids that do not fill a row wait for the next batch
+                     of documents; only the tail of a split, shorter than one row, is dropped, and its size reported
+    WholeDocuments   the documents of one batch, side by side where they fit best; the rest of a row is padding. Each
+                     token's document is stored beside its id. A document that is longer than a row is cut into pieces,
+                     each a document of its own. Ends with the tokenizer's end-of-text token, which texts get unless the
+                     tokenizer adds one
+    WholeChats       chats as documents, by the tokenizer's own chat template. The tokens of answers are marked: only
+                     those are learnt. They are those of the content of a message with role `assistant`, and the special
+                     token right after it, which ends the turn
 
-Ids that do not fill a row wait for the next batch of documents. Only the tail of a split, shorter than one row, is
-dropped, and its size is reported. Memory does not grow with the corpus: it holds one batch of documents and one shard.
-`training.data.prepare.documents` keeps documents whole instead: its stream is of finished rows.
+Memory does not grow with the corpus: it holds one batch of documents, of about 1 MB, and one shard.
 
 Failure model: as of `training.data.prepare.dataset_writer`. An interrupted run continues after its last shard.
 """
 
+import bisect
 import itertools
+import json
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
-from training.data.formats.dataset import Feature, Shard
+from training.data import tokenizer as tokenizers
+from training.data.formats.dataset import SEGMENTS, TARGETS, Feature, Shard
 from training.data.prepare import dataset_writer
+from training.data.prepare.corpus import Corpus, replace_surrogates
 from training.data.prepare.dataset_writer import DatasetPlan, Ids, Mark, WrittenDataset
+from training.data.tokenizer import Tokenizer
 from training.errors import BadInput
 
 BATCH_CHARACTERS = 1 << 20
@@ -169,3 +181,180 @@ def write_rows(
 def _progress(documents: int, shards: list[Shard]) -> PackingProgress:
     """Returns the progress after so many documents and these shards."""
     return PackingProgress(documents, sum(shard.records for shard in shards), len(shards))
+
+
+class WholeDocuments(RowKind):
+    """Rows of whole documents. The stream is of rows, (n, 3, length): ids, segments and targets."""
+
+    units = 1
+    columns: ClassVar[tuple[str, ...]] = (SEGMENTS,)
+
+    def __init__(self, plan: DatasetPlan, tokenizer: Tokenizer, encode: Encode) -> None:
+        """Writes nothing yet. `encode`: returns the ids of each text."""
+        assert tokenizer.special.end is not None
+        self._plan, self._encode, self.more = plan, encode, {"rows": "documents"}
+        self._pad, self._end = tokenizer.special.pad, tokenizer.special.end
+        self._places, self._used, self._cut = 0, 0, 0
+        number = Feature(dtype="uint16", shape=["length"])
+        self.features = {**dataset_writer.id_features(plan.vocabulary), **dict.fromkeys(self.columns, number)}
+
+    def encode(self, documents: list[str]) -> Ids:
+        """Returns rows, (rows, 3, length): ids, numbers of their documents from 1 (0: padding), and 1 if learnt. Counts
+        the places that they fill, for `note`."""
+        length = self._plan.length
+        pieces = [piece for document in self.tokenize(documents) for piece in self.cut(document, length)]
+        rows = best_fit([piece.shape[1] for piece in pieces], length)
+        packed = np.zeros((len(rows), 3, length), np.int32)
+        packed[:, 0] = self._pad
+        for row, members in enumerate(rows):
+            start = 0
+            for number, member in enumerate(members, 1):
+                ids, targets = pieces[member]
+                place = slice(start, start + len(ids))
+                packed[row, 0, place], packed[row, 1, place], packed[row, 2, place] = ids, number, targets
+                start = place.stop
+            self._used += start
+        self._places += length * len(rows)
+        return packed
+
+    def tokenize(self, documents: list[str]) -> list[Ids]:
+        """Returns (2, n) for each document: ids, and 1 at tokens that are learnt, else 0."""
+        encoded = self._encode(documents)
+        whole = [ids if len(ids) and ids[-1] == self._end else np.append(ids, np.int32(self._end)) for ids in encoded]
+        return [np.stack([ids, np.ones_like(ids)]) for ids in whole]
+
+    def cut(self, document: Ids, length: int) -> list[Ids]:
+        """Returns the pieces of a document, (2, n) each, that go into rows. Counts a cut document, for `note`."""
+        self._cut += document.shape[1] > length
+        return [document[:, start : start + length] for start in range(0, document.shape[1], length)]
+
+    def write(self, url: str, number: int, units: Ids) -> Shard:
+        columns = dict(zip(("input_ids", SEGMENTS, TARGETS), units.transpose(1, 0, 2), strict=True))
+        return dataset_writer.write_columns(url, self._plan, self.features, f"{number:05d}", columns)
+
+    def note(self, dropped: int) -> str:
+        """Returns how full the rows are, and how many documents were cut."""
+        return (
+            f"{self._used / max(1, self._places):.1%} of the places filled; {self._cut} documents were longer than "
+            f"{self._plan.length} tokens and were cut"
+        )
+
+
+def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Returns rows as lists of numbers of documents: the longest document first, each into the fullest row that has
+    room for it. `lengths`: tokens of each document, at most `room`."""
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (places left, row), ascending
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        place = bisect.bisect_left(free, (lengths[number], -1))
+        left, row = free.pop(place) if place < len(free) else (room, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(number)
+        bisect.insort(free, (left - lengths[number], row))
+    return rows
+
+
+ANSWER = "assistant"
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def chats(corpus: Corpus) -> Iterator[str]:
+    """Yields the chats of a corpus, whose rows hold lists of messages, as JSON text. Raises BadInput, with the row's
+    place, for a row without such a list (text that holds JSON is none) or without an answer."""
+    for number, row in enumerate(corpus.rows(), 1):
+        place = getattr(row, "place", None) or f"{corpus.name}: row {number}"
+        messages = row.get(corpus.field)
+        if messages is None:
+            raise BadInput(f"{place} has no {corpus.field!r}, it has: {', '.join(map(repr, row))}. Name it with --chat")
+        if not isinstance(messages, list) or not all(
+            isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
+        ):
+            raise BadInput(f"{place}: {corpus.field!r} is not a list of messages with role and content")
+        answers = [message for message in messages if message["role"] == ANSWER]
+        if not any(isinstance(answer.get("content"), str) and answer["content"].strip() for answer in answers):
+            raise BadInput(
+                f"{place}: the chat has no answer (a message of role {ANSWER} with text), so nothing to learn"
+            )
+        yield replace_surrogates(json.dumps(messages, ensure_ascii=False))
+
+
+class WholeChats(WholeDocuments):
+    """Rows of whole chats. One that is longer than a row is cut at its end."""
+
+    columns = (SEGMENTS, TARGETS)
+
+    def __init__(self, plan: DatasetPlan, tokenizer: Tokenizer, template: Any) -> None:
+        """Loads the tokenizer. `template`: the same one as `open_template` returns it, to render chats."""
+        super().__init__(plan, tokenizer, lambda _texts: [])
+        self._tokenizer, self._template, self._dropped = tokenizers.load(tokenizer), template, 0
+        self._special = tokenizer.special.special
+
+    def tokenize(self, documents: list[str]) -> list[Ids]:
+        """Returns (2, n) for each chat, which is JSON text: ids, and 1 at tokens of answers, else 0."""
+        rendered = [self._render(json.loads(document)) for document in documents]
+        encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        return [self._mark(*pair) for pair in zip(encodings, (spans for _, spans in rendered), strict=True)]
+
+    def cut(self, document: Ids, length: int) -> list[Ids]:
+        """Returns the beginning of a chat that a row holds; [] if no answer is in it. Counts both, for `note`."""
+        self._cut += document.shape[1] > length
+        kept = document[:, :length]
+        self._dropped += not kept[1, 1:].any()
+        return [kept] if kept[1, 1:].any() else []
+
+    def note(self, dropped: int) -> str:
+        """Returns how full the rows are, and how many chats were cut, and left out."""
+        return f"{super().note(dropped)}; {self._dropped} had no answer left and were left out"
+
+    def _render(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+        """Returns a chat's text, and [begin, end) of each answer in it, in characters. Raises BadInput if the template
+        refuses the chat or changes an answer."""
+        whole, spans = self._apply(messages), list[tuple[int, int]]()
+        for number, message in enumerate(messages):
+            answer = (message.get("content") or "").strip()
+            if message["role"] != ANSWER or not answer:
+                continue
+            before = self._apply(messages[:number], add_generation_prompt=True)
+            after = len(before) if whole.startswith(before) else spans[-1][1] if spans else 0
+            start = whole.find(answer, after)
+            if start < 0:
+                raise BadInput(f"the chat template does not show the answer {answer!r:.60} as it is: no loss on it")
+            spans.append((start, start + len(answer)))
+        return whole, spans
+
+    def _apply(self, messages: Messages, **options: Any) -> str:
+        """Returns the chat as text by the tokenizer's chat template. Raises BadInput if the template refuses it."""
+        try:
+            text: str = self._template.apply_chat_template(list(messages), tokenize=False, **options)
+        except Exception as error:  # of the template's own code
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise BadInput(f"the tokenizer's chat template refuses a chat of roles {roles}: {reason:.200}") from None
+        return text
+
+    def _mark(self, encoding: Any, spans: Sequence[tuple[int, int]]) -> Ids:
+        """Returns (2, n): ids, and 1 at tokens in `spans` of the text and at a special token behind each, else 0."""
+        ids, offsets = np.array(encoding.ids, np.int32), np.array(encoding.offsets).reshape(-1, 2)  # (n,), (n, 2)
+        targets = np.zeros_like(ids)
+        for start, end in spans:
+            inside = np.flatnonzero((offsets[:, 1] > start) & (offsets[:, 0] < end))
+            targets[inside] = 1
+            after = inside[-1] + 1 if len(inside) else len(ids)
+            if after < len(ids) and int(ids[after]) in self._special:
+                targets[after] = 1
+        return np.stack([ids, targets])
+
+
+def open_template(url: str) -> Any:
+    """Returns transformers' tokenizer of a folder. Raises BadInput without transformers or a chat template."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise BadInput("--chat needs the `transformers` package: run it in the image") from None
+    with tempfile.TemporaryDirectory() as scratch:
+        loaded = AutoTokenizer.from_pretrained(tokenizers.fetch(url, Path(scratch)), local_files_only=True)
+    if not loaded.chat_template:
+        raise BadInput(f"{url}: the tokenizer has no chat template, which --chat needs: take one of a chat model")
+    return loaded

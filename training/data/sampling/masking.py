@@ -16,7 +16,7 @@ The number of predictions is exact, not a coin for each token: every row weighs 
 static shape. A row's positions are ascending; an unused prediction has position 0, label 0 and weight 0. Special tokens
 are never predicted and never inserted.
 
-`training.data.tf.masking` is the same in TensorFlow operations: uint64 arithmetic and one sort along the row.
+`training.data.tf.sampling` is the same in TensorFlow operations: uint64 arithmetic and one sort along the row.
 """
 
 from collections.abc import Mapping

@@ -5,7 +5,7 @@ derived here, each for a purpose:
 
   "blocks"               the order of blocks in an epoch (`sampling.order`), by epoch
   "lanes", "uneven"      the order of records in a window, and the uneven window, by (epoch, window) and by epoch
-  "buckets"              the order of batch lengths (`sampling.bucket_schedule`), by epoch
+  "buckets"              the order of batch lengths (`sampling.order`), by epoch
   "masking"              which tokens are predicted (`sampling.masking`), by (epoch, record)
   "dropout"              keep masks in PyTorch (`models.torch.dropout`), by (step, row)
 
@@ -23,7 +23,7 @@ Stafford's variant 13):
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;  z = (z ^ (z >> 27)) * 0x94D049BB133111EB;  return z ^ (z >> 31)
 
 Only additions, multiplications, shifts and exclusive-ors of unsigned 64-bit integers, so that every library gives the
-same numbers; `training.data.tf.random_bits` is the same in TensorFlow operations.
+same numbers; `training.data.tf.sampling` is the same in TensorFlow operations.
 """
 
 import numpy as np

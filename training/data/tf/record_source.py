@@ -7,6 +7,10 @@ readers, and `on_corrupt` applies as there.
 
 Not possible here: to pin an object's generation (a shard that is replaced after the start by one of the same size with
 good CRCs is not noticed).
+
+TensorFlow has no operation for CRC-32C. The CRC of a message is linear in its bits (`Crc32c`): it is the exclusive-or,
+over all bytes, of a number that depends on the byte and its distance from the end, and of a number that depends on the
+length only (https://www.rfc-editor.org/rfc/rfc3720#appendix-B.4 has the polynomial).
 """
 
 import re
@@ -15,13 +19,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import google_crc32c
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from training import storage
-from training.data.formats import tfrecord
+from training.data.formats import example_codec, fixed_records, tfrecord
 from training.data.formats.dataset import Dataset, Shard
-from training.data.loading.record_source import NO_GOOD_RECORD, REPLACED, OnCorrupt
+from training.data.formats.tfrecord import MASK_DELTA
+from training.data.loading.record_source import NO_GOOD_RECORD, REPLACED, FixedShards, OnCorrupt, RecipeShards
 from training.errors import BadInput
 
 Columns = dict[str, Any]  # feature -> (n, count); and REPLACED: (n,) bool
@@ -188,3 +195,203 @@ def describe_record(index: ShardIndex, record: Any, offset: Callable[[Any, Any],
     return tf.strings.join(
         ["<bad record>", index.urls[shard], "|", numbers[0], "|", numbers[1], f"|{reason}|{on_corrupt}</bad record>"]
     )
+
+
+def open_source(
+    dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt, length: int | None = None
+) -> TensorRecordSource:
+    """Returns the source for a dataset of either layout, as the numpy `open_source`. Raises BadInput."""
+    if dataset.manifest.layout == "recipe":
+        return recipe_shards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
+    length = length or dataset.sequence_length
+    return fixed_shards(dataset, length=length, vocabulary=vocabulary, on_corrupt=on_corrupt)
+
+
+def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: OnCorrupt) -> TensorRecordSource:
+    """Returns the source of a dataset's rows of `length` tokens. Options and errors are those of `FixedShards`; reading
+    a row with an id outside the vocabulary fails."""
+    source = FixedShards(dataset, length=length, vocabulary=vocabulary, on_corrupt=on_corrupt)  # checks every shard
+    shards = [shard for shard in dataset.shards if shard.length == length and shard.records]
+    index, layout = ShardIndex(dataset, shards), fixed_records.record_layout(dataset.manifest.features, length)
+    size = layout.size
+    crcs = Crc32c(size - tfrecord.OVERHEAD)
+    numbers = {place for column in layout.columns for place in range(column.start, column.stop)}
+    fixed = [place for place in range(size - tfrecord.FOOTER) if place not in numbers]  # bytes equal in all records
+    template = tf.constant(np.frombuffer(layout.template, np.uint8)[fixed])  # (fixed,)
+    columns_of = {column.name: (column.count, tf.as_dtype(column.dtype.newbyteorder("="))) for column in layout.columns}
+
+    def stored(shard: Any, first: Any, last: Any) -> Any:
+        return index.read_bytes(shard, first * size, last * size)
+
+    def load(first: Any, last: Any) -> tuple[Columns, Any]:
+        """Returns the columns of records [first, last), and which of them are intact: (n,) bool."""
+        data = index.join_pieces(first, last, stored)
+        raw = tf.reshape(tf.io.decode_raw(data, tf.uint8), (-1, size))  # (n, size)
+        payloads, stored_crcs = raw[:, tfrecord.HEADER : -tfrecord.FOOTER], raw[:, -tfrecord.FOOTER :]
+        good = crcs.of_equal_lengths(payloads[:, ::-1]) == tf.bitcast(stored_crcs, tf.uint32)  # (n,)
+        good &= tf.reduce_all(tf.gather(raw, fixed, axis=1) == template, axis=1)
+        columns: Columns = {}
+        for column in layout.columns:
+            values = tf.reshape(raw[:, column.start : column.stop], (-1, column.count, column.dtype.itemsize))
+            numbers = tf.bitcast(values, columns_of[column.name][1])  # of bytes, it keeps the last axis
+            columns[column.name] = tf.reshape(numbers, (-1, column.count))
+        return columns, good
+
+    replace = replace_bad_records(
+        load,
+        source.records,
+        on_corrupt,
+        lambda record: describe_record(index, record, lambda _, number: number * size, on_corrupt),
+    )
+
+    def read(first: Any, last: Any) -> Columns:
+        columns = replace(first, last)
+        _check_ids(columns["input_ids"], vocabulary, index.urls[index.shard_of(first)])
+        return columns
+
+    return TensorRecordSource(source.records, size, length, columns_of, read)
+
+
+def _check_ids(input_ids: Any, vocabulary: int, url: Any) -> None:
+    """Fails the pipeline for an id outside the tokenizer's vocabulary. input_ids: (n, length)."""
+    ids = tf.cast(input_ids, tf.int32)
+    valid = tf.reduce_all((ids >= 0) & (ids < vocabulary))
+    text = (
+        f" has a token id that the tokenizer, which has {vocabulary}, does not have: write the shards again with this "
+        "tokenizer"
+    )
+    tf.debugging.Assert(valid, [tf.strings.join(["<bad shard>", url, text, "</bad shard>"])])
+
+
+def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -> TensorRecordSource:
+    """Returns the source for a dataset in the public recipe's layout; reads all of its shards, to find the records.
+    Options as for `RecipeShards`. Raises BadInput, StorageError."""
+    source = RecipeShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
+    shards, length = [shard for shard in dataset.shards if shard.records], dataset.sequence_length
+    index, offsets_of = ShardIndex(dataset, shards), [source.offsets(shard) for shard in shards]
+    offsets = tf.constant(np.concatenate(offsets_of), tf.int64)  # of all shards, one after the other
+    begins = tf.constant(np.cumsum([0, *map(len, offsets_of)])[:-1], tf.int64)  # of each shard in `offsets`
+    crcs = Crc32c(max(8, max(int(np.diff(shard_offsets).max()) for shard_offsets in offsets_of) - tfrecord.OVERHEAD))
+    placeholder = example_codec.encode({"input_ids": [0] * length})
+
+    def stored(shard: Any, first: Any, last: Any) -> Any:
+        return index.read_bytes(shard, offsets[begins[shard] + first], offsets[begins[shard] + last])
+
+    def offset_index(record: Any) -> Any:
+        shard = tf.searchsorted(index.starts, record, side="right", out_type=tf.int64) - 1
+        return tf.gather(begins, shard) + record - tf.gather(index.starts, shard)
+
+    def load(first: Any, last: Any) -> tuple[Columns, Any]:
+        """Returns the ids of records [first, last), and which are intact, (n,) bool. Fails if one does not fit."""
+        data = index.join_pieces(first, last, stored)
+        places = offset_index(tf.range(first, last))  # (n,)
+        sizes = tf.gather(offsets, places + 1) - tf.gather(offsets, places)  # (n,) with framing
+        start = tf.cumsum(sizes, exclusive=True) + tfrecord.HEADER  # (n,) of the payloads
+        lengths, flat = sizes - tfrecord.OVERHEAD, tf.io.decode_raw(data, tf.uint8)  # (n,), (bytes,)
+        header = start - tfrecord.HEADER
+        good = read_numbers(flat, header, 8) == tf.cast(lengths, tf.uint64)  # (n,)
+        good &= crcs.match(flat, header, 8 * tf.ones_like(lengths))
+        good &= crcs.match(flat, start, lengths)
+        payloads = tf.strings.substr(data, tf.cast(start, tf.int32), tf.cast(lengths, tf.int32))
+        examples = tf.where(good, payloads, placeholder)  # (n,) strings that can be parsed
+        names = ("input_ids", "attention_mask")
+        parsed = tf.io.parse_example(examples, {name: tf.io.RaggedFeature(tf.int64) for name in names})
+        ids, attended = (parsed[name].to_tensor(1, shape=(None, length)) for name in names)  # (n, length) each
+        # Refuse intact records that are not this dataset's. A record may have no attention_mask.
+        valid = (parsed["input_ids"].row_lengths() == length) & tf.reduce_all((ids >= 0) & (ids < vocabulary), axis=1)
+        valid &= (parsed["attention_mask"].row_lengths() <= length) & tf.reduce_all(attended == 1, axis=1)  # (n,)
+        refused = good & ~valid  # (n,)
+        text = tf.cond(tf.reduce_any(refused), lambda: describe_refused(first + tf.argmax(refused)), lambda: "")
+        with tf.control_dependencies([tf.debugging.Assert(~tf.reduce_any(refused), [text])]):
+            ids = tf.identity(ids)
+        return {"input_ids": tf.cast(ids, tf.int32)}, good
+
+    def describe_refused(record: Any) -> Any:
+        shard = index.shard_of(record)
+        number = tf.strings.as_string(record - index.starts[shard])
+        reasons = (
+            f" has padding (its attention_mask is not all 1), or not {length} ids of a tokenizer of {vocabulary}: give "
+            "the tokenizer that the shards were made with, or write them again with full rows"
+        )
+        return tf.strings.join(["<bad shard>", index.urls[shard], ": record ", number, reasons, "</bad shard>"])
+
+    def describe(record: Any) -> Any:
+        return describe_record(index, record, lambda _, __: offsets[offset_index(record[None])[0]], on_corrupt)
+
+    read = replace_bad_records(load, source.records, on_corrupt, describe)
+    return TensorRecordSource(source.records, source.record_bytes, length, {"input_ids": (length, tf.int32)}, read)
+
+
+_POLYNOMIAL = 0x82F63B78  # Castagnoli's, reflected
+_BYTE_VALUES = 256
+
+
+class Crc32c:
+    """Masked CRCs, as TFRecord stores them, of messages of up to `longest` bytes."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        # (longest * 256 + 1,): the last entry is for positions outside of a message.
+        table = np.append(_byte_table(longest).reshape(-1), np.uint32(0))
+        self._table = tf.constant(table)
+        self._no_byte = len(table) - 1
+        of_zeros = [google_crc32c.value(bytes(length)) for length in range(longest + 1)]
+        self._of_zeros = tf.constant(np.array(of_zeros, np.uint32))  # (longest + 1,)
+
+    def of_equal_lengths(self, reversed_bytes: Any) -> Any:
+        """Returns the CRCs, (n,) uint32, of messages (n, longest) uint8, given last byte first."""
+        entries = tf.cast(reversed_bytes, tf.int32) + _BYTE_VALUES * tf.range(self._longest)  # (n, longest)
+        return _mask(_xor(self._of_zeros[-1], self._fold(entries)))
+
+    def match(self, flat: Any, start: Any, lengths: Any) -> Any:
+        """Returns, (n,) bool, whether each message flat[start : start + length] is followed by its CRC. flat: (bytes,)
+        uint8; start, lengths: (n,) int64."""
+        distance = tf.range(self._longest, dtype=tf.int64)  # (longest,) from the end
+        position = (start + lengths)[:, None] - 1 - distance  # (n, longest)
+        inside = distance < lengths[:, None]  # (n, longest)
+        values = tf.cast(tf.gather(flat, tf.where(inside, position, 0)), tf.int32)
+        entries = values + tf.cast(_BYTE_VALUES * distance, tf.int32)
+        folded = self._fold(tf.where(inside, entries, self._no_byte))
+        crcs = _mask(_xor(tf.gather(self._of_zeros, lengths), folded))  # (n,)
+        return tf.cast(crcs, tf.uint64) == read_numbers(flat, start + lengths, 4)
+
+    def _fold(self, entries: Any) -> Any:
+        """Returns the exclusive-or of the table's entries along each row. (n, longest) -> (n,)"""
+        width = 1 << max(0, (self._longest - 1).bit_length())
+        padding = [[0, 0], [0, width - self._longest]]
+        values = tf.gather(self._table, tf.pad(entries, padding, constant_values=self._no_byte))  # (n, width)
+        while width > 1:
+            width //= 2
+            values = _xor(values[:, :width], values[:, width:])
+        return values[:, 0]
+
+
+def read_numbers(flat: Any, start: Any, size: int) -> Any:
+    """Returns the little-endian numbers, (n,) uint64, of `size` bytes at `start` (n,) of flat (bytes,) uint8."""
+    values = tf.cast(tf.gather(flat, start[:, None] + tf.range(size, dtype=tf.int64)), tf.uint64)  # (n, size)
+    shifts = tf.cast(8 * tf.range(size), tf.uint64)
+    return tf.bitcast(tf.reduce_sum(tf.bitcast(tf.bitwise.left_shift(values, shifts), tf.int64), axis=1), tf.uint64)
+
+
+def _byte_table(longest: int) -> npt.NDArray[np.uint32]:
+    """Returns (longest, 256): entry [d, b] is the CRC register, started at 0, after byte b and d zero bytes."""
+    one_byte = np.arange(_BYTE_VALUES, dtype=np.uint32)
+    for _ in range(8):
+        one_byte = (one_byte >> np.uint32(1)) ^ np.where(one_byte & 1, np.uint32(_POLYNOMIAL), np.uint32(0))
+    table = np.empty((longest, _BYTE_VALUES), np.uint32)
+    register = one_byte
+    for distance in range(longest):
+        table[distance] = register
+        register = one_byte[register & np.uint32(255)] ^ (register >> np.uint32(8))
+    return table
+
+
+def _mask(crc: Any) -> Any:
+    """Applies `tfrecord.mask` to a uint32 tensor."""
+    right, left = tf.bitwise.right_shift, tf.bitwise.left_shift
+    rotated = tf.bitwise.bitwise_or(right(crc, tf.constant(15, tf.uint32)), left(crc, tf.constant(17, tf.uint32)))
+    return rotated + tf.constant(MASK_DELTA, tf.uint32)
+
+
+def _xor(one: Any, other: Any) -> Any:
+    return tf.bitwise.bitwise_xor(one, other)

@@ -1,4 +1,4 @@
-"""Networks built by name or read from a folder.
+"""Networks built by name or read from a folder, without weights for preflight, or as transformers' pipelines.
 
 Model code is Hugging Face's. Its dropouts and self-attention are replaced by those of `dropout.py` and `attention.py`:
 the same function, up to which elements are dropped, in less memory.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -341,3 +342,76 @@ def _refuse(path: str, absent: set[str]) -> None:
     """Raises BadInput if `absent` names any weights."""
     if absent:
         raise BadInput(f"model.path {path} lacks {len(absent)} of the model's weights: {', '.join(sorted(absent)[:5])}")
+
+
+def build_empty(model: Model, needs: ModelRequirements, *, dropout: float | None) -> Any:
+    """Returns the network that `network.build` returns, but with its parameters on the meta device; None for a network
+    whose program depends on what its weights give (a masked-LM head of a family that is tried out). Raises BadInput if
+    model.path can't be read, or is too small for the data."""
+    import transformers
+    from transformers.modeling_utils import no_init_weights
+
+    values: dict[str, Any] = build_model_config(
+        model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, head=needs.head, labels=needs.labels
+    )
+    if needs.head.network == "ForMaskedLM" and values["model_type"] not in BERT_LIKE:
+        return None
+    unwanted: dict[str, Any] = {name: False for name in ("reference_compile", "use_cache") if name in values}
+    config = transformers.AutoConfig.for_model(**{**values, **unwanted})
+    config.update(dropout_rates(config.to_dict(), dropout))
+    with no_init_weights(), parameters_without_values():
+        network = getattr(transformers, f"AutoModel{needs.head.network}").from_config(
+            config, attn_implementation="eager"
+        )
+    network.tie_weights()
+    check_capacity(network.config, needs)
+    if network.config.pad_token_id is None and needs.head.is_fresh:
+        network.config.pad_token_id = needs.pad
+    return network.train()
+
+
+@contextmanager
+def parameters_without_values() -> Iterator[None]:
+    """Puts parameters that modules register in this block on the meta device. Buffers keep their values."""
+    register = torch.nn.Module.register_parameter
+
+    def register_empty(module: Any, name: str, parameter: Any) -> None:
+        empty = None if parameter is None else torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, empty)
+
+    torch.nn.Module.register_parameter = register_empty
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register
+
+
+def move(network: Any, device: Any, placeholder: Callable[[Any], Any] = torch.empty) -> None:
+    """Moves a network to the device, with tied weights still tied: runtimes of TPUs make two of a tied weight.
+    `placeholder`: makes a tensor from the shape of a parameter without values (on the meta device), on any device.
+    transformers' `tie_weights` would tie them too, but pads the bias of some heads: an operation that waits for the
+    first step, whose program is then another one than that of the second."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for first, *others in names.values():
+        if (parameter := network.get_parameter(first)).is_meta:
+            parameter = torch.nn.Parameter(placeholder(parameter.shape), parameter.requires_grad)
+            for name in (first, *others):
+                _set_parameter(network, name, parameter)
+    network.to(device)
+    for first, *others in names.values():
+        for other in others:
+            _set_parameter(network, other, network.get_parameter(first))
+
+
+def _set_parameter(network: Any, name: str, parameter: Any) -> None:
+    module, _, attribute = name.rpartition(".")
+    setattr(network.get_submodule(module), attribute, parameter)
+
+
+def open_pipeline(name: str, folder: str) -> Any:
+    """Returns `transformers.pipeline(name)` over a local model folder, on the CPU."""
+    from transformers import pipeline
+
+    return pipeline(name, model=folder, framework="pt", device="cpu")

@@ -1,15 +1,57 @@
-"""`training.data.sampling.order` and `bucket_schedule` in TensorFlow operations: the same windows and buckets.
+"""`training.data.sampling` in TensorFlow operations: the same random numbers, orders, buckets and masks.
 
-Numbers of the dataset, the seed and the batch are Python values; epoch and window are tensors.
+For `tf.data` on the host's CPU: TPUs have no unsigned 64-bit integers. Numbers of the dataset, the seed and the batch
+are Python values; epoch and window are tensors.
 """
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from training.data.sampling import random_bits
+from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.sampling.order import EvaluationOrder, Order, TrainingOrder
-from training.data.tf.random_bits import number as uint64
-from training.data.tf.random_bits import sortable, stream
+
+_HIGHEST = 2**63
+
+
+def uint64(value: int) -> Any:
+    """Returns a uint64 scalar; negative numbers and those beyond 64 bits wrap."""
+    return tf.constant(np.uint64(value & (2**64 - 1)), tf.uint64)
+
+
+def mix(z: Any) -> Any:
+    """Applies `random_bits.mix` to a uint64 tensor of any shape."""
+    xor, right = tf.bitwise.bitwise_xor, tf.bitwise.right_shift
+    z = xor(z, right(z, uint64(30))) * uint64(random_bits.FIRST)
+    z = xor(z, right(z, uint64(27))) * uint64(random_bits.SECOND)
+    return xor(z, right(z, uint64(31)))
+
+
+def keys(state: Any, numbers: Any) -> Any:
+    """Returns `random_bits.keys`: uint64 keys that depend on one more number. state: uint64; broadcasts. numbers: an
+    int64 tensor of any shape, each 0 or more, or -1; or a Python integer."""
+    # Two's complement, as random_bits.mix_int wraps negative numbers.
+    numbers = tf.cast(tf.convert_to_tensor(numbers, tf.int64), tf.uint64)
+    return mix(state + mix(numbers + uint64(random_bits.GOLDEN)))
+
+
+def counted(state: Any, index: Any) -> Any:
+    """Returns `random_bits.counted` of uint64 tensors, which broadcast."""
+    return mix(state + (index + uint64(1)) * uint64(random_bits.GOLDEN))
+
+
+def stream(seed: int, purpose: str, epoch: Any, count: Any, window: Any = 0) -> Any:
+    """Returns `random_bits.stream`, (count,) uint64; epoch, count and window may be int64 tensors."""
+    state = keys(keys(uint64(random_bits.key(seed, purpose)), epoch), window)
+    return counted(state, tf.cast(tf.range(tf.cast(count, tf.int64)), tf.uint64))
+
+
+def sortable(values: Any) -> Any:
+    """Returns int64 values that sort in the order of the uint64 `values`, which TensorFlow can't sort."""
+    return tf.bitcast(tf.bitwise.bitwise_xor(values, uint64(_HIGHEST)), tf.int64)
+
 
 ENDLESS = 2**62
 
@@ -120,3 +162,52 @@ def _shuffle_within(group: Any, random: Any) -> Any:
 
 def _int64(value: int) -> Any:
     return tf.constant(value, tf.int64)
+
+
+def mask(
+    input_ids: Any, epoch: Any, records: Any, *, seed: int, masking: Masking, tokens: SpecialTokens
+) -> tuple[Any, Any, Any, Any]:
+    """Masks rows, as `Masker` does. Returns input_ids (n, length), positions (n, places), labels (n, places) int32 and
+    weights (n, places) float32. input_ids: (n, length) int32 tensor of static length; epoch: one for all rows, or (n,)
+    int64; records: (n,) int64."""
+    right = tf.bitwise.right_shift
+
+    length = int(input_ids.shape[1])
+    places = masking.places(length)
+    ordinary = tf.constant(tokens.ordinary().astype(np.int32))
+    is_special = tf.constant(np.isin(np.arange(tokens.vocabulary), sorted(tokens.special)))  # (vocabulary,)
+    special = tf.gather(is_special, input_ids)  # (n, length)
+
+    row = keys(keys(uint64(random_bits.key(seed, "masking")), epoch), records)[:, None]  # (n, 1)
+    bits = max(1, (length - 1).bit_length())
+    position = tf.range(length, dtype=tf.int64)[None, :]  # (1, length)
+    # (n, length) random bits above the position
+    rank = tf.bitwise.left_shift(right(counted(row, tf.cast(position, tf.uint64)), uint64(bits)), uint64(bits))
+    rank = tf.where(special, uint64(2**64 - 1), tf.bitwise.bitwise_or(rank, tf.cast(position, tf.uint64)))
+    # (n, places); the highest bit, which `sortable` inverts, is masked away below
+    first = tf.bitcast(tf.sort(sortable(rank), axis=1)[:, :places], tf.uint64)
+
+    # (n,) candidates and predictions; (n, places) which places are used
+    candidates = length - tf.reduce_sum(tf.cast(special, tf.int64), axis=1)
+    wanted = tf.clip_by_value((candidates * masking.percent + 50) // 100, 1, places)
+    used = tf.range(places, dtype=tf.int64)[None, :] < tf.minimum(wanted, candidates)[:, None]
+    # (n, places) positions, ascending, unused ones last
+    chosen = tf.where(
+        used, tf.cast(tf.bitwise.bitwise_and(first, uint64(2**bits - 1)), tf.int64), tf.constant(length, tf.int64)
+    )
+    chosen = tf.sort(chosen, axis=1)
+    used = chosen < length
+    positions = tf.where(used, chosen, 0)
+    labels = tf.where(used, tf.gather(input_ids, positions, batch_dims=1), 0)
+
+    def draw(offset: int, below: int) -> Any:
+        index = tf.cast(positions, tf.uint64) + uint64(offset)
+        return tf.cast(right(right(counted(row, index), uint64(32)) * uint64(below), uint64(32)), tf.int32)
+
+    kind = draw(length, 10)
+    random = tf.gather(ordinary, draw(2 * length, int(ordinary.shape[0])))
+    replaced = tf.where(kind < 8, tokens.mask, tf.where(kind == 8, random, labels))
+    # (predictions, 2) row and position of each
+    indices = tf.stack([tf.where(used)[:, 0], tf.boolean_mask(positions, used)], axis=1)
+    masked = tf.tensor_scatter_nd_update(input_ids, indices, tf.boolean_mask(replaced, used))
+    return masked, tf.cast(positions, tf.int32), labels, tf.cast(used, tf.float32)
