@@ -14,7 +14,7 @@ from launcher.workstation import Address, HostConnection, Workstation, this_owne
 from training.machine import SYSTEM
 
 if TYPE_CHECKING:  # it imports Fabric, which takes time that a command without hosts need not spend
-    from launcher.tpu_vm.ssh.transport import SshClient
+    from launcher.tpu_vm.ssh import SshClient
 
 DEFAULT = "tpu-vm"
 
@@ -73,7 +73,7 @@ def this_machine() -> Workstation:
 
     @functools.cache
     def client() -> SshClient:
-        from launcher.tpu_vm.ssh.transport import SshClient
+        from launcher.tpu_vm.ssh import SshClient
 
         return SshClient()
 

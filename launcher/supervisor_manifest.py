@@ -17,7 +17,7 @@ from typing import Any
 from launcher.config import IMAGE_BY_DIGEST
 from launcher.errors import BadInput
 from launcher.gke.commented_yaml import Commented, dump_documents
-from launcher.images import artifact_registry
+from launcher.images.repositories import parse_repository
 
 KINDS = ("gke", "cloud-run", "vm")
 NAME = "tpu-launch-supervisor"  # of everything that the scripts create, but for the role
@@ -98,7 +98,7 @@ def _rights(supervisor: SupervisorSpec, kind: str) -> list[str]:
             *(member, "--role=roles/iam.serviceAccountUser"),
         ),
     ]
-    repository = artifact_registry.parse(supervisor.image.partition("@")[0])
+    repository = parse_repository(supervisor.image.partition("@")[0])
     if kind == "vm" and repository:
         place = (f"--project={repository.project}", f"--location={repository.location}")
         reader = "--role=roles/artifactregistry.reader"

@@ -78,7 +78,7 @@ class ConnectionFailed(Exception):
 class HostConnection(Protocol):
     """An open ssh connection to one host. Several threads may run commands on it at once.
 
-    `launcher.tpu_vm.ssh.transport` implements it over Fabric; `launcher.tpu_vm.ssh.pool` keeps connections open.
+    `launcher.tpu_vm.ssh` implements it over Fabric; `launcher.tpu_vm.connections` keeps connections open.
     """
 
     @property

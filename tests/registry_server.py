@@ -11,7 +11,7 @@ from launcher.emulator.http_server import HttpRequest, HttpResponse
 from launcher.emulator.registry import NAMES, EmulatedRegistry
 from launcher.emulator.state import EmulatorState, Store
 from launcher.emulator.tls import CA_FILE, serve_tls, tls_context
-from launcher.images.distribution.transport import ADDRESS
+from launcher.images.registry import ADDRESS
 from tests.loopback import LoopbackServer
 
 HOST = "us-central2-docker.pkg.dev"

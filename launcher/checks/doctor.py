@@ -21,9 +21,8 @@ from launcher.errors import CommandMissing, LaunchError
 from launcher.gcloud.calls import run_gcloud
 from launcher.gcloud.errors import PermissionDenied
 from launcher.images import engine, local
-from launcher.images.distribution import credentials
-from launcher.images.distribution.client import Registry
-from launcher.images.distribution.reference import is_google
+from launcher.images.registry import Registry
+from launcher.images.repositories import find_credentials, is_google
 from launcher.tpu_vm import commands, slice_hints
 from training.accelerators import Api
 
@@ -275,7 +274,7 @@ def check_base_image(config: Config) -> Finding:
     """Checks that the registry admits us and has the base image to which a build without an engine appends."""
     try:
         spec = local.append_spec(config)
-        with Registry(spec.base.host, credentials.find, reads=[spec.base.path], ca_bundle=spec.ca_bundle) as registry:
+        with Registry(spec.base.host, find_credentials, reads=[spec.base.path], ca_bundle=spec.ca_bundle) as registry:
             found = registry.find_manifest(spec.base.path, spec.base.version)
     except LaunchError as error:
         return failure("registry", str(error).splitlines()[0], "gcloud auth login, or docker login")

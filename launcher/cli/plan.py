@@ -15,8 +15,8 @@ from launcher.config import Config
 from launcher.errors import BadInput, Exit
 from launcher.gke import manifest as manifests
 from launcher.home import home, where
-from launcher.images import base as bases
 from launcher.images import local as images
+from launcher.images.appended import cloud_build_commands, make_base
 from launcher.run.progress import describe_limits
 
 
@@ -142,6 +142,6 @@ def base(config: Config, cloud_build: bool) -> None:
         )
     spec = images.image_spec(config)
     if cloud_build:
-        click.echo(bases.cloud_build_commands(spec, config.project), nl=False)
+        click.echo(cloud_build_commands(spec, config.project), nl=False)
         return
-    click.echo(bases.make(spec, terminal.say))
+    click.echo(make_base(spec, terminal.say))

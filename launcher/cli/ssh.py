@@ -18,8 +18,7 @@ from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
 from launcher.gcloud.errors import explain_error
 from launcher.tpu_vm import commands, slice_hints
-from launcher.tpu_vm.host_scripts import EXECUTION_MARK
-from launcher.tpu_vm.scripts import render
+from launcher.tpu_vm.host_scripts import EXECUTION_MARK, render
 
 _DAYS = 7 * 24 * 3600.0
 _TUNNEL_SECONDS = 120.0

@@ -32,8 +32,7 @@ from launcher.emulator.vm.host_containers import remove_everything
 from launcher.errors import BadInput, LaunchError
 from launcher.file_lock import is_held, lock
 from launcher.home import root, write_private
-from launcher.images.build import ensure_image
-from launcher.images.plan import make_plan
+from launcher.images.build import ensure_image, make_plan
 from launcher.images.specification import folder_spec
 from launcher.installation import shared_folder
 from training.yaml_file import ConfigError, load, refuse_unknown, validate

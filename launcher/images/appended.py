@@ -5,33 +5,42 @@ of the same registry), and the same files give the same layer. The tag is a hash
 
 If a push breaks off, layers without a manifest have no effect, and the next call continues with them: the manifest with
 its tag is written last.
+
+The base of our own images is one of them without the code. Its tag is a hash of the Dockerfile, the lock files and the
+build arguments, so that every machine finds the same base. It is made once, with an engine or by Cloud Build.
 """
 
+import json
+import shlex
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import BadInput
-from launcher.images import artifact_registry
-from launcher.images.build import Image
+from launcher.images import build_context, engine
+from launcher.images.build import Image, ensure_image
 from launcher.images.build_context import Entry
-from launcher.images.distribution import credentials
-from launcher.images.distribution.client import Blob, Registry, blob_of
-from launcher.images.distribution.layer import Layer, compute_tag, make_layers
-from launcher.images.distribution.manifest import (
+from launcher.images.layers import (
     Descriptor,
     ImageManifest,
+    Layer,
     append_layers,
     choose_platform,
+    compute_layers_tag,
+    make_layers,
     read_config,
     read_image,
 )
-from launcher.images.distribution.reference import Reference, parse
+from launcher.images.registry import Blob, Registry, blob_of
+from launcher.images.repositories import Reference, find_credentials, parse_reference, require_repository
+from launcher.images.specification import ImageSpec, compute_tag
 
 _LABEL = "tpu-launch.framework"  # of images that have what the `training` package needs
 _TRAINING = "/opt/tpu-launch/training"  # as in images/*/Dockerfile
+BASE_TARGET = "platform"
+_CLOUD_BUILD_SECONDS = 3600
 
 
 @dataclass(frozen=True)
@@ -67,27 +76,27 @@ class _BaseImage:
 def find(spec: AppendSpec) -> str | None:
     """Returns REPOSITORY@sha256:... if the registry has the image, else None. Sends nothing. Raises BadInput for an
     unusable base or file, LaunchError if the registry refuses the credentials or does not answer."""
-    target = parse(spec.repository)
+    target = parse_reference(spec.repository)
     with _open_registry(spec, target, writes=False) as registry:
         base = _read_base(registry, spec)
         trainer, code = _make_layers(spec, base)
-        digest = registry.find_manifest(target.path, compute_tag(trainer + code, base.digest))
+        digest = registry.find_manifest(target.path, compute_layers_tag(trainer + code, base.digest))
     return f"{target.repository}@{digest}" if digest else None
 
 
 def ensure(spec: AppendSpec, say: Callable[[str], None]) -> Image:
     """Returns the image, named REPOSITORY@sha256:..., after making it in the registry unless it exists. Raises BadInput
     for an unusable base or file, LaunchError if the registry refuses the credentials or does not answer."""
-    target = parse(spec.repository)
+    target = parse_reference(spec.repository)
     with _open_registry(spec, target, writes=True) as registry:
         base = _read_base(registry, spec)
         trainer, code = _make_layers(spec, base)
         layers = trainer + code
-        tag = compute_tag(layers, base.digest)
+        tag = compute_layers_tag(layers, base.digest)
         files = {path: found for layer in code for path, found in layer.hashes.items()}
         if digest := registry.find_manifest(target.path, tag):
             return Image(f"{target.repository}@{digest}", files, base.folder)
-        if spec.create_repository and artifact_registry.require(target.repository):
+        if spec.create_repository and require_repository(target.repository):
             say(f"created the repository of {target.repository}: private, as the project's")
         say(f"appending {len(layers)} layer{'s' if len(layers) > 1 else ''} to {spec.base}")
         begin = time.monotonic()
@@ -106,7 +115,7 @@ def _open_registry(spec: AppendSpec, target: Reference, *, writes: bool) -> Regi
         )
     return Registry(
         target.host,
-        credentials.find,
+        find_credentials,
         writes=target.path if writes else None,
         reads=[spec.base.path, target.path],
         ca_bundle=spec.ca_bundle,
@@ -161,3 +170,47 @@ def _mounted_blob(descriptor: Descriptor, source: Reference) -> Blob:
         )
 
     return Blob(descriptor.digest, descriptor.size, refuse)
+
+
+def base_spec(spec: ImageSpec) -> ImageSpec:
+    """Returns the specification of the base of one of our own images: its Dockerfile up to the stage with the code."""
+    context = build_context.tree(spec.dockerfile.parent, ignore=("Dockerfile", "*.in"))
+    return replace(spec, context=context, target=BASE_TARGET)
+
+
+def base_reference(spec: ImageSpec) -> Reference:
+    """Returns the name of the base of one of our own images. Raises BadInput when `spec` has no repository."""
+    if spec.repository is None:
+        raise BadInput("image.repository: without it there is no registry for an image that is made without an engine")
+    return parse_reference(f"{spec.repository}:base-{compute_tag(base_spec(spec), {})}")
+
+
+def make_base(spec: ImageSpec, say: Callable[[str], None]) -> str:
+    """Builds the base of an image unless this machine's engine has it, pushes and tags it unless the registry has it,
+    and returns its name. Raises BadInput without an engine (even if the registry has the base) or a repository,
+    LaunchError when the build or the push failed."""
+    wanted = base_reference(spec)
+    engine.require_engine()
+    image = ensure_image(base_spec(spec), say)
+    with Registry(wanted.host, find_credentials, writes=wanted.path, ca_bundle=spec.ca_bundle) as registry:
+        if registry.find_manifest(wanted.path, wanted.tag) != image.digest:
+            registry.write_manifest(wanted.path, wanted.tag, registry.require_manifest(wanted.path, image.digest))
+            say(f"tagged {wanted}")
+    return str(wanted)
+
+
+def cloud_build_commands(spec: ImageSpec, project: str) -> str:
+    """Returns shell commands that make the base by Cloud Build. Raises BadInput when `spec` has no repository."""
+    wanted = str(base_reference(spec))
+    arguments = ["build", "--target", BASE_TARGET, "--platform", "linux/amd64", "--tag", wanted]
+    for key, value in spec.build_args:
+        arguments += ["--build-arg", f"{key}={value}"]
+    step = {"name": "gcr.io/cloud-builders/docker", "env": ["DOCKER_BUILDKIT=1"], "args": [*arguments, "."]}
+    build = {"steps": [step], "images": [wanted], "timeout": f"{_CLOUD_BUILD_SECONDS}s"}
+    folder = shlex.quote(str(spec.dockerfile.parent))
+    # JSON is YAML; a quoted delimiter keeps the shell from reading it. gcloud would send the links of images/ as links.
+    return (
+        f"cat > cloudbuild.json <<'EOF'\n{json.dumps(build, indent=2)}\nEOF\n"
+        f"mkdir -p cloudbuild && cp -RL {folder}/. cloudbuild\n"
+        f"gcloud builds submit cloudbuild --project={shlex.quote(project)} --config=cloudbuild.json\n"
+    )

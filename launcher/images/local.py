@@ -11,10 +11,9 @@ from pathlib import Path
 from launcher import shell
 from launcher.config import Config
 from launcher.errors import BadInput
-from launcher.images import appended, base, build_context, engine
-from launcher.images.build import Image, ensure_image
-from launcher.images.distribution.reference import parse
-from launcher.images.plan import list_commands, make_plan
+from launcher.images import appended, build_context, engine
+from launcher.images.build import Image, ensure_image, list_commands, make_plan
+from launcher.images.repositories import parse_reference
 from launcher.images.specification import ImageSpec, default_spec, folder_spec, own_files, training_files
 
 _DAYS = 7 * 24 * 3600.0  # preparing a large corpus takes as long as it takes; Ctrl-C ends it
@@ -67,9 +66,9 @@ def append_spec(config: Config) -> appended.AppendSpec:
         )
     spec = image_spec(config)
     if section.base:
-        reference, advice = parse(section.base), "push it there, or correct image.base"
+        reference, advice = parse_reference(section.base), "push it there, or correct image.base"
     else:
-        reference = base.reference_of(spec)
+        reference = appended.base_reference(spec)
         advice = (
             f"make it once with `tpu-launch image base -f {config.document.name}` where a container engine runs; "
             "with --cloud-build it prints the commands that make it by Cloud Build"

@@ -1,21 +1,43 @@
 """The slice of a configuration with several candidates: created as one of them, with what earlier commands left.
+Without slice.candidates, `create` is that of `creation`.
 
-The record of requests (requests.py) says what may exist; a race (race.py) asks for all candidates at once. Without
-slice.candidates, `create` is that of `creation`.
+A race asks for several candidates at once, takes the first in the file's order that is granted, and withdraws all other
+requests. A granted one waits at most two minutes for those before it that Google has not answered yet.
+
+A request is recorded before it is made (requests.py), and counts as open until Google says that neither its node nor
+its queued resource is there. What may be granted together never costs more than slice.price_limit. A command that is
+interrupted withdraws its requests; one that is killed leaves them in the record, and the next `up`, `run` or `down`
+takes one that was granted meanwhile and withdraws the others.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from launcher.config import Config
-from launcher.errors import LaunchError
-from launcher.gcloud.errors import Conflict
+from launcher import costs
+from launcher.config import Candidate, Config
+from launcher.errors import BadInput, LaunchError
+from launcher.gcloud.calls import Backoff
+from launcher.gcloud.errors import Conflict, QuotaExceeded, Refused, Stockout
 from launcher.provider import SliceState
-from launcher.tpu_vm import creation, deletion, ownership, race, requests, slice_hints, slices
-from launcher.tpu_vm.race import Race, Say
-from launcher.tpu_vm.requests import Recorded, RequestRecord
-from launcher.workstation import Owner, Workstation
+from launcher.shell import Result
+from launcher.tpu_vm import creation, deletion, ownership, requests, slice_hints, slices
+from launcher.tpu_vm.ownership import NotOurs
+from launcher.tpu_vm.requests import Recorded, RequestRecord, place_of
+from launcher.workstation import CheckedClock, Owner, Workstation
 from training import storage
+from training.machine import Event, Future
+
+_POLL_SECONDS = 1.0
+_LOCK_POLL_SECONDS = 2.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 15.0, 300.0  # seconds, before a candidate without capacity is asked for again
+_BETTER_SECONDS = 120.0  # for which a granted slice waits for requests of candidates before it in the file
+_TURN_SECONDS = 600.0  # in the queue, while price_limit leaves no room for other candidates
+_ASLEEP_SECONDS = 30.0  # by which a wait is late if the computer slept
+_WITHDRAW_SECONDS = 300.0  # for which a withdrawal is tried while Google's API does not answer
+
+Say = Callable[[str], None]
 
 
 def create(config: Config, say: Say, machine: Workstation, patient: Workstation) -> SliceState:
@@ -23,9 +45,9 @@ def create(config: Config, say: Say, machine: Workstation, patient: Workstation)
     others on `patient`, whose clock, unlike that of `machine`, does not raise. Raises as `creation.create`."""
     if not config.slice.candidates:
         return creation.create(config, say, machine)
-    with race.turn(config, say, machine) as record:
+    with turn(config, say, machine) as record:
         _follow(config, record)
-        starting = Race(config, record, _api(config, say, patient), say, machine, patient)
+        starting = Race(config, record, say, machine, patient)
         try:
             existing = slices.describe(config, machine)
         except LaunchError as error:
@@ -37,7 +59,7 @@ def create(config: Config, say: Say, machine: Workstation, patient: Workstation)
                 record.grant(used, machine.clock.time())
                 starting.withdraw([request for request in record.open() if request.number != used.number])
             if existing.ready or used is None or is_granted:
-                own = machine if used is None else race.while_open(record, used, machine)
+                own = machine if used is None else while_open(record, used, machine)
                 try:
                     return creation.create_in_place(place, say, own)
                 except Conflict:
@@ -78,7 +100,7 @@ def withdraw_unused(config: Config, say: Say, machine: Workstation) -> None:
             if existing is not None and existing.ready and (used := _used(config, record, existing)):
                 record.grant(used, machine.clock.time())
         left = [request for request in record.open() if used is None or request.number != used.number]
-        Race(config, record, _api(config, say, machine), say, machine, machine).withdraw(left)
+        Race(config, record, say, machine, machine).withdraw(left)
 
 
 def _follow(config: Config, record: RequestRecord) -> None:
@@ -99,16 +121,291 @@ def _used(config: Config, record: RequestRecord, existing: SliceState | None) ->
     return next((request for request in open_ if request.granted is not None), None)
 
 
-def _api(config: Config, say: Say, machine: Workstation) -> race.SliceCalls:
-    """Returns the calls by which a race makes slices: `create` begins its messages with the candidate, and raises
-    NotOurs for another owner's slice; `delete` also waits for create requests that may still arrive."""
+class _Over(Exception):
+    """Ends the thread of a candidate that is withdrawn: at its next wait, or at its next command."""
 
-    def create_one(placed: Config, own: Workstation) -> SliceState:
+
+@dataclass
+class _Entry:
+    """A request of this command that has not ended."""
+
+    request: Recorded
+    over: Event
+    begun: float
+    answer: Future[SliceState]
+
+
+@contextlib.contextmanager
+def turn(config: Config, say: Say, machine: Workstation) -> Iterator[RequestRecord]:
+    """Waits, telling the user, until no other process asks for the slice's candidates; yields their record, locked."""
+    record, said = RequestRecord(config), False
+    while True:
+        with record.try_lock() as held:
+            if held:
+                yield record
+                return
+        if not said:
+            say(f"another tpu-launch is asking for candidates of slice {config.slice.name}; waiting for it")
+            said = True
+        machine.clock.sleep(_LOCK_POLL_SECONDS)
+
+
+def while_open(
+    record: RequestRecord, request: Recorded, machine: Workstation, is_over: Callable[[], bool] = lambda: False
+) -> Workstation:
+    """Returns the machine whose waits and commands raise _Over when `is_over`, and Conflict once another command has
+    ended the request: its slice is not created again."""
+
+    def check() -> None:
+        if is_over():
+            raise _Over
+        record.require_open(request)
+
+    def run(argv: Sequence[str], **options: Any) -> Result:
+        check()
+        return machine.run(argv, **options)
+
+    return replace(machine, clock=CheckedClock(machine.clock, check), run=run)
+
+
+class Race:
+    """One command's requests for the candidates of a slice. Used by one thread, under `turn`."""
+
+    def __init__(
+        self, config: Config, record: RequestRecord, say: Say, machine: Workstation, patient: Workstation
+    ) -> None:
+        """Says which candidates cost too much. `patient`: the machine for withdrawals; its waits do not raise."""
+        self.config, self.record, self.say, self.machine, self.patient = config, record, say, machine, patient
+        self.begin = machine.clock.monotonic()
+        self.entries: dict[Candidate, _Entry] = {}
+        self.left = self._affordable()  # candidates that may be asked for, in the file's order
+        self.granted_at: float | None = None  # when the first slice was READY
+        self.leaving: dict[int, Future[None]] = {}  # withdrawals under way, by the number of the request
+        self.next_ask = dict.fromkeys(self.left, 0.0)  # monotonic clock
+        self.pauses = {candidate: Backoff(machine, _FIRST_PAUSE, _LONGEST_PAUSE) for candidate in self.left}
+        self.error: LaunchError = BadInput(f"slice {config.slice.name}: no candidate fits within slice.price_limit")
+
+    def run(self) -> SliceState:
+        """Asks for the candidates, waits until one is READY (`_collect`), and returns its slice after recording it and
+        withdrawing all other requests. Goes on with requests that an earlier command left open. Withdraws all but a
+        granted one if it raises.
+
+        Raises:
+            Stockout: No candidate had capacity within slice.stockout_minutes.
+            LaunchError: Google refuses every candidate: the last one's reason. Conflict: a `down` ended the requests.
+        """
+        try:
+            known = [request for request in self.record.open() if request.candidate not in self.left]
+            self.withdraw(known)
+            while True:
+                self._ask()
+                if (won := self._collect()) is not None:
+                    return won
+                if not self.entries and not self._may_ask_later():
+                    raise self.error
+                self._make_room()
+                self._wait()
+        except BaseException:
+            self._withdraw_rest()  # after this command no process chooses between the requests
+            raise
+
+    def _affordable(self) -> list[Candidate]:
+        """Returns the candidates within the configuration's cost limits; says which are left out, and why."""
+        allowed = []
+        for candidate in self.config.candidates:
+            try:
+                costs.check(self.config.placed(candidate))
+            except BadInput as error:
+                self.say(f"not asking for {candidate}: {error}")
+            else:
+                allowed.append(candidate)
+        return allowed
+
+    def _room(self) -> float:
+        """Returns the dollars an hour that slice.price_limit leaves beside the open requests; infinity without one."""
+        limit = self.config.slice.price_limit
+        if limit is None:
+            return float("inf")
+        return limit - sum(_price(request.candidate) for request in self._open().values())
+
+    def _open(self) -> dict[int, Recorded]:
+        """Returns the open requests by number, also entries that a `down` has just ended: their slices may be there."""
+        return {item.number: item for item in (*self.record.open(), *(each.request for each in self.entries.values()))}
+
+    def _ask(self) -> None:
+        """Starts a thread for each candidate without one: for an open request of an earlier command, else for a new one
+        if the candidate is due, slice.price_limit has room for it, and no slice is granted yet."""
+        now, earlier = self.machine.clock.monotonic(), {item.candidate: item for item in self.record.open()}
+        for candidate in self.left:
+            request = earlier.get(candidate)
+            if candidate in self.entries or (request is not None and request.number in self.leaving):
+                continue
+            if request is None:
+                early = self.granted_at is not None or now < self.next_ask[candidate]
+                if early or _price(candidate) > self._room() + 1e-9:
+                    continue
+                request = self.record.ask(candidate, self.config.placed(candidate).node, self.machine.clock.time())
+                self.say(f"request {request.number}: {candidate}")
+            self._start(request)
+
+    def _start(self, request: Recorded) -> None:
+        """Starts the thread that creates a request's slice, and keeps its entry, whose `over` ends the thread."""
+        over = self.machine.threads.event()
+        machine = while_open(self.record, request, self.machine, over.is_set)
+        placed = place_of(self.config, request)
+        answer = self.machine.threads.submit(self._create, placed, machine)
+        self.entries[request.candidate] = _Entry(request, over, self.machine.clock.monotonic(), answer)
+
+    def _create(self, placed: Config, machine: Workstation) -> SliceState:
+        """Returns a candidate's slice when it is READY. Begins each message with the candidate. Raises as the waits of
+        `machine` and `creation.create` do, and NotOurs for another owner's slice."""
         where = f"{placed.slice.accelerator_type} in {placed.zone}"
-        state = creation.create_in_place(placed, lambda text: say(f"{where}: {text}"), own)
-        ownership.require_ours(placed, state.labels, machine.owner)
+        state = creation.create_in_place(placed, lambda text: self.say(f"{where}: {text}"), machine)
+        ownership.require_ours(placed, state.labels, self.patient.owner)
         return state
 
-    return race.SliceCalls(
-        create=create_one, delete=lambda places: deletion.delete_places(config, places, say, machine, all_requests=True)
-    )
+    def _collect(self) -> SliceState | None:
+        """Looks at the requests that have ended, and ends or retries those that failed (`_refuse`). Returns the granted
+        slice that is first in the file's order, after recording it and withdrawing all others; None if none is granted,
+        and for up to two minutes while candidates before it may be: then withdraws only those behind it. Raises
+        Conflict after a `down`, and any error of a request that is no LaunchError."""
+        best: _Entry | None = None
+        for candidate, entry in [(each, self.entries[each]) for each in self.left if each in self.entries]:
+            self.record.require_open(entry.request)
+            if not entry.answer.done():
+                continue
+            error = entry.answer.exception()
+            if error is None:
+                best = best or entry
+                continue
+            del self.entries[candidate]
+            if not isinstance(error, LaunchError):
+                raise error
+            self._refuse(entry, error)
+        if best is None:
+            return None
+        now = self.machine.clock.monotonic()
+        self.granted_at = now if self.granted_at is None else self.granted_at
+        place = self.left.index(best.request.candidate)
+        before = any(candidate in self.entries for candidate in self.left[:place])
+        if not before or now - self.granted_at >= _BETTER_SECONDS:
+            return self._take(best, best.answer.result())
+        behind = [self.entries[candidate].request for candidate in self.left[place + 1 :] if candidate in self.entries]
+        if behind:
+            self._withdraw_in_thread(behind)
+        return None
+
+    def _withdraw_in_thread(self, doomed: Sequence[Recorded]) -> None:
+        """Withdraws requests in a thread: a granted slice must not wait for it."""
+        thread = self.machine.threads.submit(self._delete, doomed, self._end_threads(doomed))
+        self.leaving.update({request.number: thread for request in doomed})
+
+    def _take(self, entry: _Entry, state: SliceState) -> SliceState:
+        """Records the slice as the run's, keeps its candidate, and withdraws all other requests. Returns `state`."""
+        self.record.grant(entry.request, self.machine.clock.time())
+        slice_hints.save_place(self.config, entry.request.candidate)
+        self.say(f"request {entry.request.number}: granted, {entry.request.candidate}")
+        self._withdraw_rest(entry.request.number)  # which the record may not tell while its bucket is silent
+        return state
+
+    def _withdraw_rest(self, *used: int) -> None:
+        """Withdraws all open requests but `used` and granted ones, and waits for the withdrawals."""
+        granted = {*used, *(item.number for item in self.record.read() if item.granted is not None)}
+        self.withdraw([item for number, item in self._open().items() if number not in granted | self.leaving.keys()])
+        for thread in self.leaving.values():
+            thread.result()
+
+    def _refuse(self, entry: _Entry, error: LaunchError) -> None:
+        """Ends a request that failed, and withdraws it if Google may have accepted it. A candidate whose error is
+        transient, like a stock-out, is asked for again after a pause; any other is dropped."""
+        candidate, first_line = entry.request.candidate, str(error).splitlines()[0]
+        self.error = error
+        self.say(f"request {entry.request.number}: {candidate}: {first_line}")
+        if isinstance(error, Stockout):
+            self.record.end([entry.request], requests.NO_CAPACITY, self.machine.clock.time())
+        elif isinstance(error, QuotaExceeded | Refused | NotOurs):  # Google has accepted nothing: nothing to withdraw
+            self.record.end([entry.request], requests.REFUSED, self.machine.clock.time())
+        else:
+            self._withdraw_in_thread([entry.request])
+        if error.transient:
+            self.next_ask[candidate] = self.machine.clock.monotonic() + self.pauses[candidate].next()
+        else:
+            self.left.remove(candidate)
+
+    def _may_ask_later(self) -> bool:
+        """Returns whether a candidate is due, or will be within slice.stockout_minutes."""
+        deadline = self.begin + self.config.slice.stockout_minutes * 60
+        return any(self.next_ask[candidate] <= deadline for candidate in self.left)
+
+    def _wait(self) -> None:
+        """Waits until something may have changed: a second while a request is open, else until the next one is due.
+        Restarts the ten minutes of each request if the computer slept: Google may have granted it meanwhile."""
+        now, due = self.machine.clock.monotonic(), min((self.next_ask[item] for item in self.left), default=0.0)
+        seconds = _POLL_SECONDS if self.entries else max(_POLL_SECONDS, due - now)
+        self.machine.clock.sleep(seconds)
+        if (woke := self.machine.clock.monotonic()) - now - seconds > _ASLEEP_SECONDS:
+            for entry in self.entries.values():
+                entry.begun = woke
+
+    def _make_room(self) -> None:
+        """Withdraws the oldest request after ten minutes without a grant, and waits for its deletion, if
+        slice.price_limit leaves no room for a candidate that is due. The withdrawn one is due ten minutes later."""
+        now, room = self.machine.clock.monotonic(), self._room()
+        due = [item for item in self.left if item not in self.entries and self.next_ask[item] <= now]
+        oldest = min(self.entries.values(), key=lambda entry: entry.begun, default=None)
+        if not due or oldest is None or now - oldest.begun < _TURN_SECONDS or oldest.answer.done():
+            return
+        if min(map(_price, due)) > room and self.granted_at is None:  # else nothing more is asked for
+            minutes = _TURN_SECONDS / 60
+            self.say(f"request {oldest.request.number}: no capacity in {minutes:.0f} minutes, trying another candidate")
+            self.withdraw([oldest.request])  # may take as long as the creation that it cancels
+            self.next_ask[oldest.request.candidate] = self.machine.clock.monotonic() + _TURN_SECONDS
+
+    def withdraw(self, doomed: Sequence[Recorded]) -> None:
+        """Withdraws requests: ends their threads, deletes their nodes and queued resources until Google has none, and
+        records the end. Raises nothing if Google refuses, or does not answer for five minutes: tells the user, and
+        leaves the requests open for the next command to withdraw."""
+        if doomed:
+            self._delete(doomed, self._end_threads(doomed))
+
+    def _end_threads(self, doomed: Sequence[Recorded]) -> list[_Entry]:
+        """Makes the threads of requests end, and returns the entries that had them."""
+        entries = [entry for request in doomed if (entry := self.entries.pop(request.candidate, None)) is not None]
+        for entry in entries:
+            entry.over.set()
+        return entries
+
+    def _delete(self, doomed: Sequence[Recorded], entries: Sequence[_Entry]) -> None:
+        """Deletes the requests' nodes and queued resources, again until the threads of `entries` have ended, and
+        records the end. If that fails, tells the user and leaves the requests open (see `withdraw`)."""
+        places = [place_of(self.config, request) for request in doomed]
+        names = ", ".join(str(request.candidate) for request in doomed)
+        self.say(f"withdrawing {names}")
+        clock = self.patient.clock
+        deadline = clock.monotonic() + _WITHDRAW_SECONDS
+        left = (
+            f"{names}: not withdrawn yet, and billed once granted; the next `tpu-launch up`, `run` or `down` withdraws "
+            "them: "
+        )
+        try:
+            while True:
+                ended = all(entry.answer.done() for entry in entries)  # look once more after the last thread has ended
+                late = clock.monotonic() > deadline  # before the try: this machine may sleep during it
+                try:
+                    deletion.delete_places(self.config, places, self.say, self.patient, all_requests=True)
+                    if ended:
+                        break
+                except LaunchError as error:
+                    if not error.transient or late:
+                        self.say(f"{left}{error}")
+                        return
+                clock.sleep(_POLL_SECONDS)
+        except KeyboardInterrupt:
+            self.say(f"{left}interrupted")
+            raise
+        self.record.end(doomed, requests.WITHDRAWN, clock.time())
+
+
+def _price(candidate: Candidate) -> float:
+    """Returns the list price in dollars an hour; 0 when it is unknown, which price_limit does not allow."""
+    return costs.per_hour(candidate.accelerator_type, candidate.zone, candidate.capacity) or 0.0

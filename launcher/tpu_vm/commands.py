@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from launcher.config import Config
 from launcher.tpu_vm import slice_hints
-from launcher.tpu_vm.host_scripts import LABEL_RUN
-from launcher.tpu_vm.scripts import render
+from launcher.tpu_vm.host_scripts import LABEL_RUN, render
 
 # gcloud sets no time-outs for ssh: a dead host would hang each call for minutes.
 _SSH_FLAGS = (

@@ -1,21 +1,74 @@
-"""The scripts of `scripts/` with their parameters: one function for each remote command. `host_output` parses output.
+"""The shell scripts that hosts run: each rendered into a single command line, and the parsers of their output. Pure.
 
-Pure: an attempt in, the text of a remote command out.
+A remote command is one string, carried by ssh: nothing is copied to a host before. `render` puts parameters as quoted
+assignments in front of the script's text, never into the code. A line `. ./NAME.sh` includes another script of the
+folder `scripts`; comment lines are left out.
+
+A script reports on one line a host, `tpu-launch <worker> <word> <detail>`, mixed with the lines of other hosts and of
+gcloud. `observe.sh` prints a container's state and log instead, and runs on one host at a time.
+
+Rules for the scripts:
+- POSIX sh, checked by shellcheck; a script names its parameters at the top (`: "${name:?}"`);
+- short and idempotent: gcloud runs the whole command again when ssh, or the command, returns 255;
+- never ends with 255;
+- secrets and data come by standard input, never as parameters: arguments are visible to every process of a host.
 """
 
 import base64
+import functools
+import json
 import math
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import resources
+from typing import Any
 
-from launcher.container_scripts import DUMP_STACKS, READ_PROGRESS
-from launcher.images.distribution.reference import is_google
-from launcher.log_lines import LINE_BYTES
-from launcher.provider import COMPILE_CACHE_FOLDER, DELIVERY_SECONDS, Attempt, compile_cache_environment
-from launcher.tpu_vm.scripts import load, render
+from launcher.container_scripts import DUMP_STACKS, READ_PROGRESS, split_progress
+from launcher.images.repositories import is_google
+from launcher.log_lines import LINE_BYTES, LogWindow, docker_records, read_log
+from launcher.provider import (
+    COMPILE_CACHE_FOLDER,
+    DELIVERY_SECONDS,
+    LOG_OVERLAP,
+    Attempt,
+    ContainerState,
+    HostReport,
+    Observation,
+    compile_cache_environment,
+)
 from training.accelerators import accelerator
+from training.machine import parse_time, shift
 from training.telemetry.progress_line import FILE, FILE_VARIABLE
+
+
+def render(name: str, *arguments: str, **parameters: str | int | float | bool) -> str:
+    """Returns the text of a script with its parameters.
+
+    Args:
+        name: The file in this folder, without `.sh`.
+        arguments: The script's positional arguments.
+        parameters: Shell variables; a boolean becomes `yes` or `no`.
+    """
+    assignments = [f"{key}={shlex.quote(_to_text(value))}\n" for key, value in parameters.items()]
+    if arguments:
+        assignments.append(f"set -- {shlex.join(arguments)}\n")
+    return "".join(assignments) + load_script(name)
+
+
+@functools.cache
+def load_script(name: str) -> str:
+    """Returns the text of a script without parameters and comment lines, with included scripts in place."""
+    text = (resources.files(__package__) / f"scripts/{name}.sh").read_text(encoding="utf-8")
+    code = re.sub(r"^[ \t]*#.*\n", "", text, flags=re.MULTILINE)
+    return re.sub(r"^[ \t]*\. \./(\w+)\.sh\n", lambda include: load_script(include[1]), code, flags=re.MULTILINE)
+
+
+def _to_text(value: str | int | float | bool) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)
+
 
 LABEL_RUN = "tpu-launch.run"
 LABEL_ATTEMPT = "tpu-launch.attempt"
@@ -97,7 +150,7 @@ def start_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) 
         label_attempt=LABEL_ATTEMPT,
         label_boot=LABEL_BOOT,
         hosts=" ".join(f"{worker}={address}" for worker, address in enumerate(hosts)),
-        list_holders=load("list_tpu_holders"),
+        list_holders=load_script("list_tpu_holders"),
         huge_pages=huge_pages_file(accelerator_type),
         pull="@" in attempt.image,
         registry=registry if is_google(registry) else "",
@@ -125,7 +178,7 @@ def check_engine_script() -> str:
 
 def secrets_script(attempt: Attempt) -> str:
     """Returns the script that passes its input (`secrets_input`) to the container; reports `delivered` or `failed`."""
-    return render("deliver_secrets", container=attempt.container, receive=load("receive_secrets"))
+    return render("deliver_secrets", container=attempt.container, receive=load_script("receive_secrets"))
 
 
 def secrets_input(secrets: Mapping[str, str]) -> str:
@@ -164,13 +217,13 @@ def execute_script(container: str, command: Sequence[str], mark: str, *, seconds
         seconds: Time limit of the command.
         held: End the command as soon as standard input ends.
     """
-    end = load("end_command")
+    end = load_script("end_command")
     return render("execute", *command, container=container, mark=mark, seconds=seconds, held=held, end=end)
 
 
 def end_execution_script(container: str, mark: str) -> str:
     """Returns the script that ends a command started by `execute_script` with the same `mark`."""
-    return render("end_execution", container=container, mark=mark, end=load("end_command"))
+    return render("end_execution", container=container, mark=mark, end=load_script("end_command"))
 
 
 def stacks_script(container: str, native: bool = False) -> str:
@@ -187,3 +240,107 @@ def stop_script(container: str, grace: int, *, remove: bool) -> str:
     """Returns the script that stops a container (SIGTERM once, SIGKILL after `grace` seconds) and keeps start.sh from
     creating it later; it deletes one that never started, or any if `remove`. It reports `stopped`, without one too."""
     return render("stop", container=container, grace=grace, remove=remove)
+
+
+MOVED = "moved"
+"""Begins the detail of a host that has other addresses than the launcher knows."""
+FORBIDDEN = "forbidden"
+"""Begins the detail of a host whose engine this user may not use."""
+
+_CLOCK_SECONDS = 30.0  # hosts that differ more spoil tokens, certificates, and the order of log lines
+_BUSY = "busy"  # a container of another run is running on the host; the detail is that run's id
+_FAILED = "failed"
+
+
+def parse_reports(output: str, word: str, workers: Iterable[int]) -> list[HostReport]:
+    """Returns a report of every worker: ok when the host reported `word`, else a failure, also for a silent host."""
+    reports = {}
+    for line in output.splitlines():
+        match = re.match(r"tpu-launch (\d+) (\S+) ?(.*)", line.strip())
+        if match:
+            worker = int(match[1])
+            reports[worker] = _to_report(worker, match[2], match[3], expected=word)
+    return [reports.get(worker, HostReport(worker, False, "the host did not answer")) for worker in workers]
+
+
+def has_reports(output: str) -> bool:
+    """Returns whether any host reported anything."""
+    return re.search(r"^[ \t]*tpu-launch \d+ \S", output, re.MULTILINE) is not None
+
+
+def _to_report(worker: int, word: str, detail: str, *, expected: str) -> HostReport:
+    """Returns a report, ok if `word` is the expected one. For "busy", `occupied_by` is the id of the other run."""
+    if word == expected:
+        return HostReport(worker, True, detail)
+    if word == _BUSY:
+        return HostReport(worker, False, f"run {detail} is on this host", occupied_by=detail)
+    return HostReport(worker, False, detail if word == _FAILED else f"{word} {detail}")
+
+
+def start_warnings(time: int, pages: str, begin: float, end: float) -> Iterator[str]:
+    """Yields warnings on what start.sh reports: the host's clock, and the setting of huge pages where it hinders.
+
+    Args:
+        time: Unix seconds on the host, between `begin` and `end` (Unix seconds of the workstation).
+        pages: The setting; "" where it is right.
+    """
+    skew = max(begin - time - 1, time - end - 1)
+    if skew > _CLOCK_SECONDS:
+        yield f"its clock is {skew:.0f} s off the workstation's; sudo systemctl restart chrony, on that host"
+    if pages:
+        fix = "echo always | sudo tee /sys/kernel/mm/transparent_hugepage/enabled, on that host"
+        yield f"transparent huge pages are off ({pages}) and can't be switched on: starts take longer; {fix}"
+
+
+def parse_state(line: str) -> ContainerState | None:
+    """Returns the state in the first line of `observe.sh`, JSON or "absent" (no container); None if no engine answers.
+    `rebooted`: the container was created on an earlier boot of the host. Only an ended container has an exit code."""
+    if line == "absent":
+        return ContainerState("absent")
+    if not line.startswith("{"):
+        return None
+    summary: Mapping[str, Any] = json.loads(line)
+    state: Mapping[str, object] = summary["state"]
+    ended = state.get("Status") in ("exited", "dead")
+    finished_at = str(state.get("FinishedAt", "")) if ended else ""
+    finished = parse_time(finished_at)
+    rebooted = summary["created_on"] != summary["boot"]
+    return ContainerState(
+        status=str(state.get("Status", "")),
+        exit_code=int(str(state.get("ExitCode", 0))) if ended else None,
+        oom_killed=bool(state.get("OOMKilled")),
+        started_at=str(state.get("StartedAt", "")),
+        finished_at=finished_at,
+        error=str(state.get("Error", "")),
+        rebooted=rebooted,
+        # Of a container that the host took down, the engine writes the end at the next boot; some omit it (the year 1).
+        ended_before_reboot=rebooted and finished is not None and 0 < finished < summary["booted"],
+    )
+
+
+def parse_observation(worker: int, output: str) -> tuple[Observation, LogWindow]:
+    """Returns the observation in the output of `observe.sh`, and its log; an observation with a `problem` if the engine
+    does not answer. Output cut at LOG_BYTES sets `more`. `output` has bytes that are not UTF-8 as surrogates."""
+    first, _, rest = output.partition("\n")
+    state = parse_state(first.strip())
+    progress, rest = split_progress(rest)  # log lines begin with a time
+    data = rest.encode(errors="surrogateescape")
+    cut = len(data) >= LOG_BYTES
+    window = read_log(data, docker_records, complete=state is not None and state.ended and not cut)
+    if state is None:
+        reason = first.partition("no engine")[2].rstrip()
+        return Observation(worker, None, problem=f"its container engine does not answer{reason}"), window
+    return Observation(worker, state, window.lines, more=cut, open=window.open, progress=progress), window
+
+
+def covers(window: LogWindow, since: str, tail: int) -> bool:
+    """Returns whether the last records of a log hold every record from `since` on.
+
+    They do when they are fewer than `tail`, and begin at a line that is known already: `since` is LOG_OVERLAP before
+    the newest such line, or the oldest that is open. Docker counts records before it leaves out those before `since`.
+
+    Args:
+        since: RFC 3339 time, as `Cursor.since` gives it.
+        tail: The number of records that was asked for.
+    """
+    return 0 < window.records < tail and window.first <= shift(since, LOG_OVERLAP)

@@ -16,10 +16,9 @@ from launcher.gcloud.calls import Retry, call_gcloud
 from launcher.gcloud.errors import Conflict, PermissionDenied, Preempted, explain_error
 from launcher.log_lines import LogWindow
 from launcher.provider import Attempt, CommandReport, HostReport, Observation, SliceState
-from launcher.tpu_vm import CAPABILITIES, candidates, commands, deletion, host_output, host_scripts, slice_hints, slices
-from launcher.tpu_vm.ssh.connections import SliceConnections
-from launcher.tpu_vm.ssh.execution import Execution
-from launcher.tpu_vm.ssh.pool import HostResult
+from launcher.tpu_vm import CAPABILITIES, candidates, commands, deletion, host_scripts, slice_hints, slices
+from launcher.tpu_vm.connections import HostResult, SliceConnections
+from launcher.tpu_vm.execution import Execution
 from launcher.workstation import Workstation
 from training.machine import Clock
 
@@ -125,7 +124,7 @@ class TpuVm:
         delivers overlay and secrets, for which their commands wait. Returns the reports of the first step that failed
         on a host, else those of the start. Raises LaunchError if hosts have different images, or none answers."""
         reports = self._start_containers(attempt)
-        if any(report.detail.startswith(host_output.MOVED) for report in reports):
+        if any(report.detail.startswith(host_scripts.MOVED) for report in reports):
             self._connections.forget()  # they were kept of an earlier slice of this name
             reports = self._start_containers(attempt)
         if not all(report.ok for report in reports):
@@ -156,7 +155,7 @@ class TpuVm:
         for report in reports:
             if report.ok:
                 image, time, pages = [*report.detail.split(maxsplit=2), ""][:3]
-                for warning in host_output.start_warnings(int(time), pages, begin, end):
+                for warning in host_scripts.start_warnings(int(time), pages, begin, end):
                     self.say(f"host {report.worker}: {warning}")
                 report = replace(report, detail=image)
             started.append(report)
@@ -172,7 +171,7 @@ class TpuVm:
         script = host_scripts.observe_script(container, since, patience=patience, tail=tail, progress=progress)
         observation, window = self._observe(worker, script, patience)
         is_behind = bool(since and observation.lines and observation.lines[-1].timestamp < since)  # the host's clock
-        missing = since and window.records and (observation.more or not host_output.covers(window, since, _TAIL))
+        missing = since and window.records and (observation.more or not host_scripts.covers(window, since, _TAIL))
         if missing and not is_behind:  # else no line from `since` on is new
             told, state = observation.progress, observation.container
             running = None if state is None or state.ended else state
@@ -194,7 +193,7 @@ class TpuVm:
             result = self._connections.run_through_gcloud(worker, script, timeout=patience)
         if not result.reached:
             return Observation(worker, None, problem=result.problem), LogWindow()
-        return host_output.parse_observation(worker, result.stdout)
+        return host_scripts.parse_observation(worker, result.stdout)
 
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
@@ -298,7 +297,7 @@ class TpuVm:
         except LaunchError as error:  # guest attributes may still be empty, sshd not up yet
             return [str(error).splitlines()[0]]
         for report in reports:
-            if report.detail.startswith(host_output.FORBIDDEN):
+            if report.detail.startswith(host_scripts.FORBIDDEN):
                 raise PermissionDenied(
                     f"host {report.worker}: your user may not use its container engine "
                     f"({report.detail.partition(' ')[2]}): with OS Login, ask for roles/compute.osAdminLogin\n  "
@@ -311,9 +310,9 @@ class TpuVm:
         failure. Raises the error that gcloud's message means if gcloud failed and no host reported."""
         argv = commands.ssh_command(self.config, script)
         result = self._machine.run(argv, timeout=timeout)
-        if not result.ok and not host_output.has_reports(result.stdout):
+        if not result.ok and not host_scripts.has_reports(result.stdout):
             raise explain_error(result.stderr, argv[:-1])
-        return host_output.parse_reports(result.stdout, word, self._workers)
+        return host_scripts.parse_reports(result.stdout, word, self._workers)
 
     def _send(self, script: str, stdin: str, word: str, *, timeout: float) -> list[HostReport]:
         """Runs a script with `stdin` on all hosts, perhaps twice. Returns reports, ok where it printed `word`."""
@@ -342,7 +341,7 @@ def _to_report(result: HostResult, word: str) -> HostReport:
     """Returns a host's report: ok if the host was reached and printed `word`, else a failure with the reason."""
     if not result.reached:
         return HostReport(result.worker, False, result.problem)
-    return host_output.parse_reports(result.stdout, word, [result.worker])[0]
+    return host_scripts.parse_reports(result.stdout, word, [result.worker])[0]
 
 
 def _all_output(result: HostResult) -> str:

@@ -9,7 +9,8 @@
         moving.json            open requests that `share` is giving new numbers
 
 Every file is created whole and once (in the bucket first, then as a link to a finished file), and never changed: a
-command that was killed at any point leaves requests without an end, which the next command withdraws or uses (race.py).
+command that was killed at any point leaves requests without an end, which the next command withdraws or uses
+(candidates.py).
 """
 
 import contextlib

@@ -17,8 +17,8 @@ from launcher.emulator.http_server import serve_http
 from launcher.emulator.server import Server
 from launcher.emulator.state import EmulatorState, emulator_id, to_json
 from launcher.errors import BadInput
+from launcher.images.build import _pushes_path
 from launcher.images.build_context import left_out_of
-from launcher.images.plan import _pushes_path
 
 
 @pytest.fixture

@@ -17,11 +17,10 @@ from launcher.checks.doctor import check_base_image
 from launcher.config import Config
 from launcher.emulator.http_server import HttpRequest
 from launcher.errors import BadInput
-from launcher.images import appended, base, local, overlays
-from launcher.images.distribution import credentials
-from launcher.images.distribution.client import ManifestDocument, Registry, blob_of, sha256
-from launcher.images.distribution.credentials import RegistryCredentials
-from launcher.images.distribution.layer import LARGE_BYTES
+from launcher.images import appended, local, overlays, repositories
+from launcher.images.layers import LARGE_BYTES
+from launcher.images.registry import ManifestDocument, Registry, blob_of, sha256
+from launcher.images.repositories import RegistryCredentials, find_credentials
 from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.script_host import write_program
 from tests.registry_server import HOST, OTHER_HOST, TOKEN, RegistryServer, serve
@@ -57,7 +56,7 @@ def config(tmp_path: Path) -> Config:
 
 def push_base(name: str, labels: dict[str, str] | None = None, folder: str = "/home/trainer") -> None:
     """An image of one layer with a working directory, as an engine pushes it."""
-    reference = appended.parse(name)
+    reference = repositories.parse_reference(name)
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as files:
         files.addfile(tarfile.TarInfo("base-file"))
@@ -68,14 +67,14 @@ def push_base(name: str, labels: dict[str, str] | None = None, folder: str = "/h
     described = blob_of(json.dumps(fields).encode())
     entries = [{"digest": blob.digest, "size": blob.size} for blob in (described, layer)]
     body = json.dumps({"schemaVersion": 2, "mediaType": MANIFEST, "config": entries[0], "layers": entries[1:]})
-    with Registry(reference.host, credentials.find, writes=reference.path) as registry:
+    with Registry(reference.host, find_credentials, writes=reference.path) as registry:
         for blob in (described, layer):
             registry.upload(reference.path, blob)
         registry.write_manifest(reference.path, reference.version, ManifestDocument(MANIFEST, body.encode()))
 
 
 def push_our_base(config: Config) -> None:
-    push_base(str(base.reference_of(local.image_spec(config))), {"tpu-launch.framework": "torch-xla"})
+    push_base(str(appended.base_reference(local.image_spec(config))), {"tpu-launch.framework": "torch-xla"})
 
 
 def make(config: Config) -> str:
@@ -84,8 +83,8 @@ def make(config: Config) -> str:
 
 def read(name: str) -> tuple[dict[str, tarfile.TarInfo], Any]:
     """The entries of an image's layers, upper over lower ones, with their text in `pax_headers`; its configuration."""
-    reference, entries = appended.parse(name), {}
-    with Registry(reference.host, credentials.find, reads=[reference.path]) as registry:
+    reference, entries = repositories.parse_reference(name), {}
+    with Registry(reference.host, find_credentials, reads=[reference.path]) as registry:
         manifest = json.loads(registry.require_manifest(reference.path, reference.digest).body)
         blobs = [
             registry.read_blob(reference.path, entry["digest"], entry["size"])
@@ -238,7 +237,7 @@ def test_contradicting_keys_are_refused(config: Config, change: str, message: st
 
 def test_cloud_build_makes_the_same_base(config: Config, tmp_path: Path) -> None:
     spec = local.image_spec(config)
-    commands = base.cloud_build_commands(spec, "p")
+    commands = appended.cloud_build_commands(spec, "p")
     script = tmp_path / "script.sh"
     write_program(tmp_path / "bin", "gcloud", 'echo "$@"')
     script.write_text(commands)
@@ -247,22 +246,22 @@ def test_cloud_build_makes_the_same_base(config: Config, tmp_path: Path) -> None
     assert words[:2] == ["builds", "submit"]
     folder = tmp_path / words[2]
     assert not [path for path in folder.iterdir() if path.is_symlink()], "Cloud Build gets no other folder"
-    assert f" AS {base.TARGET}\n" in (folder / "Dockerfile").read_text()
+    assert f" AS {appended.BASE_TARGET}\n" in (folder / "Dockerfile").read_text()
     build = json.loads((tmp_path / "cloudbuild.json").read_text())
-    assert build["images"] == [str(base.reference_of(spec))]
-    assert build["steps"][0]["args"][:3] == ["build", "--target", base.TARGET]
+    assert build["images"] == [str(appended.base_reference(spec))]
+    assert build["steps"][0]["args"][:3] == ["build", "--target", appended.BASE_TARGET]
 
 
 def test_googles_registries_get_gclouds_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text(TOKEN)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "gcloud"))
     monkeypatch.setenv("CLOUDSDK_AUTH_ACCESS_TOKEN_FILE", str(tmp_path / "token"))
-    assert credentials.find(HOST) == RegistryCredentials("oauth2accesstoken", TOKEN)
+    assert find_credentials(HOST) == RegistryCredentials("oauth2accesstoken", TOKEN)
 
 
 def test_making_an_image_in_the_registry_needs_no_module_of_linux_alone() -> None:
     hidden = "import sys; sys.modules.update(dict.fromkeys(['fcntl', 'grp', 'resource', 'termios'])); "
-    program = hidden + "import launcher.images.local, launcher.images.appended, launcher.images.base"
+    program = hidden + "import launcher.images.local, launcher.images.appended"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -26,10 +26,10 @@ from launcher.provider import SliceState
 from launcher.run.ledger import RunRecord
 from launcher.run.session import begin_run
 from launcher.run.specification import Specification
-from launcher.tpu_vm import candidates, commands, deletion, race, requests, slice_hints
+from launcher.tpu_vm import candidates, commands, deletion, requests, slice_hints
+from launcher.tpu_vm.connections import SliceConnections
 from launcher.tpu_vm.ownership import NotOurs
 from launcher.tpu_vm.requests import RequestRecord
-from launcher.tpu_vm.ssh.connections import SliceConnections
 from tests.bucket_server import BucketServer
 from tests.gcloud_commands import UnknownCommand
 from tests.launcher.emulated_gcloud import ANN, BOB, Clock, Cloud, InOrder
@@ -122,7 +122,7 @@ class Answer:
     def done(self) -> bool:
         try:
             self.check()
-        except (race._Over, Conflict) as error:
+        except (candidates._Over, Conflict) as error:
             self.state, self.error = None, error
             return True
         return self.clock.now >= self.at
@@ -165,12 +165,11 @@ def run_race(
     threads = Answers(cloud.clock, plan, is_slow)
     machine, begun = replace(cloud.machine(), threads=threads), cloud.clock.now
 
-    def delete(places: Sequence[Config]) -> None:
+    def delete(_config: Config, places: Sequence[Config], *_: Any, **__: Any) -> None:
         withdrawn.update({place.slice.accelerator_type: cloud.clock.now - begun for place in places})
 
-    calls = race.SliceCalls(create=lambda placed, own: pytest.fail("not called"), delete=delete)
-    with race.turn(config, print, machine) as record:
-        state = race.Race(config, record, calls, print, machine, machine).run()
+    with patch.object(deletion, "delete_places", delete), candidates.turn(config, print, machine) as record:
+        state = candidates.Race(config, record, print, machine, machine).run()
     assert [item.candidate.accelerator_type for item in record.open()] == [state.accelerator_type]
     asked = {name: [moment - begun for moment in moments] for name, moments in threads.asked.items()}
     return state, cloud.clock.now - begun, asked
@@ -246,9 +245,9 @@ def test_a_withdrawal_is_given_up_at_once_or_after_five_minutes_without_an_answe
     cloud: Cloud, config: Config, capsys: pytest.CaptureFixture[str], error: BaseException, seconds: float
 ) -> None:
     machine, begun, record = cloud.machine(), cloud.clock.now, RequestRecord(config)
-    asked, calls = record.ask(V4, "demo", 1.0), race.SliceCalls(Mock(), Mock(side_effect=error))
-    with contextlib.suppress(KeyboardInterrupt):
-        race.Race(config, record, calls, print, machine, machine).withdraw([asked])
+    asked = record.ask(V4, "demo", 1.0)
+    with patch.object(deletion, "delete_places", side_effect=error), contextlib.suppress(KeyboardInterrupt):
+        candidates.Race(config, record, print, machine, machine).withdraw([asked])
     assert record.open() == [asked]
     assert seconds <= cloud.clock.now - begun < seconds + 10
     assert "not withdrawn yet, and billed once granted" in capsys.readouterr().out
@@ -256,11 +255,11 @@ def test_a_withdrawal_is_given_up_at_once_or_after_five_minutes_without_an_answe
 
 def test_a_withdrawal_looks_once_more_after_its_thread_has_ended(cloud: Cloud, config: Config) -> None:
     record, looks, end = RequestRecord(config), list[float](), cloud.clock.now + 10
-    calls = race.SliceCalls(Mock(), lambda places: looks.append(cloud.clock.now))
-    starting = race.Race(config, record, calls, print, cloud.machine(), cloud.machine())
+    starting = candidates.Race(config, record, print, cloud.machine(), cloud.machine())
     request, over = record.ask(V4, "demo", 1.0), threading.Event()
-    starting.entries[V4] = race._Entry(request, over, 0.0, Mock(done=lambda: cloud.clock.now >= end))
-    starting.withdraw([request])
+    starting.entries[V4] = candidates._Entry(request, over, 0.0, Mock(done=lambda: cloud.clock.now >= end))
+    with patch.object(deletion, "delete_places", lambda *_, **__: looks.append(cloud.clock.now)):
+        starting.withdraw([request])
     assert (over.is_set(), looks[-1] >= end) == (True, True)
 
 
@@ -279,9 +278,9 @@ def test_a_better_request_gives_way_to_none_while_a_granted_slice_waits_for_it(c
     plan: Plan = {"v4-8": [(630, True)], "v3-8": [(588, True)]}
     state, _, asked = run_race(cloud, config := make(tmp_path, "  price_limit: 8.0\n"), plan, {})
     assert (state.accelerator_type, asked["v4-16"]) == ("v4-8", [0])
-    calls, record = race.SliceCalls(Mock(), Mock()), RequestRecord(config)
-    starting = race.Race(config, record, calls, print, cloud.machine(), cloud.machine())
-    starting.entries[V4] = race._Entry(record.ask(V4, "demo", 1.0), threading.Event(), -1e9, Mock(done=lambda: True))
+    request = (record := RequestRecord(config)).ask(V4, "demo", 1.0)
+    starting = candidates.Race(config, record, print, cloud.machine(), cloud.machine())
+    starting.entries[V4] = candidates._Entry(request, threading.Event(), -1e9, Mock(done=lambda: True))
     starting._make_room()
     assert V4 in starting.entries, "its answer came after the last look"
 
@@ -426,7 +425,7 @@ def test_a_command_tells_once_that_it_waits_for_another_one(cloud: Cloud, config
     with contextlib.ExitStack() as other:
         assert other.enter_context(RequestRecord(config).try_lock())
         cloud.clock.events.append((begun + 60.0, other.close))
-        with race.turn(config, said.append, cloud.machine()):
+        with candidates.turn(config, said.append, cloud.machine()):
             assert cloud.clock.now >= begun + 60.0
     assert len(said) == 1
     assert f"another tpu-launch is asking for candidates of slice {config.slice.name}" in said[0]

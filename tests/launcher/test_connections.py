@@ -28,11 +28,18 @@ from launcher.gcloud.errors import Conflict, PermissionDenied, Preempted
 from launcher.provider import Attempt, HostReport, Overlay, SliceState
 from launcher.providers import this_machine
 from launcher.shell import Result
+from launcher.tpu_vm import ssh
+from launcher.tpu_vm.connections import (
+    Address,
+    ConnectionPool,
+    HostResult,
+    KnownSlice,
+    SliceConnections,
+    forget_addresses,
+    load_addresses,
+    save_addresses,
+)
 from launcher.tpu_vm.provider import TpuVm
-from launcher.tpu_vm.ssh import addresses, transport
-from launcher.tpu_vm.ssh.addresses import Address, KnownSlice
-from launcher.tpu_vm.ssh.connections import SliceConnections
-from launcher.tpu_vm.ssh.pool import ConnectionPool, HostResult
 from launcher.workstation import ConnectionFailed
 from tests.launcher.emulated_gcloud import DENIED, UNAVAILABLE, Clock, Cloud
 from tests.launcher.run_files import SLICE, load_text
@@ -66,7 +73,7 @@ import os, time
 from dataclasses import replace
 from launcher.workstation import Address
 from launcher.providers import this_machine
-from launcher.tpu_vm.ssh.pool import ConnectionPool
+from launcher.tpu_vm.connections import ConnectionPool
 
 class Host:
     is_open = True
@@ -140,18 +147,18 @@ def test_a_host_key_is_the_one_that_gcloud_keeps_under_the_alias() -> None:
     key, other = paramiko.ECDSAKey.generate(), paramiko.ECDSAKey.generate()
     kept = paramiko.HostKeys()
     address = Address(0, "10.0.0.1", "me", "key", "known", "TPU.1-0")
-    policy = transport._AliasKeys(address, lambda file: kept)
+    policy = ssh._AliasKeys(address, lambda file: kept)
     kept.add("10.0.0.1", key.get_name(), key)
-    with pytest.raises(transport.HostKeyUnknown):
+    with pytest.raises(ssh.HostKeyUnknown):
         policy.missing_host_key(paramiko.SSHClient(), "10.0.0.1", key)
     kept.add("tpu.1-0", key.get_name(), key)
     policy.missing_host_key(paramiko.SSHClient(), "10.0.0.1", key)
-    with pytest.raises(transport.HostKeyChanged, match=r"-f known -R tpu\.1-0"):
+    with pytest.raises(ssh.HostKeyChanged, match=r"-f known -R tpu\.1-0"):
         policy.missing_host_key(paramiko.SSHClient(), "10.0.0.1", other)
 
 
 def test_host_keys_are_read_again_when_their_file_has_changed(tmp_path: Path) -> None:
-    client, file = transport.SshClient(), tmp_path / "known"
+    client, file = ssh.SshClient(), tmp_path / "known"
     assert not client._known_hosts(str(file))
     for seconds, names in (1, ["tpu.1-0"]), (2, ["tpu.1-0", "tpu.1-1"]):
         key = paramiko.ECDSAKey.generate()
@@ -169,7 +176,7 @@ def test_a_host_without_a_connection_is_tried_once() -> None:
 
 
 def test_a_host_that_answers_nothing_can_not_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = transport.SshClient()
+    client = ssh.SshClient()
     monkeypatch.setattr(client, "_open", Mock(side_effect=TimeoutError))
     with pytest.raises(ConnectionFailed, match="no answer within 5 s"):
         client.connect(Address(0, "h", "me", "key", "known", "h"))
@@ -198,18 +205,18 @@ def test_ctrl_c_does_not_wait_for_hosts_that_pull() -> None:
 
 
 def test_a_slice_is_remembered_for_the_same_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert addresses.load(config(tmp_path)) is None
+    assert load_addresses(config(tmp_path)) is None
     known = remembered(tmp_path)
-    assert addresses.load(config(tmp_path)) == known
-    assert addresses.load(config(tmp_path, "v4-32")) is None
-    assert addresses.load(config(tmp_path, more=", internal_ips: true")) is None
+    assert load_addresses(config(tmp_path)) == known
+    assert load_addresses(config(tmp_path, "v4-32")) is None
+    assert load_addresses(config(tmp_path, more=", internal_ips: true")) is None
     monkeypatch.setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", "http://127.0.0.1:1/")
-    assert addresses.load(config(tmp_path)) is None, "an emulated slice is another one"
+    assert load_addresses(config(tmp_path)) is None, "an emulated slice is another one"
     monkeypatch.delenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU")
     (kept,) = (tmp_path / "home" / "slices").iterdir()
     kept.write_text(kept.read_text()[:40])
-    assert addresses.load(config(tmp_path)) is None, "cut short"
-    addresses.forget(config(tmp_path))
+    assert load_addresses(config(tmp_path)) is None, "cut short"
+    forget_addresses(config(tmp_path))
     assert not list((tmp_path / "home" / "slices").iterdir())
 
 
@@ -217,7 +224,7 @@ def remembered(folder: Path) -> KnownSlice:
     """Two hosts where nothing listens, kept by an earlier command."""
     two = (Address(worker, f"127.9.9.{worker + 1}", "me", "key", "known", f"tpu.1-{worker}") for worker in range(2))
     known = KnownSlice("2026-01-01T00:00:00Z", ("10.1.0.0", "10.1.0.1"), tuple(two))
-    addresses.save(config(folder), known)
+    save_addresses(config(folder), known)
     return known
 
 
@@ -235,7 +242,7 @@ def test_what_is_remembered_holds_until_the_slice_is_seen_to_be_another(tmp_path
     connections = SliceConnections(config(tmp_path), this_machine())  # of the next command
     connections.note_state(replace(seen(known), **change))
     assert not connections.has_known_slice
-    assert addresses.load(config(tmp_path)) is None
+    assert load_addresses(config(tmp_path)) is None
 
 
 def test_a_long_command_finds_the_hosts_of_the_slice_that_replaced_the_one_it_saw(
@@ -243,7 +250,7 @@ def test_a_long_command_finds_the_hosts_of_the_slice_that_replaced_the_one_it_sa
 ) -> None:
     """As `top` does while a run is recovered; one answer without the slice may be old."""
     first = seen(remembered(tmp_path))
-    addresses.forget(config(tmp_path))
+    forget_addresses(config(tmp_path))
     gcloud_says(tmp_path, monkeypatch, ["127.9.8.1", "127.9.8.2"])
     connections = SliceConnections(config(tmp_path), this_machine())
     connections.note_state(first)
@@ -251,10 +258,10 @@ def test_a_long_command_finds_the_hosts_of_the_slice_that_replaced_the_one_it_sa
     for state, is_same in (first, True), (None, True), (replace(first, created="2026-02-02T00:00:00Z"), False):
         connections.note_state(state)
         assert (connections.pool() is pool) == is_same
-    addresses.forget(config(tmp_path))
+    forget_addresses(config(tmp_path))
     connections.note_state(replace(first, state="CREATING"))
     connections.pool()
-    assert addresses.load(config(tmp_path)) is None, "not until it is READY"
+    assert load_addresses(config(tmp_path)) is None, "not until it is READY"
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -272,7 +279,7 @@ def test_gcloud_is_asked_once_where_hosts_are_that_do_not_answer(
     assert asked.read_text() == "asked\n"
     assert (connections.pool() is not before) == moved
     assert connections.internal_addresses() == ([] if moved else [*known.internal])
-    assert (addresses.load(config(tmp_path)) == known) == (not moved)
+    assert (load_addresses(config(tmp_path)) == known) == (not moved)
 
 
 def test_gcloud_is_asked_in_moderation_while_it_does_not_find_the_hosts(
@@ -301,7 +308,7 @@ def test_commands_begin_where_hosts_are_now(tmp_path: Path, monkeypatch: pytest.
     known, machine = remembered(tmp_path), replace(this_machine(), connect=connect)
     gcloud_says(tmp_path, monkeypatch, ["127.9.8.1", "127.9.8.2"])
     assert SliceConnections(config(tmp_path), machine).open_pool().connected
-    addresses.save(config(tmp_path), known)
+    save_addresses(config(tmp_path), known)
     connections = SliceConnections(config(tmp_path), machine)
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(lambda number: connections.run(number % 2, "true", timeout=5).reached, range(16)))
@@ -383,7 +390,7 @@ def test_hosts_that_have_other_addresses_than_were_kept_are_started_with_their_o
     assert "0=10.0.1.0 1=10.0.1.1" in after
     assert "TPU_WORKER_HOSTNAMES=10.0.1.0,10.0.1.1" in after
     assert gcloud.address == 1, "described once"
-    assert addresses.load(config(tmp_path)) is None
+    assert load_addresses(config(tmp_path)) is None
 
 
 def test_a_start_tells_of_wrong_clocks_and_huge_pages_and_goes_on(tmp_path: Path) -> None:
@@ -432,7 +439,7 @@ def test_down_tells_that_there_is_no_slice_after_two_looks(tmp_path: Path) -> No
     assert said == ["there is no slice demo"]
     assert cloud.calls.count("us-central2-b tpu-vm describe") == 2
     assert cloud.clock.slept.count(5.0) == 1, "an answer may be stale for seconds"
-    assert addresses.load(config(tmp_path)) is None
+    assert load_addresses(config(tmp_path)) is None
     cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": "a" * 12})
     TpuVm(config(tmp_path), said.append, cloud.machine()).delete()
     assert not [line for line in said[1:] if "there is no slice" in line]
@@ -440,7 +447,7 @@ def test_down_tells_that_there_is_no_slice_after_two_looks(tmp_path: Path) -> No
     cloud.trouble = lambda zone, command, now: DENIED if command == "tpu-vm create" else None
     with pytest.raises(PermissionDenied):
         TpuVm(config(tmp_path), print, cloud.machine()).create()
-    assert addresses.load(config(tmp_path)) is None
+    assert load_addresses(config(tmp_path)) is None
 
 
 def test_evidence_of_a_failed_attempt_never_raises_while_gcloud_fails(tmp_path: Path) -> None:
@@ -493,7 +500,7 @@ def test_commands_to_all_hosts_at_once_share_one_client_which_reads_its_key_once
     """The first commands of a process go to all hosts at once. What listens here is no sshd."""
     read: list[str] = []
 
-    class SlowToMake(transport.SshClient):
+    class SlowToMake(ssh.SshClient):
         def __init__(self) -> None:
             time.sleep(0.2)  # as the import of its module
             super().__init__()
@@ -504,8 +511,8 @@ def test_commands_to_all_hosts_at_once_share_one_client_which_reads_its_key_once
 
     key = make_key(tmp_path, "ed25519")
     with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
-        monkeypatch.setattr(transport, "SshClient", SlowToMake)
-        monkeypatch.setattr(transport, "_SSH_PORT", listener.getsockname()[1])
+        monkeypatch.setattr(ssh, "SshClient", SlowToMake)
+        monkeypatch.setattr(ssh, "_SSH_PORT", listener.getsockname()[1])
         closing = threading.Thread(target=refuse, args=(listener, 8), daemon=True)
         closing.start()
         machine = this_machine()
@@ -527,11 +534,11 @@ def test_commands_to_all_hosts_at_once_share_one_client_which_reads_its_key_once
 def test_every_kind_of_key_that_gcloud_uses_is_read(tmp_path: Path, options: tuple[str, ...]) -> None:
     key = make_key(tmp_path, *options)
     public = key.with_suffix(".pub").read_text().split()
-    read = transport.SshClient().key(str(key))
+    read = ssh.SshClient().key(str(key))
     assert [read.get_name(), read.get_base64()] == public[:2]
     key.with_name("key-cert.pub").touch()
     with pytest.raises(paramiko.AuthenticationException):  # its certificate counts too
-        transport.SshClient().key(str(key))
+        ssh.SshClient().key(str(key))
 
 
 class Channel:
@@ -565,8 +572,8 @@ def test_a_command_may_be_silent_until_its_deadline(
 ) -> None:
     channel, lines = Channel((3.0, b"a\nb"), (3.0, b"c\r\nd"), (0.0, b"")), list[str]()
     opened = SimpleNamespace(open_session=lambda **_: contextlib.nullcontext(channel))
-    connection = transport.SshConnection(SimpleNamespace(client=SimpleNamespace(get_transport=lambda: opened)))
-    monkeypatch.setattr(transport.time, "monotonic", lambda: channel.now)
+    connection = ssh.SshConnection(SimpleNamespace(client=SimpleNamespace(get_transport=lambda: opened)))
+    monkeypatch.setattr(ssh.time, "monotonic", lambda: channel.now)
     with contextlib.nullcontext() if ends else pytest.raises(TimeoutError):
         if follows:
             assert connection.follow("train", timeout=timeout, on_line=lines.append) == 0
@@ -584,8 +591,8 @@ def test_a_command_whose_status_does_not_come_ends_at_its_deadline(
     channel = Channel((6.0, b"a\n"), (0.0, b""), (0.0, b""))
     channel.status_event.clear()
     opened = SimpleNamespace(open_session=lambda **_: contextlib.nullcontext(channel))
-    connection = transport.SshConnection(SimpleNamespace(client=SimpleNamespace(get_transport=lambda: opened)))
-    monkeypatch.setattr(transport.time, "monotonic", lambda: channel.now)
+    connection = ssh.SshConnection(SimpleNamespace(client=SimpleNamespace(get_transport=lambda: opened)))
+    monkeypatch.setattr(ssh.time, "monotonic", lambda: channel.now)
     run = partial(connection.follow, on_line=print) if follows else partial(connection.run, stdin=None)
     with pytest.raises(TimeoutError):
         run("train", timeout=6.0)
@@ -593,9 +600,9 @@ def test_a_command_whose_status_does_not_come_ends_at_its_deadline(
 
 @pytest.mark.parametrize("follows", [True, False])
 def test_a_command_whose_connection_closes_has_not_ended(monkeypatch: pytest.MonkeyPatch, follows: bool) -> None:
-    monkeypatch.setattr(transport, "_follow", lambda *_: -1)
-    monkeypatch.setattr(transport, "_execute", lambda *_: (-1, "", ""))
-    connection = transport.SshConnection(SimpleNamespace())
+    monkeypatch.setattr(ssh, "_follow", lambda *_: -1)
+    monkeypatch.setattr(ssh, "_execute", lambda *_: (-1, "", ""))
+    connection = ssh.SshConnection(SimpleNamespace())
     run = partial(connection.follow, on_line=print) if follows else partial(connection.run, stdin=None)
     with pytest.raises(ConnectionFailed, match="closed before the command ended"):
         run("train", timeout=6.0)
@@ -607,13 +614,13 @@ def test_a_connection_checks_host_keys_and_notices_a_host_that_is_gone(
 ) -> None:
     link, made = Mock(), Mock()
     made.open.side_effect = None if opens else EOFError
-    monkeypatch.setattr(transport.socket, "create_connection", lambda *_, **__: link)
-    monkeypatch.setattr(transport, "FabricConnection", lambda **_: made)
-    monkeypatch.setattr(transport.SshClient, "key", lambda *_: None)
+    monkeypatch.setattr(ssh.socket, "create_connection", lambda *_, **__: link)
+    monkeypatch.setattr(ssh, "FabricConnection", lambda **_: made)
+    monkeypatch.setattr(ssh.SshClient, "key", lambda *_: None)
     with contextlib.nullcontext() if opens else pytest.raises(ConnectionFailed):
-        transport.SshClient().connect(Address(0, "h", "me", "key", "known", "h"))
+        ssh.SshClient().connect(Address(0, "h", "me", "key", "known", "h"))
     (policy,) = made.client.set_missing_host_key_policy.call_args.args
-    assert isinstance(policy, transport._AliasKeys)
+    assert isinstance(policy, ssh._AliasKeys)
     assert made.open.call_count == 1
     assert link.close.call_count == (not opens)
     way = made.client.get_transport.return_value
@@ -624,19 +631,19 @@ def test_a_connection_checks_host_keys_and_notices_a_host_that_is_gone(
 
 def test_a_connection_is_shut_down_before_it_is_closed() -> None:
     made = Mock(is_connected=True)
-    assert transport.SshConnection(made).is_open
-    transport.SshConnection(made).close()
+    assert ssh.SshConnection(made).is_open
+    ssh.SshConnection(made).close()
     assert [call[0] for call in made.mock_calls] == [
         "client.get_transport", "client.get_transport().sock.shutdown", "close",
     ]  # fmt: skip
 
 
-REFUSALS = [paramiko.AuthenticationException("no banner"), transport.HostKeyUnknown("no banner")]
+REFUSALS = [paramiko.AuthenticationException("no banner"), ssh.HostKeyUnknown("no banner")]
 
 
-@pytest.mark.parametrize("error", [EOFError(), transport.HostKeyChanged("no banner"), *REFUSALS])
+@pytest.mark.parametrize("error", [EOFError(), ssh.HostKeyChanged("no banner"), *REFUSALS])
 def test_an_error_is_told_by_its_words_or_else_by_its_name(error: Exception) -> None:
-    with pytest.raises(ConnectionFailed, match=r"^(EOFError|no banner)$") as failed, transport._failures():
+    with pytest.raises(ConnectionFailed, match=r"^(EOFError|no banner)$") as failed, ssh._failures():
         raise error
     assert failed.value.refused == (error in REFUSALS)
 

@@ -13,12 +13,10 @@ import pytest
 
 from launcher.emulator.http_server import HttpRequest, HttpResponse
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.images import artifact_registry as registries
-from launcher.images import engine
-from launcher.images.build import ensure_image
+from launcher.images import engine, repositories
+from launcher.images.build import ensure_image, list_commands, make_plan
 from launcher.images.build_context import hash_file
-from launcher.images.distribution.transport import ADDRESS
-from launcher.images.plan import list_commands, make_plan
+from launcher.images.registry import ADDRESS
 from launcher.images.specification import ImageSpec, folder_spec
 from tests.launcher.script_host import write_program
 from tests.registry_server import serve
@@ -216,8 +214,8 @@ def test_only_a_registrys_refusal_is_reported_as_one_during_a_build(
     "image", ["repository/image", "repository/deeper/image:tag", "repository/image@sha256:00", "repository"]
 )
 def test_location_project_and_name_are_read_from_an_images_name(image: str) -> None:
-    found = registries.parse(f"us-central2-docker.pkg.dev/my-project/{image}")
-    assert found == registries.Repository("us-central2", "my-project", "repository")
+    found = repositories.parse_repository(f"us-central2-docker.pkg.dev/my-project/{image}")
+    assert found == repositories.ArtifactRepository("us-central2", "my-project", "repository")
 
 
 @pytest.mark.parametrize(
@@ -225,15 +223,17 @@ def test_location_project_and_name_are_read_from_an_images_name(image: str) -> N
     ["gcr.io/p/image", "docker.io/library/debian", "us-docker.pkg.dev.evil.example/p/r/i", "us-docker.pkg.dev/p"],
 )
 def test_other_registries_are_left_alone(name: str) -> None:
-    assert registries.parse(name) is None
-    assert "create it in that registry" in registries.advice(name)
+    assert repositories.parse_repository(name) is None
+    assert "create it in that registry" in repositories.advise_creation(name)
 
 
 def test_advice_for_a_missing_repository_is_the_command_that_creates_it_privately() -> None:
-    found = registries.parse("us-central2-docker.pkg.dev/p/r/i:t")
+    found = repositories.parse_repository("us-central2-docker.pkg.dev/p/r/i:t")
     command = " ".join(found.create_command)
     assert command.startswith(
         "gcloud artifacts repositories create r --project=p --location=us-central2 --quiet --repository-format=docker"
     )
     assert "allUsers" not in command
-    assert "gcloud artifacts repositories create r" in registries.advice("us-central2-docker.pkg.dev/p/r/i:t")
+    assert "gcloud artifacts repositories create r" in repositories.advise_creation(
+        "us-central2-docker.pkg.dev/p/r/i:t"
+    )

@@ -19,9 +19,9 @@ from launcher.errors import BadInput, Exit, LaunchError
 from launcher.provider import CommandReport
 from launcher.providers import this_machine
 from launcher.run import events, execution
-from launcher.tpu_vm import host_scripts, scripts
-from launcher.tpu_vm.ssh.execution import Execution
-from launcher.tpu_vm.ssh.pool import ConnectionPool
+from launcher.tpu_vm import host_scripts
+from launcher.tpu_vm.connections import ConnectionPool
+from launcher.tpu_vm.execution import Execution
 from launcher.workstation import Address, ConnectionFailed
 from tests.launcher.script_host import ScriptHost, write_program
 from tests.launcher.test_runs import Hosts, Workstation, detach
@@ -189,7 +189,7 @@ def test_a_command_through_gcloud_that_is_interrupted_is_ended_on_its_hosts() ->
         Execution(connections, this_machine(), "demo-0", ["true"], seconds=5, on_line=print).run([0])
     begun, ended = (call.args[0] for call in connections.run_all_through_gcloud.call_args_list)
     assert "held=no" in begun
-    assert ended.endswith(scripts.load("end_execution"))
+    assert ended.endswith(host_scripts.load_script("end_execution"))
 
 
 def test_a_command_that_gcloud_might_repeat_does_not_run_where_no_mark_can_be_left(host: ScriptHost, mark: str) -> None:

@@ -33,7 +33,7 @@ from launcher.gcloud.errors import (
 )
 from launcher.shell import Result
 from launcher.tpu_vm import commands
-from launcher.tpu_vm.ssh.addresses import Address, parse_dry_run
+from launcher.tpu_vm.connections import Address, parse_dry_run
 from tests.launcher.emulated_gcloud import BUSY, DENIED, UNAVAILABLE, Clock, Cloud
 from tests.launcher.run_files import SLICE, load_text
 

@@ -13,10 +13,9 @@ from launcher.log_lines import LogWindow
 from launcher.provider import ContainerState
 from launcher.providers import this_machine
 from launcher.run.stack_traces import parse_stacks
-from launcher.tpu_vm.host_output import covers, has_reports, parse_observation, parse_reports
-from launcher.tpu_vm.host_scripts import LOG_BYTES
+from launcher.tpu_vm.connections import HostResult
+from launcher.tpu_vm.host_scripts import LOG_BYTES, covers, has_reports, parse_observation, parse_reports
 from launcher.tpu_vm.provider import TpuVm
-from launcher.tpu_vm.ssh.pool import HostResult
 from tests.launcher.run_files import SLICE, load_text
 from training.telemetry.progress_line import ProgressLine
 

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from launcher import container_scripts
 from launcher.provider import Attempt, ContainerState, Overlay
 from launcher.providers import this_machine
-from launcher.tpu_vm import host_scripts, scripts
-from launcher.tpu_vm.host_output import parse_observation, parse_reports
-from launcher.tpu_vm.host_scripts import HUGE_PAGES
-from launcher.tpu_vm.ssh.pool import ConnectionPool
+from launcher.tpu_vm import host_scripts
+from launcher.tpu_vm.connections import ConnectionPool
+from launcher.tpu_vm.host_scripts import HUGE_PAGES, parse_observation, parse_reports
 from launcher.workstation import Address
 from tests.launcher.script_host import SHELLS, ScriptHost
 from tests.launcher.test_execution import Connected
@@ -58,14 +57,14 @@ def reported(host: ScriptHost, script: str, shell: str = "sh", stdin: str = "") 
         host_scripts.stacks_script("demo"),
         host_scripts.execute_script("demo", ["echo", "it's"], "mark", seconds=5, held=True),
         host_scripts.end_execution_script("demo", "mark"),
-        scripts.render("run_once", mark="mark", command="true"),
+        host_scripts.render("run_once", mark="mark", command="true"),
         host_scripts.secrets_script(attempt()),
         host_scripts.overlay_script(attempt(overlay=Overlay("/opt/it's here", b"x"))),
-        scripts.render("await_secrets", seconds=5),
-        scripts.load("receive_secrets"),
+        host_scripts.render("await_secrets", seconds=5),
+        host_scripts.load_script("receive_secrets"),
         container_scripts.DUMP_STACKS,
         container_scripts.READ_PROGRESS,
-        scripts.load("list_tpu_holders"),
+        host_scripts.load_script("list_tpu_holders"),
     ],
 )
 def test_scripts_are_valid_posix_shell_and_never_end_with_255(script: str) -> None:
@@ -97,7 +96,8 @@ def test_any_command_and_value_reaches_the_engine_as_it_was_written(
 @settings(max_examples=40)
 @given(TEXT, st.booleans(), st.sampled_from(SHELLS))
 def test_parameters_are_never_code(value: str, flag: bool, shell: str) -> None:
-    script = scripts.render("engine", value, parameter=value, flag=flag) + 'printf "%s\\0" "$1" "$parameter" "$flag"'
+    script = host_scripts.render("engine", value, parameter=value, flag=flag)
+    script += 'printf "%s\\0" "$1" "$parameter" "$flag"'
     shown = subprocess.run([shell, "-c", script], stdout=subprocess.PIPE, check=True).stdout
     assert shown.decode().split("\0")[:-1] == [value, value, "yes" if flag else "no"]
 
@@ -242,7 +242,7 @@ def test_secrets_are_waited_for_until_the_slowest_host_may_have_started(tmp_path
 
 
 def test_secrets_that_do_not_arrive_end_the_command_with_a_message(tmp_path: Path, shell: str) -> None:
-    script = scripts.render("await_secrets", seconds=1).replace("/run/tpu-launch", str(tmp_path))
+    script = host_scripts.render("await_secrets", seconds=1).replace("/run/tpu-launch", str(tmp_path))
     ended = subprocess.run([shell, "-c", script, "sh", "true"], stderr=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == 1
     assert "did not arrive within 1 s" in ended.stderr
@@ -416,7 +416,7 @@ def test_secrets_reach_the_command_and_stay_nowhere(tmp_path: Path, shell: str) 
     folder = tmp_path / "tmpfs"
     folder.mkdir()
     wait, receive = (
-        scripts.render(name, seconds=20).replace("/run/tpu-launch", str(folder))
+        host_scripts.render(name, seconds=20).replace("/run/tpu-launch", str(folder))
         for name in ("await_secrets", "receive_secrets")
     )
     command = subprocess.Popen([shell, "-c", wait, "sh", "sh", "-c", 'printf %s "$KEY"'], stdout=subprocess.PIPE)
@@ -428,7 +428,7 @@ def test_secrets_reach_the_command_and_stay_nowhere(tmp_path: Path, shell: str) 
 
 def test_secrets_that_were_cut_off_are_not_taken(tmp_path: Path, shell: str) -> None:
     """A connection that breaks half-way ends standard input like any other end."""
-    receive = scripts.load("receive_secrets").replace("/run/tpu-launch", str(tmp_path))
+    receive = host_scripts.load_script("receive_secrets").replace("/run/tpu-launch", str(tmp_path))
     text = host_scripts.secrets_input({"KEY": "value", "OTHER": "two\nlines"}).encode()
     for end in range(len(text) - 1):
         ended = subprocess.run([shell, "-c", receive], input=text[:end], check=False) if end % 7 == 0 else None
@@ -465,7 +465,7 @@ def test_a_single_host_slice_needs_no_shared_secret_and_waits_for_an_overlay_onl
 
 
 def test_only_processes_that_hold_a_device_for_writing_count(tmp_path: Path) -> None:
-    script = scripts.load("list_tpu_holders").replace("/dev/", f"{tmp_path}/")
+    script = host_scripts.load_script("list_tpu_holders").replace("/dev/", f"{tmp_path}/")
     (tmp_path / "vfio").mkdir()
     for name, mode in (("accel0", os.O_RDONLY), ("vfio/1", os.O_RDONLY | os.O_CLOEXEC)):
         held = os.open(tmp_path / name, mode | os.O_CREAT)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from launcher import shell
 from launcher.errors import BadInput
 from launcher.images import build_context, engine, local
-from launcher.images.build import show_steps
-from launcher.images.plan import list_commands
+from launcher.images.build import list_commands, show_steps
 from launcher.images.specification import ImageSpec, compute_tag, default_spec, folder_spec, parse_bases
 from tests.launcher.run_files import SLICE, load_text
 from training.registry import BackendName

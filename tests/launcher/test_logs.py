@@ -19,7 +19,7 @@ from launcher.log_lines import CUT, LogWindow, kubelet_records, read_log
 from launcher.provider import LogLine, Observation
 from launcher.run import logs
 from launcher.run.logs import Cursor, HostLog, next_page, read_from
-from launcher.tpu_vm import host_output, host_scripts, provider
+from launcher.tpu_vm import host_scripts, provider
 from launcher.tpu_vm.provider import TpuVm
 
 BEGIN = datetime(2026, 1, 1)
@@ -225,8 +225,8 @@ class OneHost(TpuVm):
         assert tail or not since or patience > 100, "the engine reads all lines before a time, which takes long"
         if tail and since and stamp(self.docker.now) < since:  # as observe.sh does while the clock is behind
             since = None
-        data = self.docker.logs(since, tail)[: host_output.LOG_BYTES]
-        return host_output.parse_observation(0, f"{self.head}\n{data.decode(errors='surrogateescape')}")
+        data = self.docker.logs(since, tail)[: host_scripts.LOG_BYTES]
+        return host_scripts.parse_observation(0, f"{self.head}\n{data.decode(errors='surrogateescape')}")
 
 
 def read_all(docker: Docker, log: HostLog, status: str) -> None:
@@ -249,7 +249,7 @@ def test_lines_of_two_streams_in_parts_are_delivered_once(  # type: ignore[no-un
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log_lines, "PART_BYTES", PART)
         patch.setattr(log_lines, "LINE_BYTES", limits[0])
-        patch.setattr(host_output, "LOG_BYTES", limits[1])
+        patch.setattr(host_scripts, "LOG_BYTES", limits[1])
         patch.setattr(provider, "_TAIL", tail)
         patch.setattr(host_scripts, "observe_script", lambda _, since, tail=None, **__: (since, tail))
         for stream, content, milliseconds, look, restart in writes:

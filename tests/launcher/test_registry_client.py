@@ -13,11 +13,10 @@ import pytest
 
 from launcher.emulator.http_server import Disconnected, HttpRequest, HttpResponse, json_response
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.images.distribution import client, reference
-from launcher.images.distribution.client import ManifestDocument, Registry, blob_of
-from launcher.images.distribution.credentials import RegistryCredentials, from_docker_settings
-from launcher.images.distribution.manifest import append_layers, choose_platform, read_config, read_image
-from launcher.images.distribution.transport import ADDRESS
+from launcher.images import registry, repositories
+from launcher.images.layers import append_layers, choose_platform, read_config, read_image
+from launcher.images.registry import ADDRESS, ManifestDocument, Registry, blob_of
+from launcher.images.repositories import RegistryCredentials, from_docker_settings
 from launcher.provider import Attempt
 from launcher.tpu_vm.host_scripts import start_script
 from tests.launcher.script_host import write_program
@@ -103,10 +102,10 @@ def test_only_the_registrys_own_host_gets_an_authorization(server: RegistryServe
 def test_similar_names_get_neither_googles_token_nor_docker_hubs_password(host: str, tmp_path: Path) -> None:
     hub = {"auths": {"https://index.docker.io/v1/": {"auth": "YTpi"}}}
     assert from_docker_settings(hub, host, tmp_path) is None
-    assert from_docker_settings(hub, reference.parse("a/b").host, tmp_path) == RegistryCredentials("a", "b")
-    assert not reference.is_google(host)
-    for registry, known in ((host, ""), (HOST, HOST)):
-        attempt = Attempt("r", 0, f"{registry}/p/i@sha256:{'1' * 64}", ("true",), {})
+    assert from_docker_settings(hub, repositories.DOCKER_HUB, tmp_path) == RegistryCredentials("a", "b")
+    assert not repositories.is_google(host)
+    for server, known in ((host, ""), (HOST, HOST)):
+        attempt = Attempt("r", 0, f"{server}/p/i@sha256:{'1' * 64}", ("true",), {})
         assert f"registry={known or chr(39) * 2}\n" in start_script(attempt, ["10.0.0.1"], "v4-8")
 
 
@@ -136,7 +135,7 @@ def test_the_advice_fits_what_is_wrong_with_a_certificate(reason: str, advice: s
     """In OpenSSL's words."""
     text = f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {reason} (_ssl.c:1020)"
     with pytest.raises(BadInput, match=advice):
-        client._network_reason(HOST, ssl.SSLCertVerificationError(1, text))
+        registry._network_reason(HOST, ssl.SSLCertVerificationError(1, text))
 
 
 def test_the_environments_proxy_is_used_with_its_login(server: RegistryServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,14 +185,14 @@ def test_a_manifest_with_other_bytes_than_its_digest_is_refused(server: Registry
     ],
 )
 def test_names_of_images_are_parsed(name: str, parts: tuple[str, str, str, str]) -> None:
-    parsed = reference.parse(name)
+    parsed = repositories.parse_reference(name)
     assert (parsed.host, parsed.path, parsed.tag, parsed.digest) == parts
 
 
 def test_malformed_names_of_images_are_refused() -> None:
     for name in ("gcr.io/P/i", "gcr.io/p/i:", "gcr.io/p@sha256:1", "gcr.io/", "", "gcr.io/p/../q"):
         with pytest.raises(BadInput, match="not the name of an image"):
-            reference.parse(name)
+            repositories.parse_reference(name)
 
 
 def test_credentials_come_from_dockers_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

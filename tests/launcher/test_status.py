@@ -19,7 +19,7 @@ from launcher.run.ledger import Ledger
 from launcher.run.status import HostStatus, Status, describe_progress, read_status, recent_history
 from launcher.run.top import Top, View, plot, render
 from launcher.run.verdict import Cause
-from launcher.tpu_vm.host_output import has_reports
+from launcher.tpu_vm.host_scripts import has_reports
 from tests.launcher.test_runs import FakeProvider, Hosts, Workstation, detach
 from training.machine import Clock
 from training.telemetry.progress_line import ProgressLine, parse

@@ -27,9 +27,8 @@ from launcher.emulator.vm import metadata
 from launcher.gcloud.calls import call_gcloud
 from launcher.providers import this_machine
 from launcher.tpu_vm import commands, creation, deletion, inventory, queued, slices
+from launcher.tpu_vm.connections import SliceConnections, parse_dry_run
 from launcher.tpu_vm.ownership import NotOurs
-from launcher.tpu_vm.ssh.addresses import parse_dry_run
-from launcher.tpu_vm.ssh.connections import SliceConnections
 from launcher.workstation import hash_account, this_owner
 from tests.emulator.conftest import BODY
 from tests.launcher.run_files import SLICE, load_text

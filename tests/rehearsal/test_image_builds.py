@@ -23,8 +23,7 @@ from launcher import shell
 from launcher.emulator.tls import CA_FILE, tls_context
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import engine
-from launcher.images.build import ensure_image
-from launcher.images.plan import list_commands, make_plan
+from launcher.images.build import ensure_image, list_commands, make_plan
 from launcher.images.specification import ImageSpec, default_spec, folder_spec
 from tests.processes import wait_until
 from tests.registry_server import RegistryServer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.images import base
+from launcher.images.appended import make_base
 from launcher.images.specification import ImageSpec, folder_spec
 from tests.rehearsal.workstation import Workstation, docker
 
@@ -56,7 +56,7 @@ def test_changes_run_without_docker(workstation: Workstation, spec: ImageSpec, m
         for name, value in re.findall(r"^export (\w+)=(.*)$", exported, re.MULTILINE):
             patch.setenv(name, value)
         patch.setenv("TPU_LAUNCH_HOME", workstation.environment["TPU_LAUNCH_HOME"])
-        pushed = base.make(spec, print)
+        pushed = make_base(spec, print)
     for image in docker("images", "--quiet", "tpu-launch-test/bare").split():
         docker("rmi", "--force", image)
 

@@ -22,7 +22,7 @@ from launcher.emulator.registry import EmulatedRegistry, repository_is_missing
 from launcher.emulator.state import Store
 from launcher.emulator.vm.engine_client import Engine, EngineError
 from launcher.emulator.vm.engine_view import EngineRefusal
-from launcher.images.distribution.reference import Reference, is_google, parse
+from launcher.images.repositories import Reference, is_google, parse_reference
 
 _USER = "oauth2accesstoken"
 _SECONDS = 3600.0  # for a push or a pull
@@ -51,7 +51,7 @@ class EngineImages:
         pushed."""
         if not is_registry(name):
             return name
-        image = self._pushed(parse(name))
+        image = self._pushed(parse_reference(name))
         if image is None and only_pushed:
             raise EngineRefusal(404, f"No such image: {name}")
         # On the workstation a tag is its own engine's, pushed or not; only a digest needs the registry.
@@ -95,7 +95,7 @@ class EngineImages:
         """Raises EngineRefusal (404, no such image) for a registry's image that the host has not pulled, or while a
         fault affects the host's engine or the registry."""
         if is_registry(name):
-            image = self._pushed(parse(name))
+            image = self._pushed(parse_reference(name))
             with self.store.read() as state:
                 entry = state.find_host(hostname)
                 pulled = entry is not None and image in entry[1].pulled
@@ -148,7 +148,7 @@ class EngineImages:
         """Enters an image as pulled by the host; moves bytes only if the workstation's store lacks it. `login`: the
         X-Registry-Auth header. Raises EngineRefusal for a wrong token, or an image that was not pushed."""
         separator = "@" if tag.startswith("sha256:") else ":"
-        reference = parse(f"{name}{separator}{tag}" if tag else name)
+        reference = parse_reference(f"{name}{separator}{tag}" if tag else name)
         with self.store.read() as state:
             entry = state.find_host(hostname)
             token = entry[1].token if entry else ""

@@ -27,7 +27,7 @@ from launcher.emulator.vm.engine_client import Engine, EngineError
 from launcher.emulator.vm.engine_images import EngineImages, is_registry
 from launcher.emulator.vm.engine_view import EngineRefusal, EngineView
 from launcher.errors import BadInput
-from launcher.images.distribution.reference import parse
+from launcher.images.repositories import parse_reference
 
 _CALL_SECONDS = 600.0
 _JSON = {"Content-Type": "application/json"}  # docker reads an error of no other type
@@ -77,7 +77,7 @@ class EngineProxy:
         if parts[0] == "images" and len(parts) > 2:
             name = unquote("/".join(parts[1:-1]))
             if request.method == "POST" and parts[-1] == "push" and is_registry(name):
-                return self.images.push(parse(name), request.query.get("tag", ""))
+                return self.images.push(parse_reference(name), request.query.get("tag", ""))
             if request.method == "GET" and parts[-1] == "json":
                 return self._inspect_image(request, name, only_pushed=False)
         return self._forward(request)

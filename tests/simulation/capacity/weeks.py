@@ -33,7 +33,7 @@ from launcher.run.events import AttemptBegan, Supervised
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.session import begin_run, import_run
 from launcher.run.specification import Specification
-from launcher.tpu_vm import candidates, deletion, race, requests
+from launcher.tpu_vm import candidates, deletion, requests
 from launcher.tpu_vm.requests import RequestRecord, create_only
 from launcher.workstation import CheckedClock, Workstation
 from tests.simulation.launcher.bucket import CloudStorage
@@ -148,7 +148,7 @@ class Week:
         with (
             mock.patch.object(requests, "create_only", self._write),
             mock.patch.object(bucket, "RENEW_SECONDS", 14.0 if self.kills else bucket.RENEW_SECONDS),
-            mock.patch.object(race, "_POLL_SECONDS", 4.0 if self.kills else race._POLL_SECONDS),
+            mock.patch.object(candidates, "_POLL_SECONDS", 4.0 if self.kills else candidates._POLL_SECONDS),
             self.storage.install(),
         ):
             try:

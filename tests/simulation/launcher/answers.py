@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from launcher.provider import Attempt, HostReport, Observation, Provider, SliceState, container_name
+from launcher.tpu_vm import connections
 from launcher.tpu_vm.requests import RequestRecord
-from launcher.tpu_vm.ssh import addresses
 from tests.simulation.launcher.faults import API_FAULTS
 from tests.simulation.launcher.hosts import EPOCH
 
@@ -112,7 +112,7 @@ def _create(call: _Call, _answer: None, *_given: Any, **_options: Any) -> str:
         nodes = [node for node in world.google.slices.values() if node.name.startswith(world.slice_name)]
         ready = [node for node in nodes if node.state == "READY"]
         up = any(all(host.key_known and host.engine_up for host in node.hosts) for node in ready)
-        kept = addresses.load(call.provider.config)
+        kept = connections.load_addresses(call.provider.config)
         up &= kept is not None and [*kept.internal] in [[host.address for host in node.hosts] for node in ready]
         return "" if up or world.struck else f"there is {nodes}, and the next command knows {kept}"
     if cluster.changed_at >= since or "permission" in world.record.permanent:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from launcher.provider import Overlay
-from launcher.tpu_vm.scripts import load
+from launcher.tpu_vm.host_scripts import load_script
 from tests.simulation.launcher.hosts import EPOCH, Container, Host, timestamp
 from tests.simulation.launcher.jobs import SECRET
 
@@ -32,7 +32,7 @@ class UnknownScript(BaseException):
 
 @functools.cache
 def _bodies() -> list[tuple[str, str]]:
-    return [(name, load(name)) for name in _NAMES]
+    return [(name, load_script(name)) for name in _NAMES]
 
 
 @functools.lru_cache(maxsize=2_000)  # the same text goes to all hosts

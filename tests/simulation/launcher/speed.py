@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from launcher.run import supervise
-from launcher.tpu_vm import host_output, host_scripts, provider
+from launcher.tpu_vm import host_scripts, provider
 from training import yaml_file
 from training.yaml_file import Document
 
@@ -26,7 +26,7 @@ def observe_every(seconds: float) -> None:
 
 def read_pages(size: int, records: int) -> None:
     """Sets how many bytes and last records of a log one observation holds, so that logs of short programs fill many."""
-    host_scripts.LOG_BYTES = host_output.LOG_BYTES = size
+    host_scripts.LOG_BYTES = size
     provider._TAIL = records
 
 

@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 
 from launcher.provider import CommandReport
 from launcher.tpu_vm import host_scripts
-from launcher.tpu_vm.ssh.connections import SliceConnections
-from launcher.tpu_vm.ssh.pool import HostResult
+from launcher.tpu_vm.connections import HostResult, SliceConnections
 from launcher.workstation import Workstation
 
 _ANSWER_SECONDS = 20.0  # for a host to connect, and to report the end of a command whose time is over

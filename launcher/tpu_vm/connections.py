@@ -1,24 +1,254 @@
 """Connections to the hosts of one slice, shared by all threads: finds the hosts' addresses, runs commands over
 connections that stay open, and through gcloud where those can't be opened.
 
-Addresses kept by an earlier command are a hint. When hosts do not answer there, gcloud is asked once for their current
-addresses, for which only threads that need them wait; when the slice was recreated, the hint is dropped.
+`.tpu-launch/slices/<project>.<name>.hosts.json` holds the last addresses of a READY slice, which saves a command two
+gcloud calls. It is a hint: host keys are checked in any case. When hosts do not answer there, gcloud is asked once for
+their current addresses, for which only threads that need them wait; when the slice was recreated, the hint is dropped.
+A file that is cut short, or of another zone, type or network path, counts as missing.
 """
 
 import contextlib
-from collections.abc import Sequence
+import hashlib
+import itertools
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
+from launcher import home
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud.calls import call_gcloud
 from launcher.gcloud.errors import summarize_error
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, slice_hints, slices
-from launcher.tpu_vm.ssh import addresses
-from launcher.tpu_vm.ssh.addresses import KnownSlice
-from launcher.tpu_vm.ssh.pool import ConnectionPool, HostResult
-from launcher.workstation import Address, Workstation
+from launcher.workstation import Address, ConnectionFailed, HostConnection, Workstation
 from training.machine import Future
+
+
+@dataclass(frozen=True)
+class KnownSlice:
+    """A slice when it was last seen READY."""
+
+    created: str
+    """Creation time: distinguishes it from a later slice of the same name."""
+
+    internal: tuple[str, ...]
+    """The addresses by which hosts reach each other, in worker order."""
+
+    addresses: tuple[Address, ...]
+
+
+def parse_dry_run(text: str) -> list[Address]:
+    """Returns the addresses in the output of `gcloud compute tpus tpu-vm ssh --worker=all --dry-run`, in its order: a
+    line a host. Ignores lines without a key file. Raises LaunchError for an unknown format."""
+    addresses: list[Address] = []
+    for line in text.splitlines():
+        if " -i " not in line:
+            continue
+        words = shlex.split(line.split(" -- ")[0])
+        options = dict(
+            word.split("=", 1) for before, word in itertools.pairwise(words) if before == "-o" and "=" in word
+        )
+        target = next((word for word in reversed(words) if "@" in word), None)
+        if target is None or "HostKeyAlias" not in options:
+            raise LaunchError(f"gcloud's dry run is not as expected, is this a new SDK? It printed: {line}")
+        user, host = target.rsplit("@", 1)
+        match = re.search(r"-(\d+)(?:-[^-]{6})?$", options["HostKeyAlias"])
+        worker = int(match.group(1)) if match else len(addresses)
+        addresses.append(
+            Address(
+                worker,
+                host,
+                user,
+                words[words.index("-i") + 1],
+                options.get("UserKnownHostsFile", ""),
+                options["HostKeyAlias"],
+            )
+        )
+    return addresses
+
+
+def load_addresses(config: Config) -> KnownSlice | None:
+    """Returns the kept addresses of the slice; None if there are none for this configuration, or they are damaged."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        content = json.loads(_addresses_file(config).read_text())
+        if content["of"] == _fingerprint(config):
+            addresses = tuple(Address(**address) for address in content["addresses"])
+            known = KnownSlice(content["created"], tuple(content["internal"]), addresses)
+            if len(known.internal) == len(known.addresses) == config.accelerator.hosts:
+                return known
+    return None
+
+
+def save_addresses(config: Config, known: KnownSlice) -> None:
+    """Keeps the addresses for later commands. Ignores a full disk: later commands ask gcloud then."""
+    with contextlib.suppress(OSError):
+        home.write_private(_addresses_file(config), json.dumps({"of": _fingerprint(config), **asdict(known)}))
+
+
+def forget_addresses(config: Config) -> None:
+    """Deletes the kept addresses of the slice."""
+    _addresses_file(config).unlink(missing_ok=True)
+
+
+def _fingerprint(config: Config) -> str:
+    """Returns a hash of everything that the addresses depend on: the API, the slice, and the network path."""
+    parts = [
+        os.environ.get("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", ""),
+        os.environ.get("HOME", ""),
+        asdict(slice_hints.current(config)),
+        config.slice.internal_ips,
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _addresses_file(config: Config) -> Path:
+    return home.of_slice(config.project, config.slice.name, "hosts.json")
+
+
+_STALE_SECONDS = 10.0
+_AT_ONCE = 64  # hosts
+
+
+@dataclass(frozen=True)
+class HostResult:
+    """The output of a command on a host, or why it could not be run (`problem`)."""
+
+    worker: int
+
+    returncode: int | None
+    """None when the host was not reached."""
+
+    stdout: str = ""
+    stderr: str = ""
+    problem: str = ""
+
+    refused: bool = False
+    """The host answers but refuses our connection (keys, host keys, a proxy): gcloud may get through."""
+
+    timed_out: bool = False
+    """The command started and did not end in time."""
+
+    @property
+    def reached(self) -> bool:
+        """Returns whether the command ran to its end."""
+        return self.returncode is not None
+
+
+class ConnectionPool:
+    """Open connections to the hosts of one slice. Threads may use the same or different hosts at once."""
+
+    def __init__(self, addresses: Sequence[Address], machine: Workstation) -> None:
+        self.addresses = {address.worker: address for address in addresses}
+        self._machine = machine
+        self._connections: dict[int, HostConnection] = {}
+        self._used: dict[int, float] = {}  # time of the last command, by worker
+        self._locks = {worker: machine.threads.lock() for worker in self.addresses}
+
+    @property
+    def workers(self) -> list[int]:
+        return sorted(self.addresses)
+
+    def run(self, worker: int, script: str, *, timeout: float, stdin: str | None = None) -> HostResult:
+        """Runs a script on a host, again if a connection that was idle for 10 s proves dead. Failures of the network or
+        the host are in the result.
+
+        Args:
+            script: Text for `sh -c`; must be safe to run twice.
+            timeout: Seconds, for connecting and the command together.
+        """
+        # A connection that was idle for a while may be dead: retry it once.
+        idle = self._machine.clock.monotonic() - self._used.get(worker, 0.0)
+        stale = self._is_open(worker) and idle > _STALE_SECONDS
+        result = self._run(worker, script, timeout, stdin)
+        if stale and not result.reached and not result.timed_out:
+            result = self._run(worker, script, timeout, stdin)
+        self._used[worker] = self._machine.clock.monotonic()
+        return result
+
+    def _run(self, worker: int, script: str, timeout: float, stdin: str | None) -> HostResult:
+        """Runs a script as `run` does, once. Closes the connection after a failure."""
+        connection: HostConnection | None = None
+        try:
+            connection = self._connect(worker)
+            # Saves report.sh a call of the metadata server.
+            command = f"connected_worker={worker}\n{script}"
+            code, out, err = connection.run(f"sh -c {shlex.quote(command)}", timeout=timeout, stdin=stdin)
+        except TimeoutError:
+            _close(connection)
+            return HostResult(worker, None, problem=f"no answer within {timeout:.0f} s", timed_out=True)
+        except ConnectionFailed as error:
+            _close(connection)
+            return HostResult(worker, None, problem=str(error), refused=error.refused)
+        return HostResult(worker, code, out, err)
+
+    def follow(self, worker: int, script: str, *, timeout: float, on_line: Callable[[str], None]) -> HostResult:
+        """Runs a script on a host, once, and passes each line of its output to `on_line` as it comes; its standard
+        input ends with the connection. Returns a result without output. Failures and `timeout` are as for `run`."""
+        connection: HostConnection | None = None
+        try:
+            connection = self._connect(worker)
+            code = connection.follow(f"sh -c {shlex.quote(script)}", timeout=timeout, on_line=on_line)
+        except TimeoutError:
+            _close(connection)
+            return HostResult(worker, None, problem=f"no end within {timeout:.0f} s", timed_out=True)
+        except ConnectionFailed as error:
+            _close(connection)
+            return HostResult(worker, None, problem=str(error), refused=error.refused and connection is None)
+        return HostResult(worker, code)
+
+    def run_all(
+        self, script: str, *, timeout: float, workers: Sequence[int] | None = None, stdin: str | None = None
+    ) -> list[HostResult]:
+        """Runs a script, as `run` does, on all hosts or on `workers` at once. Returns the results in worker order."""
+        chosen = self.workers if workers is None else sorted(workers)
+        return self._machine.threads.map(
+            lambda worker: self.run(worker, script, timeout=timeout, stdin=stdin), chosen, at_once=_AT_ONCE
+        )
+
+    @property
+    def connected(self) -> bool:
+        """Returns whether there is an open connection to every host."""
+        return all(map(self._is_open, self.workers))
+
+    def connect_all(self) -> None:
+        """Opens the connections that can be opened, and raises nothing: the next command reports the others."""
+
+        def connect(worker: int) -> None:
+            with contextlib.suppress(ConnectionFailed):
+                self._connect(worker)
+                self._used[worker] = self._machine.clock.monotonic()
+
+        self._machine.threads.map(connect, self.workers, at_once=_AT_ONCE)
+
+    def close(self) -> None:
+        """Closes all connections; the next command on a host opens its connection again."""
+        for connection in list(self._connections.values()):
+            connection.close()
+
+    def _connect(self, worker: int) -> HostConnection:
+        """Returns the host's connection, opening it if needed. Raises ConnectionFailed, also for a host that the slice
+        does not have: its name may belong to a smaller slice by now."""
+        if worker not in self.addresses:
+            raise ConnectionFailed(f"the slice has no host {worker} now")
+        with self._locks[worker]:
+            if not self._is_open(worker):
+                self._connections[worker] = self._machine.connect(self.addresses[worker])
+            return self._connections[worker]
+
+    def _is_open(self, worker: int) -> bool:
+        connection = self._connections.get(worker)
+        return connection is not None and connection.is_open
+
+
+def _close(connection: HostConnection | None) -> None:
+    if connection is not None:
+        connection.close()
+
 
 _GCLOUD_SECONDS = 40.0  # for one call, beside the time of the script that it runs
 _GCLOUD_CALLS = 16  # at once
@@ -35,7 +265,7 @@ class SliceConnections:
         self._lock = machine.threads.lock()  # of the six that follow
         self._state: SliceState | None = None  # as last described
         self._created = ""  # when the slice that was last described was created
-        self._known = None if self.gcloud_only else addresses.load(config)
+        self._known = None if self.gcloud_only else load_addresses(config)
         self._pool: ConnectionPool | None = None
         self._unverified: KnownSlice | None = None  # the hint behind the pool's addresses, until gcloud confirmed them
         self._unlisted: tuple[float, LaunchError] | None = None  # when gcloud gave no addresses last, and why
@@ -87,7 +317,7 @@ class SliceConnections:
         with self._lock:
             pool, self._pool = self._pool, None
             self._known = self._unverified = None
-        addresses.forget(self.config)
+        forget_addresses(self.config)
         if pool is not None:
             pool.close()
 
@@ -183,7 +413,7 @@ class SliceConnections:
                 return None
             if current == unverified.addresses:
                 return None
-            addresses.forget(self.config)
+            forget_addresses(self.config)
             with self._lock:
                 if self._pool is not pool:
                     return self._pool
@@ -226,11 +456,11 @@ class SliceConnections:
         self._locate()
         command = commands.ssh_command(self.config, "true", dry_run=True)
         output = call_gcloud(self._machine, command, timeout=_GCLOUD_SECONDS)
-        current = tuple(addresses.parse_dry_run(output))
+        current = tuple(parse_dry_run(output))
         with self._lock:
             state = self._state
         if state is not None and state.ready:
-            addresses.save(self.config, KnownSlice(state.created, state.hosts, current))
+            save_addresses(self.config, KnownSlice(state.created, state.hosts, current))
         return current
 
     def _locate(self) -> None:
