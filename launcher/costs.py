@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from launcher.config import Config
 from launcher.errors import BadInput
-from training.accelerators import Accelerator, accelerator
+from training.accelerators import accelerator
 from training.machine import parse_time
 
 AS_OF = "2026-11"  # when the table was read
@@ -31,57 +31,52 @@ class Price:
 _WITHIN, _OVER_THE_ATLANTIC, _ELSEWHERE = 0.02, 0.05, 0.08
 _FAR = {"asia-southeast2": 0.10, "australia-": 0.10, "africa-": 0.11, "me-": 0.11, "southamerica-": 0.14}
 
-# By region. Slices of v2 and v3 on one host have other prices than larger ones.
-_V2_ONE = {
-    "us-central1": Price(1.125, 0.3375),
-    "europe-west4": Price(1.2375, 0.31556),
-    "asia-east1": Price(1.305, 0.3915),
+# By generation (of v2 and v3, slices on one host have other prices than larger ones) and region.
+_PRICES: dict[str, dict[str, Price]] = {
+    "v2 on one host": {
+        "us-central1": Price(1.125, 0.3375),
+        "europe-west4": Price(1.2375, 0.31556),
+        "asia-east1": Price(1.305, 0.3915),
+    },
+    "v2": {"us-central1": Price(1.5, 0.3825), "europe-west4": Price(1.5, 0.3825)},
+    "v3 on one host": {
+        "us-central1": Price(2.0, 0.51),
+        "europe-west4": Price(2.2, 0.561),
+        "us-east1": Price(2.0, None),
+    },
+    "v3": {"europe-west4": Price(2.0, 0.66), "us-east1": Price(2.0, 0.6)},
+    "v4": {"us-central2": Price(3.22, 0.9215)},
+    "v5e": {
+        "us-central1": Price(1.2, 0.24493),
+        "us-south1": Price(1.416, 0.5664),
+        "us-west1": Price(1.2, 0.24493),
+        "us-west4": Price(1.2, 0.48),
+        "us-east1": Price(1.2, 0.24493),
+        "us-east5": Price(1.2, 0.6),
+        "europe-west4": Price(1.56, 0.40453),
+        "asia-southeast1": Price(1.56, 0.78),
+    },
+    "v5p": {"us-central1": Price(4.2, 0.92856), "us-east5": Price(4.2, 1.68), "europe-west4": Price(4.2525, 1.34849)},
+    "v6e": {
+        "us-central1": Price(2.7, 0.57285),
+        "us-east1": Price(2.7, 0.57285),
+        "us-east5": Price(2.7, 1.35),
+        "us-south1": Price(2.7, 1.35),
+        "europe-west4": Price(2.97, 1.03748),
+        "asia-northeast1": Price(3.24, 0.85774),
+        "southamerica-west1": Price(2.7, None),
+    },
 }
-_V2_MORE = {"us-central1": Price(1.5, 0.3825), "europe-west4": Price(1.5, 0.3825)}
-_V3_ONE = {"us-central1": Price(2.0, 0.51), "europe-west4": Price(2.2, 0.561), "us-east1": Price(2.0, None)}
-_V3_MORE = {"europe-west4": Price(2.0, 0.66), "us-east1": Price(2.0, 0.6)}
-_V4 = {"us-central2": Price(3.22, 0.9215)}
-_V5E = {
-    "us-central1": Price(1.2, 0.24493),
-    "us-south1": Price(1.416, 0.5664),
-    "us-west1": Price(1.2, 0.24493),
-    "us-west4": Price(1.2, 0.48),
-    "us-east1": Price(1.2, 0.24493),
-    "us-east5": Price(1.2, 0.6),
-    "europe-west4": Price(1.56, 0.40453),
-    "asia-southeast1": Price(1.56, 0.78),
-}
-_V5P = {"us-central1": Price(4.2, 0.92856), "us-east5": Price(4.2, 1.68), "europe-west4": Price(4.2525, 1.34849)}
-_V6E = {
-    "us-central1": Price(2.7, 0.57285),
-    "us-east1": Price(2.7, 0.57285),
-    "us-east5": Price(2.7, 1.35),
-    "us-south1": Price(2.7, 1.35),
-    "europe-west4": Price(2.97, 1.03748),
-    "asia-northeast1": Price(3.24, 0.85774),
-    "southamerica-west1": Price(2.7, None),
-}
-
-
-def _prices_by_region(slice_type: Accelerator) -> dict[str, Price]:
-    """Returns the prices per chip of the slice's generation and size, by region; {} for a generation without prices."""
-    one = slice_type.hosts == 1
-    tables = {
-        "v2": _V2_ONE if one else _V2_MORE,
-        "v3": _V3_ONE if one else _V3_MORE,
-        "v4": _V4,
-        "v5e": _V5E,
-        "v5p": _V5P,
-        "v6e": _V6E,
-    }
-    return tables.get(slice_type.generation.name, {})
 
 
 def per_hour(accelerator_type: str, zone: str, capacity: str) -> float | None:
     """Returns the list price of a whole slice in dollars an hour; None when the table lacks it. `capacity` is as
     `slice.capacity`; all but spot have the on-demand price, an upper bound. Raises UnknownAccelerator."""
     slice_type = accelerator(accelerator_type)
-    price = _prices_by_region(slice_type).get(zone.rsplit("-", 1)[0])
+    generation = slice_type.generation.name
+    on_one_host = f"{generation} on one host"
+    table = _PRICES.get(on_one_host if slice_type.hosts == 1 and on_one_host in _PRICES else generation, {})
+    price = table.get(zone.rsplit("-", 1)[0])
     if price is None:
         return None
     per_chip = price.spot if capacity == "spot" else price.on_demand
@@ -143,16 +138,14 @@ def since(config: Config, created: str, now: float) -> str:
 def check(config: Config) -> None:
     """Raises BadInput if the price an hour exceeds max_cost_per_hour or price_limit, or is unknown with one set."""
     cost = per_hour(config.slice.accelerator_type, config.zone, config.slice.capacity)
-    for keys, limit in (
-        ("slice.max_cost_per_hour, --max-cost", config.slice.max_cost_per_hour),
-        ("slice.price_limit", config.slice.price_limit),
-    ):
-        if limit is not None and cost is None:
-            raise BadInput(
-                f"the limit ({keys}) is ${limit:.2f} an hour, but {line(config)}. Without a limit it is created"
-            )
-        if limit is not None and cost is not None and cost > limit:
-            raise BadInput(f"the limit ({keys}) is ${limit:.2f} an hour, but {line(config)}. Nothing was created")
+    limits = {
+        "slice.max_cost_per_hour, --max-cost": config.slice.max_cost_per_hour,
+        "slice.price_limit": config.slice.price_limit,
+    }
+    for keys, limit in limits.items():
+        if limit is not None and (cost is None or cost > limit):
+            end = "Without a limit it is created" if cost is None else "Nothing was created"
+            raise BadInput(f"the limit ({keys}) is ${limit:.2f} an hour, but {line(config)}. {end}")
 
 
 def duration(seconds: float) -> str:

@@ -31,6 +31,9 @@ _MARGIN, _MARGIN_OF_ONE = 0.1, 0.5  # around measured shares: attempts differ, a
 _STATE_BYTES = 28  # that one step of AdamW reads and writes for each parameter: weight, gradient, two moments in fp32
 
 
+Range = tuple[float, float] | None  # least and most; None: unknown
+
+
 @dataclass(frozen=True)
 class Bound:
     """The least seconds that a step takes, and where that comes from."""
@@ -50,15 +53,15 @@ class Shares:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A run on one candidate. Hours and dollars are (least, most); dollars are None where the price is unknown."""
+    """A run on one candidate."""
 
     candidate: Candidate
     fits: bool | None  # None: not compiled yet
     bound: Bound | None
     shares: Shares
-    hours: tuple[float, float] | None
-    spot: tuple[float, float] | None
-    on_demand: tuple[float, float] | None
+    hours: Range
+    spot: Range
+    on_demand: Range
     wait_seconds: float | None  # from a request to its grant, as recorded here
 
     @property
@@ -97,7 +100,7 @@ def estimate(config: Config, home: Path, machine: Workstation) -> list[Estimate]
     return list(found.values())
 
 
-def _dollars(candidate: Candidate, capacity: str, hours: tuple[float, float] | None) -> tuple[float, float] | None:
+def _dollars(candidate: Candidate, capacity: str, hours: Range) -> Range:
     price = costs.per_hour(candidate.accelerator_type, candidate.zone, capacity)
     return None if price is None or hours is None else (price * hours[0], price * hours[1])
 
@@ -203,9 +206,8 @@ def row(item: Estimate) -> list[str]:
     fits = {True: "yes", False: "no", None: "not compiled"}[item.fits]
     bound = "unknown" if item.bound is None else f"{item.bound.seconds * 1000:.3g} ms a step"
     wait = "" if item.wait_seconds is None else costs.duration(item.wait_seconds)
-    hours = _range(item.hours, "", " h")
-    return [item.candidate.accelerator_type, item.candidate.zone, fits, bound, hours, _range(item.spot, "$", ""),
-            _range(item.on_demand, "$", ""), wait]  # fmt: skip
+    prices = [_price(item.spot), _price(item.on_demand)]
+    return [item.candidate.accelerator_type, item.candidate.zone, fits, bound, _hours(item.hours), *prices, wait]
 
 
 def notes(items: Sequence[Estimate]) -> list[str]:
@@ -238,10 +240,14 @@ def line(config: Config, home: Path, machine: Workstation) -> str | None:
         return None
     name = item.candidate.accelerator_type
     return (
-        f"estimate: {name}: {_range(item.hours, '', ' h')}, spot {_range(item.spot, '$', '')}, on demand "
-        f"{_range(item.on_demand, '$', '')} ({item.shares.source}; bound {item.bound.source if item.bound else ''})"
+        f"estimate: {name}: {_hours(item.hours)}, spot {_price(item.spot)}, on demand {_price(item.on_demand)} "
+        f"({item.shares.source}; bound {item.bound.source if item.bound else ''})"
     )
 
 
-def _range(values: tuple[float, float] | None, before: str, after: str) -> str:
-    return "unknown" if values is None else f"{before}{values[0]:.3g} to {before}{values[1]:.3g}{after}"
+def _hours(values: Range) -> str:
+    return "unknown" if values is None else f"{values[0]:.3g} to {values[1]:.3g} h"
+
+
+def _price(values: Range) -> str:
+    return "unknown" if values is None else f"${values[0]:.3g} to ${values[1]:.3g}"

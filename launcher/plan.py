@@ -43,7 +43,7 @@ class PlannedCommand:
 
     def text(self) -> str:
         """Returns a comment with the step's purpose, and the command."""
-        return f"# {self.verb}: {self.what}\n{shell.quote(self.command)}\n"
+        return f"# {self.verb}: {self.what}\n{shlex.join(self.command)}\n"
 
 
 def list_commands(config: Config) -> list[PlannedCommand]:

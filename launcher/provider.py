@@ -28,7 +28,7 @@ SECRETS_LATE = "tpu-launch: the secrets of this run did not arrive"
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Abilities beyond the Protocol's methods. Callers check these, never a provider's name."""
+    """Properties of a provider that are known without making one. Callers check these, never a provider's name."""
 
     cloud_tpu_node: bool
     """The slice is a Cloud TPU node: gcloud lists it and opens shells on its hosts, and its price is known."""
@@ -44,6 +44,9 @@ class Capabilities:
 
     overlays: bool
     """Supports `run --overlay`."""
+
+    programs: tuple[str, ...] = ()
+    """Programs that it runs on this machine."""
 
 
 @dataclass(frozen=True)

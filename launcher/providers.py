@@ -1,10 +1,9 @@
-"""The table of providers, by `--provider` name, and the Workstation given to them. One is imported at first use."""
+"""The providers by `--provider` name, and the Workstation given to them. A provider is imported when it is made."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from launcher import gke, shell, tpu_vm
@@ -21,50 +20,26 @@ DEFAULT = "tpu-vm"
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class ProviderKind:
-    """An entry of PROVIDERS."""
-
-    capabilities: Capabilities
-    make: Callable[[Config, Say, Workstation], Provider]
-    programs: tuple[str, ...]
-    """Programs that it runs on this machine."""
-
-
-def _tpu_vm(config: Config, say: Say, machine: Workstation) -> Provider:
-    from launcher.tpu_vm.provider import TpuVm
-
-    return TpuVm(config, say, machine)
-
-
-def _gke(config: Config, say: Say, machine: Workstation) -> Provider:
-    from launcher.gke.provider import Gke
-
-    return Gke(config, say, machine)
-
-
-PROVIDERS: Mapping[str, ProviderKind] = {
-    DEFAULT: ProviderKind(tpu_vm.CAPABILITIES, _tpu_vm, ("gcloud", "ssh")),
-    "gke": ProviderKind(gke.CAPABILITIES, _gke, ("kubectl",)),
-}
+PROVIDERS: Mapping[str, Capabilities] = {DEFAULT: tpu_vm.CAPABILITIES, "gke": gke.CAPABILITIES}
 
 
 def make_provider(config: Config, say: Say, machine: Workstation) -> Provider:
     """Makes the provider that the configuration names. `say` is given lines for the user. Raises BadInput when a
     program that the provider needs is missing, or the configuration can't be used with it."""
     require_programs(config.provider)
-    return PROVIDERS[config.provider].make(config, say, machine)
+    if config.provider == "gke":
+        from launcher.gke.provider import Gke
+
+        return Gke(config, say, machine)
+    from launcher.tpu_vm.provider import TpuVm
+
+    return TpuVm(config, say, machine)
 
 
 def require_programs(name: str) -> None:
     """Raises CommandMissing when a program that the provider of that name needs is not installed."""
     for program in PROVIDERS[name].programs:
         shell.find(program)
-
-
-def capabilities(name: str) -> Capabilities:
-    """Returns the capabilities of the provider of that name, without making one."""
-    return PROVIDERS[name].capabilities
 
 
 def this_machine() -> Workstation:

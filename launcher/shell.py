@@ -55,11 +55,6 @@ def find(program: str) -> str:
     return path
 
 
-def quote(argv: Sequence[str]) -> str:
-    """Returns a command as a user would type it."""
-    return shlex.join(argv)
-
-
 def run(
     argv: Sequence[str],
     *,
@@ -88,7 +83,7 @@ def run(
         out, err = process.communicate(data, timeout=timeout)
     except subprocess.TimeoutExpired:
         _kill_group(process)
-        raise CommandTimeout(f"no answer within {timeout:.0f} s from: {quote(argv)}\n  try again") from None
+        raise CommandTimeout(f"no answer within {timeout:.0f} s from: {shlex.join(argv)}\n  try again") from None
     except BaseException:
         _kill_group(process)
         raise
@@ -133,7 +128,7 @@ def stream(
     finally:
         timer.cancel()
     if expired.is_set():
-        raise CommandTimeout(f"not done within {timeout:.0f} s: {quote(argv)}")
+        raise CommandTimeout(f"not done within {timeout:.0f} s: {shlex.join(argv)}")
     _log_end(argv, process.returncode, begun)
     return Result(tuple(argv), process.returncode, "".join(lines), "")
 
@@ -174,7 +169,7 @@ def _prepare(argv: Sequence[str], env: Mapping[str, str] | None, **options: Any)
     `options` say otherwise, its input is empty, and it has a session of its own: this process handles Ctrl-C, and a
     time-out ends the children too. Raises CommandMissing."""
     find(argv[0])
-    text = quote(argv)
+    text = shlex.join(argv)
     _log.debug("$ %s", text if len(text) <= _LOGGED_CHARACTERS else f"{text[:_LOGGED_CHARACTERS]} ...")
     variables = {**os.environ, **env} if env else None
     return {"env": variables, "stdin": subprocess.DEVNULL, "start_new_session": True, **options}

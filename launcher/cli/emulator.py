@@ -1,4 +1,4 @@
-"""Commands that need no Google Cloud: `emulator start|stop|status|inject`, and `rehearsal`."""
+"""The commands `emulator start|stop|status|stock|inject`, which need no Google Cloud."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,6 @@ from typing import Any
 
 import click
 
-from launcher import installation
-from launcher import rehearsal as rehearsals
-from launcher.cli import terminal
-from launcher.cli.options import file_option
 from launcher.emulator import control, faults
 from launcher.errors import BadInput
 
@@ -222,25 +218,3 @@ _add_fault(
     _SERVICE,
 )
 _add_fault("clear", "End all faults: hosts that were killed or cut off come back; a preempted node stays preempted.")
-
-
-@click.command()
-@file_option("The run's YAML file.  [default: examples/rehearsal.yaml, which is installed with tpu-launch]")
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Change a key of the file: --set slice.accelerator_type=v4-32.",
-)
-def rehearsal(path: Path | None, overrides: tuple[str, ...]) -> None:
-    """Rehearse a whole run on an emulated slice of this machine: up, prepare data, train, down."""
-    screen = rehearsals.Screen(
-        terminal.say,
-        lambda command: terminal.say(f"$ {command}", bold=True),
-        lambda line: click.echo(f"         {line}", err=True),
-    )
-    summary = rehearsals.rehearse(path or installation.example("rehearsal.yaml"), overrides, screen)
-    click.echo("")
-    for line in rehearsals.lines(summary):
-        click.echo(line)

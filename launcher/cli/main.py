@@ -18,45 +18,37 @@ from launcher.errors import Exit, LaunchError, from_disk
 from training.errors import TrainError
 from training.lazy_command import LazyCommand
 
-COMMANDS = [
-    LazyCommand("capacity", "launcher.cli.slices:capacity", "Show the slice's candidates, and what was asked for."),
-    LazyCommand("completion", "launcher.cli.init:completion", "Print the completion script for a shell."),
-    LazyCommand("doctor", "launcher.cli.slices:doctor", "Check what a run needs, and show what fixes it."),
-    LazyCommand("down", "launcher.cli.slices:down", "Delete the slice and wait until it is gone."),
-    LazyCommand("emulator", "launcher.cli.emulator:emulator", "Start, stop and break a stand-in for Google Cloud."),
-    LazyCommand("estimate", "launcher.cli.plan:estimate", "Estimate hours and dollars of the run on each candidate."),
-    LazyCommand("events", "launcher.cli.run:events", "Print the events of a run, oldest first."),
-    LazyCommand("exec", "launcher.cli.live:exec_", "Run a command in the live container of every host."),
-    LazyCommand("explain", "launcher.cli.live:explain", "Say what each host of a live run waits for."),
-    LazyCommand("gc", "launcher.cli.slices:gc", "Delete leftovers: slices that are expired, preempted or failed."),
-    LazyCommand("image", "launcher.cli.plan:image", "Make the base that images without a container engine start from."),
-    LazyCommand("init", "launcher.cli.init:init", "Write a first file, commented and valid."),
-    LazyCommand("list", "launcher.cli.slices:list_", "List the slices that tpu-launch made, or the runs of a bucket."),
-    LazyCommand("local", "launcher.cli.plan:local", "Run a command in the run's image on this machine."),
-    LazyCommand("logs", "launcher.cli.run:logs", "Print the lines of all hosts, each once."),
-    LazyCommand("manifest", "launcher.cli.plan:manifest", "Print the run as Kubernetes objects for GKE."),
-    LazyCommand("notebook", "launcher.cli.live:notebook", "Start Jupyter in the live container of a host."),
-    LazyCommand("profile", "launcher.cli.live:profile", "Profile the next steps of a run that trains."),
-    LazyCommand("plan", "launcher.cli.plan:plan", "Print every command that up, run and down would use."),
-    LazyCommand(
-        "preflight",
-        "launcher.cli.plan:preflight",
-        "Compile the step with the TPU compiler: does it fit, what does it cost?",
-    ),
-    LazyCommand("rehearsal", "launcher.cli.emulator:rehearsal", "Rehearse a whole run on an emulated slice."),
-    LazyCommand("run", "launcher.cli.run:run", "Start the container on every host and watch it; resume a run."),
-    LazyCommand("ssh", "launcher.cli.ssh:ssh", "Open a shell on a host, or run a command there."),
-    LazyCommand("status", "launcher.cli.run:status", "Show the slice, its newest run, and what each host is doing."),
-    LazyCommand("stop", "launcher.cli.run:stop", "Stop the run's containers on every host."),
-    LazyCommand(
-        "supervise",
-        "launcher.cli.supervise:supervise",
-        "Go on with unfinished runs of a bucket that nothing supervises.",
-    ),
-    LazyCommand("top", "launcher.cli.live:top", "Watch a run in the terminal: loss curve, hosts, memory, cost."),
-    LazyCommand("tunnel", "launcher.cli.ssh:tunnel", "Make a port of a host reachable on this machine."),
-    LazyCommand("up", "launcher.cli.slices:up", "Create the slice and wait until every host answers."),
-]
+COMMANDS = (  # name, where it is below launcher.cli, short help
+    ("capacity", "slices:capacity", "Show the slice's candidates, and what was asked for."),
+    ("completion", "init:completion", "Print the completion script for a shell."),
+    ("doctor", "slices:doctor", "Check what a run needs, and show what fixes it."),
+    ("down", "slices:down", "Delete the slice and wait until it is gone."),
+    ("emulator", "emulator:emulator", "Start, stop and break a stand-in for Google Cloud."),
+    ("estimate", "plan:estimate", "Estimate hours and dollars of the run on each candidate."),
+    ("events", "run:events", "Print the events of a run, oldest first."),
+    ("exec", "live:exec_", "Run a command in the live container of every host."),
+    ("explain", "live:explain", "Say what each host of a live run waits for."),
+    ("gc", "slices:gc", "Delete leftovers: slices that are expired, preempted or failed."),
+    ("image", "plan:image", "Make the base that images without a container engine start from."),
+    ("init", "init:init", "Write a first file, commented and valid."),
+    ("list", "slices:list_", "List the slices that tpu-launch made, or the runs of a bucket."),
+    ("local", "plan:local", "Run a command in the run's image on this machine."),
+    ("logs", "run:logs", "Print the lines of all hosts, each once."),
+    ("manifest", "plan:manifest", "Print the run as Kubernetes objects for GKE."),
+    ("notebook", "live:notebook", "Start Jupyter in the live container of a host."),
+    ("profile", "live:profile", "Profile the next steps of a run that trains."),
+    ("plan", "plan:plan", "Print every command that up, run and down would use."),
+    ("preflight", "plan:preflight", "Compile the step with the TPU compiler: does it fit, what does it cost?"),
+    ("rehearsal", "rehearsal:rehearsal", "Rehearse a whole run on an emulated slice."),
+    ("run", "run:run", "Start the container on every host and watch it; resume a run."),
+    ("ssh", "ssh:ssh", "Open a shell on a host, or run a command there."),
+    ("status", "run:status", "Show the slice, its newest run, and what each host is doing."),
+    ("stop", "run:stop", "Stop the run's containers on every host."),
+    ("supervise", "supervise:supervise", "Go on with unfinished runs of a bucket that nothing supervises."),
+    ("top", "live:top", "Watch a run in the terminal: loss curve, hosts, memory, cost."),
+    ("tunnel", "ssh:tunnel", "Make a port of a host reachable on this machine."),
+    ("up", "slices:up", "Create the slice and wait until every host answers."),
+)
 
 
 def _print_version(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
@@ -65,7 +57,10 @@ def _print_version(context: click.Context, _option: click.Parameter, wanted: boo
         context.exit()
 
 
-@click.group(commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(
+    commands=[LazyCommand(name, f"launcher.cli.{place}", text) for name, place, text in COMMANDS],
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
 @click.option("--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud.")
 @click.option(
     "-v", "--verbose", is_flag=True, help="Print every local command (gcloud, docker, ssh, kubectl) and how it ended."

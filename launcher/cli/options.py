@@ -18,7 +18,7 @@ from launcher.config import Config, load
 from launcher.errors import BadInput
 from launcher.home import home
 from launcher.provider import Provider
-from launcher.providers import DEFAULT, PROVIDERS, capabilities, make_provider, this_machine
+from launcher.providers import DEFAULT, PROVIDERS, make_provider, this_machine
 from launcher.workstation import Workstation
 from training.storage import is_remote
 
@@ -145,13 +145,13 @@ def file_option(help: str, default: Path | None = None) -> Callable[[Function], 
 
 def _require_support(command: str, provider: str, emulated: bool) -> None:
     """Raises BadInput if the provider does not support the command, or `--emulated` if that is given."""
-    if not capabilities(provider).cloud_tpu_node and command not in _ANY_PROVIDER:
+    if not PROVIDERS[provider].cloud_tpu_node and command not in _ANY_PROVIDER:
         instead = f"; {_WITH_KUBECTL[command]}" if command in _WITH_KUBECTL else ""
         raise BadInput(
             f"tpu-launch {command} is for TPU VMs; with --provider {provider} there are "
             f"{', '.join(_ANY_PROVIDER)}{instead}"
         )
-    if emulated and not capabilities(provider).emulated:
+    if emulated and not PROVIDERS[provider].emulated:
         raise BadInput("--emulated is a slice of TPU VMs; a cluster is not emulated")
 
 

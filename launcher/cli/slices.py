@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher import costs, shell
+from launcher import costs
 from launcher.cli import terminal
 from launcher.cli.options import configured, dry_run_option, machine, open_provider, run_context, show_plan
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import home
-from launcher.providers import capabilities
+from launcher.providers import PROVIDERS
 from launcher.tpu_vm import candidates, inventory, ownership, slice_hints
 from launcher.tpu_vm.requests import RequestRecord, median_seconds_to_grant
 from training import storage
@@ -194,7 +195,7 @@ def down(config: Config, any_owner: bool, dry_run: bool) -> None:
 
 def _for_owners(config: Config, any_owner: bool) -> Config:
     """Returns the configuration with `any_owner` set. Raises BadInput where the provider has no owners."""
-    if any_owner and not capabilities(config.provider).cloud_tpu_node:
+    if any_owner and not PROVIDERS[config.provider].cloud_tpu_node:
         raise BadInput(f"--any-owner: provider {config.provider} does not look at owners")
     return replace(config, any_owner=any_owner)
 
@@ -263,7 +264,7 @@ def gc(config: Config, everywhere: bool, all_owners: bool, yes: bool, as_json: b
         kind = f"{item.kind} {item.name} in {item.zone} ({item.accelerator_type}, owner {item.owner or 'unknown'})"
         terminal.say(f"{kind} {item.why_leftover(now)}")
         if not yes:
-            terminal.say(f"  {shell.quote(inventory.delete_command(config.project, item))}")
+            terminal.say(f"  {shlex.join(inventory.delete_command(config.project, item))}")
             continue
         try:
             if not all_owners and (reason := ownership.why_not_ours(item.labels, machine().owner, deletion=True)):

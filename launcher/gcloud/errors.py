@@ -5,9 +5,9 @@ No other module interprets gcloud's English.
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 
-from launcher import shell
 from launcher.errors import Exit, LaunchError
 
 
@@ -65,10 +65,6 @@ class Unavailable(LaunchError):
     """Google's API can't be reached, or fails temporarily."""
 
 
-class RateLimited(Unavailable):
-    """Too many requests in a minute; the quota renews in the next."""
-
-
 class StillRunning(LaunchError):
     """gcloud stopped waiting for an operation that goes on."""
 
@@ -100,7 +96,7 @@ _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
      "it was deleted by another command: `tpu-launch up` creates a slice again"),
     (r"(?i:has not finished in \d+ seconds)", StillRunning, "Google goes on with it"),
     (r"(?i:per (minute|second|100 seconds))|RATE_?LIMIT_?EXCEEDED|(?i:rate ?limit ?exceeded|too many requests)|"
-     r"PerMinute|OPERATION_RATE_EXCEEDED|Resource has been exhausted", RateLimited,
+     r"PerMinute|OPERATION_RATE_EXCEEDED|Resource has been exhausted", Unavailable,
      "too many requests in a short time: try again in a minute"),
     (r"Quota limit|[Qq]uota .*(exceeded|exhausted)|QUOTA_EXCEEDED|QuotaFailure|quotaExceeded|"
      r"(?i:reservation for request queue)", QuotaExceeded, _NO_QUOTA),
@@ -148,7 +144,7 @@ def explain_error(stderr: str, argv: Sequence[str]) -> LaunchError:
             if advice.startswith("sign in"):  # gcloud says it in eight lines
                 text = text.splitlines()[0]
             return kind(f"{text}\n  {advice}")
-    return LaunchError(f"{text}\n  from: {shell.quote(argv)[:400]}\n  check `tpu-launch status`, then try again")
+    return LaunchError(f"{text}\n  from: {shlex.join(argv)[:400]}\n  check `tpu-launch status`, then try again")
 
 
 def summarize_error(stderr: str) -> str:

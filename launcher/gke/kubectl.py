@@ -4,10 +4,10 @@ The patterns in `_MEANINGS` match messages of kubectl 1.32 and of API servers; t
 """
 
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from launcher import shell
 from launcher.errors import Exit, LaunchError
 from launcher.workstation import Workstation
 
@@ -67,82 +67,46 @@ class NotTaken(LaunchError):
 _NOT_TAKEN = r"\(TooManyRequests\)|The connection to the server|Unable to connect to the server:.* (dial|EOF|TLS|reset)"
 # (pattern of kubectl's error output, exit code, message; {0}, {1} ... are the pattern's groups)
 _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
-    (
-        r"context \"?([^\"\n]+?)\"? does not exist|no context exists with the name: \"([^\"]+)\"|"
-        r"context was not found for specified context: (\S+)",
-        Exit.BAD_INPUT,
-        "kubectl has no context {0}: `kubectl config get-contexts` lists its contexts, `gcloud container clusters "
-        "get-credentials CLUSTER --location LOCATION --project PROJECT` adds one; then correct gke.context",
-    ),
-    (
-        r"current-context is not set|server localhost:8080 was refused|\[::1\]:8080|127\.0\.0\.1:8080",
-        Exit.BAD_INPUT,
-        "kubectl knows no cluster: `gcloud container clusters get-credentials CLUSTER --location LOCATION --project "
-        "PROJECT`, or set gke.context",
-    ),
-    (
-        r"gke-gcloud-auth-plugin.*(?:not found|no such file)",
-        Exit.BAD_INPUT,
-        "kubectl lacks GKE's login: install gke-gcloud-auth-plugin (`gcloud components install "
-        "gke-gcloud-auth-plugin`)",
-    ),
-    (
-        r"\(Unauthorized\)|You must be logged in to the server|getting credentials: (.*)",
-        Exit.PERMISSION,
-        "the cluster does not accept your login: `gcloud auth login`, then `gcloud container clusters get-credentials "
-        "...` again",
-    ),
-    (
-        r"is forbidden: exceeded quota: ([^,\s]+)(.*)",
-        Exit.QUOTA,
-        "the namespace's ResourceQuota {0} is used up{1}: end another run, or have the quota raised",
-    ),
-    (
-        r"User \"([^\"]+)\" cannot (\S+) resource \"([^\"]+)\"(?: in API group \"[^\"]*\")?(?: in the namespace "
-        r"\"([^\"]+)\")?",
-        Exit.PERMISSION,
-        "{0} may not {1} {2} in namespace {3}: grant the role in k8s/role.yaml",
-    ),
+    (r"context \"?([^\"\n]+?)\"? does not exist|no context exists with the name: \"([^\"]+)\"|"
+     r"context was not found for specified context: (\S+)", Exit.BAD_INPUT,
+     "kubectl has no context {0}: `kubectl config get-contexts` lists its contexts, `gcloud container clusters "
+     "get-credentials CLUSTER --location LOCATION --project PROJECT` adds one; then correct gke.context"),
+    (r"current-context is not set|server localhost:8080 was refused|\[::1\]:8080|127\.0\.0\.1:8080", Exit.BAD_INPUT,
+     "kubectl knows no cluster: `gcloud container clusters get-credentials CLUSTER --location LOCATION --project "
+     "PROJECT`, or set gke.context"),
+    (r"gke-gcloud-auth-plugin.*(?:not found|no such file)", Exit.BAD_INPUT,
+     "kubectl lacks GKE's login: install gke-gcloud-auth-plugin (`gcloud components install "
+     "gke-gcloud-auth-plugin`)"),
+    (r"\(Unauthorized\)|You must be logged in to the server|getting credentials: (.*)", Exit.PERMISSION,
+     "the cluster does not accept your login: `gcloud auth login`, then `gcloud container clusters get-credentials "
+     "...` again"),
+    (r"is forbidden: exceeded quota: ([^,\s]+)(.*)", Exit.QUOTA,
+     "the namespace's ResourceQuota {0} is used up{1}: end another run, or have the quota raised"),
+    (r"User \"([^\"]+)\" cannot (\S+) resource \"([^\"]+)\"(?: in API group \"[^\"]*\")?(?: in the namespace "
+     r"\"([^\"]+)\")?", Exit.PERMISSION,
+     "{0} may not {1} {2} in namespace {3}: grant the role in k8s/role.yaml"),
     (r"\(Forbidden\): (.*)", Exit.PERMISSION, "the cluster refuses: {0}"),
-    (
-        r"doesn't have a resource type \"jobsets?\"|no matches for kind \"JobSet\"|"
-        r"could not find the requested resource.*jobset",
-        Exit.BAD_INPUT,
-        "the cluster has no JobSet: its administrator installs it with `kubectl apply --server-side -f "
-        f"{JOBSET_RELEASE}`",
-    ),
-    (
-        r"namespaces? \"([^\"]+)\" not found",
-        Exit.BAD_INPUT,
-        "the cluster has no namespace {0}: `kubectl create namespace {0}`, or correct gke.namespace",
-    ),
-    (
-        r"strict decoding error: (.*)",
-        Exit.BAD_INPUT,
-        f"the cluster's JobSet is older than the release that the manifest needs ({JOBSET_RELEASE}): {{0}}",
-    ),
+    (r"doesn't have a resource type \"jobsets?\"|no matches for kind \"JobSet\"|"
+     r"could not find the requested resource.*jobset", Exit.BAD_INPUT,
+     "the cluster has no JobSet: its administrator installs it with `kubectl apply --server-side -f "
+     f"{JOBSET_RELEASE}`"),
+    (r"namespaces? \"([^\"]+)\" not found", Exit.BAD_INPUT,
+     "the cluster has no namespace {0}: `kubectl create namespace {0}`, or correct gke.namespace"),
+    (r"strict decoding error: (.*)", Exit.BAD_INPUT,
+     f"the cluster's JobSet is older than the release that the manifest needs ({JOBSET_RELEASE}): {{0}}"),
     (r"admission webhook \"([^\"]+)\" denied the request: (.*)", Exit.BAD_INPUT, "the cluster's {0} refuses it: {1}"),
     (r"\(AlreadyExists\): (.*)", Exit.CONFLICT, "another client created it first: {0}"),
     (r"\(NotFound\): (jobsets.*)", Exit.CONFLICT, "{0}: another client deleted it: run again"),
     (r" is invalid: ([\s\S]*)", Exit.BAD_INPUT, "the cluster refuses the manifest: {0}"),
-    (
-        r"x509: (.*)|certificate (?:signed by unknown|has expired|is not trusted).*",
-        Exit.CLOUD_ERROR,
-        "the cluster's certificate is not trusted ({0}): `gcloud container clusters get-credentials ...` again",
-    ),
-    (
-        r"The connection to the server (\S+) was refused|Unable to connect to the server: (.*)|(i/o timeout|"
-        r"TLS handshake timeout|no such host)"
-        r"|(context deadline exceeded|Client\.Timeout exceeded)|(unexpected EOF|connection reset by peer)",
-        Exit.CLOUD_ERROR,
-        "the cluster does not answer ({0}): is it running, and can your network reach it?",
-    ),
-    (
-        r"\((TooManyRequests|ServiceUnavailable|InternalError|Timeout|ServerTimeout)\): (.*)",
-        Exit.CLOUD_ERROR,
-        "the cluster's API server fails ({1}): try again in a minute",
-    ),
-)
+    (r"x509: (.*)|certificate (?:signed by unknown|has expired|is not trusted).*", Exit.CLOUD_ERROR,
+     "the cluster's certificate is not trusted ({0}): `gcloud container clusters get-credentials ...` again"),
+    (r"The connection to the server (\S+) was refused|Unable to connect to the server: (.*)|(i/o timeout|"
+     r"TLS handshake timeout|no such host)|(context deadline exceeded|Client\.Timeout exceeded)|"
+     r"(unexpected EOF|connection reset by peer)", Exit.CLOUD_ERROR,
+     "the cluster does not answer ({0}): is it running, and can your network reach it?"),
+    (r"\((TooManyRequests|ServiceUnavailable|InternalError|Timeout|ServerTimeout)\): (.*)", Exit.CLOUD_ERROR,
+     "the cluster's API server fails ({1}): try again in a minute"),
+)  # fmt: skip
 
 
 def explain(stderr: str, argv: list[str]) -> LaunchError:
@@ -153,4 +117,4 @@ def explain(stderr: str, argv: list[str]) -> LaunchError:
             kind = NotTaken if re.search(_NOT_TAKEN, stderr) else LaunchError
             return kind(meaning.format(*groups, "?", "?", "?"), exit_code=code)
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
-    return LaunchError(f"{shell.quote(argv)} failed: {' '.join(lines[-3:]) if lines else 'it gave no reason'}")
+    return LaunchError(f"{shlex.join(argv)} failed: {' '.join(lines[-3:]) if lines else 'it gave no reason'}")

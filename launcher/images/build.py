@@ -14,6 +14,7 @@ same name), and when the registry does not confirm that it has the image (users 
 import json
 import os
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -311,7 +312,7 @@ def _stream(
             lines.append(line)
         say(line)
 
-    log.write(f"$ {shell.quote(argv)}\n")
+    log.write(f"$ {shlex.join(argv)}\n")
     result = shell.stream(argv, keep, timeout=seconds, env=_BUILDKIT)
     if result.ok:
         return

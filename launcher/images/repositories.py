@@ -9,6 +9,7 @@ import base64
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,14 +133,14 @@ def _ask_helper(helper: str, name: str) -> RegistryCredentials | None:
         if "not found" in (result.stdout + result.stderr).lower():
             return None
         lines = (result.stderr or result.stdout).strip().splitlines() or ["no reason given"]
-        raise LaunchError(f"{shell.quote(command)} gave no credentials for {name}: {lines[-1]}")
+        raise LaunchError(f"{shlex.join(command)} gave no credentials for {name}: {lines[-1]}")
     try:
         answer = json.loads(result.stdout)
         user, secret = str(answer["Username"]), str(answer["Secret"])
     except (ValueError, KeyError, TypeError):
-        raise LaunchError(f"{shell.quote(command)} did not answer with Username and Secret for {name}") from None
+        raise LaunchError(f"{shlex.join(command)} did not answer with Username and Secret for {name}") from None
     if user == _IDENTITY_USER:
-        raise BadInput(f"{shell.quote(command)} has an identity token for {name}, which is not supported: log in again")
+        raise BadInput(f"{shlex.join(command)} has an identity token for {name}, which is not supported: log in again")
     return RegistryCredentials(user, secret)
 
 
@@ -199,5 +200,5 @@ def advise_creation(image: str) -> str:
     repository = parse_repository(image)
     fix = "create it in that registry"
     if repository is not None:
-        fix = f"`{shell.quote(repository.create_command)}`, or set image.create_repository: true"
+        fix = f"`{shlex.join(repository.create_command)}`, or set image.create_repository: true"
     return f"the repository does not exist, or may not be seen: {fix}"

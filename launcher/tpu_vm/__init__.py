@@ -9,4 +9,11 @@ report); `inventory` (all slices of a project); `ownership` (labels); `commands`
 
 from launcher.provider import Capabilities
 
-CAPABILITIES = Capabilities(cloud_tpu_node=True, emulated=True, sends_secrets=True, replaces_hosts=True, overlays=True)
+CAPABILITIES = Capabilities(
+    cloud_tpu_node=True,
+    emulated=True,
+    sends_secrets=True,
+    replaces_hosts=True,
+    overlays=True,
+    programs=("gcloud", "ssh"),
+)

@@ -9,9 +9,10 @@ until it is READY.
 """
 
 import functools
+import shlex
 from collections.abc import Callable
 
-from launcher import costs, shell
+from launcher import costs
 from launcher.config import Candidate, Config
 from launcher.errors import BadInput, CommandTimeout, LaunchError
 from launcher.gcloud.calls import DELETE_SECONDS, Backoff, Retry, call_gcloud
@@ -210,7 +211,7 @@ class _Creation:
             self.lost = error
         except CommandTimeout:
             raise CommandTimeout(
-                f"no end after {seconds / 60:.0f} minutes of: {shell.quote(command)}\n"
+                f"no end after {seconds / 60:.0f} minutes of: {shlex.join(command)}\n"
                 "Google may still be creating it: `tpu-launch up` goes on waiting, `tpu-launch down` deletes it"
             ) from None
         except (Stockout, Preempted):
