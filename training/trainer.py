@@ -54,7 +54,7 @@ from training.telemetry.attempts import NonFiniteStep, write_nonfinite
 from training.telemetry.console import (
     Console,
     format_early_end,
-    format_evaluation,
+    format_figures,
     format_progress,
     format_remaining,
     format_start,
@@ -333,7 +333,7 @@ class Trainer:
             self.progress.signals = Signals(stop=True)
             return
         self.evaluations.record(step, run.task.figures(total), total.counts)
-        run.console.print(format_evaluation(step, self.evaluations.figures))
+        run.console.print(f"evaluation after step {step}: {format_figures(self.evaluations.figures)}")
         if self.evaluations.nonfinite and run.cluster.is_first:
             warn(f"the evaluation after step {step} is not finite: {', '.join(self.evaluations.nonfinite)}")
         if self.log:

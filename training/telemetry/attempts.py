@@ -90,26 +90,17 @@ def classify_end(error: BaseException | None) -> str:
     return "lost a host" if isinstance(error, TrainError) and error.exit_code == Exit.LOST_PEER else "failed"
 
 
-def _read_document(url: str, storage: Storage) -> dict[str, Any] | None:
-    """Returns the JSON object at `url`; warns and returns None if the file has none."""
-    try:
-        document = json.loads(storage.read(url))
-    except ValueError:
-        document = None
-    if isinstance(document, dict):
-        return document
-    warn(f"{url}: not readable as JSON; left out")
-    return None
-
-
 def read_attempts(folder: str, storage: Storage = default_storage) -> list[AttemptRecords]:
     """Returns a run's attempts by number, then by start. Warns of each unreadable record, and leaves it out."""
     records: dict[tuple[int, str], dict[str, Any]] = {}  # (number, token) -> "start" and "end"
     for info in storage.listing(join(folder, "attempts")):
-        match = _NAME.fullmatch(name_of(info.url))
-        document = _read_document(info.url, storage) if match else None
-        if match and document is not None:
-            record = records.setdefault((int(match[1]), match[2]), {})
-            record["end" if match[3] else "start"] = document
+        if match := _NAME.fullmatch(name_of(info.url)):
+            document = None
+            with contextlib.suppress(ValueError):
+                document = json.loads(storage.read(info.url))
+            if isinstance(document, dict):
+                records.setdefault((int(match[1]), match[2]), {})["end" if match[3] else "start"] = document
+            else:
+                warn(f"{info.url}: not readable as JSON; left out")
     ordered = sorted(records.items(), key=lambda item: (item[0][0], item[1].get("start", {}).get("began", 0.0)))
     return [AttemptRecords(number, record.get("start", {}), record.get("end")) for (number, _), record in ordered]

@@ -76,10 +76,6 @@ def format_remaining(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
-def format_evaluation(step: int, figures: dict[str, float]) -> str:
-    return f"evaluation after step {step}: {format_figures(figures)}"
-
-
 def format_early_end(step: int, evaluations: int, best: dict[str, Any] | None) -> str:
     """Returns the line for an end by train.early_stopping. `best`: step, metric and value; None if none was finite."""
     text = f"training ends early, after step {step}: {evaluations} evaluations in a row were not better"
@@ -94,12 +90,12 @@ def format_figures(figures: dict[str, float]) -> str:
 
 def format_program_counts(summary: dict[str, Any]) -> str:
     """Returns a line with the framework's counts of what costs time: compilations, syncs, operations on the host."""
-    syncs, fallbacks = summary.get("device_to_host_syncs"), summary.get("host_fallbacks") or []
+    fallbacks = summary.get("host_fallbacks") or []
     counts = [f"{summary['compilations']} compilations in {summary.get('compile_seconds', 0.0):.1f} s"]
     if "graphs" in summary:
         counts.append(f"{summary['graphs']} graphs")
-    if syncs is not None:
-        counts.append(f"{syncs} unplanned device-to-host syncs")
+    if summary.get("device_to_host_syncs") is not None:
+        counts.append(f"{summary['device_to_host_syncs']} unplanned device-to-host syncs")
     counts.append(f"{len(fallbacks)} operations on the host" + (f" ({', '.join(fallbacks)})" if fallbacks else ""))
     if summary.get("preflight"):
         counts.append(f"preflight: {summary['preflight']}")
@@ -115,24 +111,24 @@ def format_upload(hub: dict[str, Any]) -> str:
 def format_summary(summary: dict[str, Any]) -> str:
     """Returns the main figures of summary.json as a few lines."""
     precision = f", {summary['precision']}" if "precision" in summary else ""
+    losses = ["nan" if loss is None else f"{loss:.4f}" for loss in (summary["first_loss"], summary["last_loss"])]
     lines = [
         f"finished {summary['steps']} steps on {summary['hosts']} host(s), {summary['devices']} device(s){precision}: "
-        f"loss {_number(summary['first_loss'])} -> {_number(summary['last_loss'])}"
+        f"loss {' -> '.join(losses)}"
     ]
     if summary.get("skipped_steps"):
         lines.append(format_skipped_steps(summary["skipped_steps"]))
     if summary.get("not_finite"):
         lines.append(f"evaluation: {', '.join(summary['not_finite'])} is not finite")
     elif summary.get("eval_loss") is not None:
-        prefix = "eval_"
-        figures = {key.removeprefix(prefix): value for key, value in summary.items() if key.startswith(prefix)}
-        shown = [
-            f"{name.replace('_', ' ')} {value:{'.2f' if name == 'perplexity' else '.4f'}}"
-            for name, value in figures.items()
-            if value is not None
-        ]
+        figures = {key[5:]: value for key, value in summary.items() if key.startswith("eval_") and value is not None}
+        digits = {"perplexity": ".2f"}
+        shown = [f"{name.replace('_', ' ')} {value:{digits.get(name, '.4f')}}" for name, value in figures.items()]
         lines.append(f"evaluation: {', '.join(shown)}")
-    lines.append(_format_speed(summary))
+    seconds: dict[str, float] = summary["seconds"]
+    rates = f"{summary['examples_per_second']:,.1f} examples/s, {summary.get('tokens_per_second', 0.0):,.0f} tokens/s"
+    mfu = "" if summary.get("mfu") is None else f", MFU {summary['mfu']:.1%}"
+    lines.append(f"speed: {rates}{mfu}; seconds: {_format_phases(seconds)} (total {seconds['total']:.1f})")
     lines.append(format_program_counts(summary))
     lines.append(f"checkpoint: {summary['checkpoint']}")
     if summary.get("hub"):
@@ -142,11 +138,6 @@ def format_summary(summary: dict[str, Any]) -> str:
 
 def format_skipped_steps(count: int) -> str:
     return f"{count} step(s) were skipped, whose loss or gradient norm was not finite (train.on_nonfinite: skip)"
-
-
-def _number(value: float | None) -> str:
-    """Returns a number with four decimals; "nan" for None."""
-    return "nan" if value is None else f"{value:.4f}"
 
 
 def format_start(attempt: int, seconds: dict[str, float], programs: int, cached: int) -> str:
@@ -159,15 +150,3 @@ def format_start(attempt: int, seconds: dict[str, float], programs: int, cached:
 def _format_phases(seconds: dict[str, float]) -> str:
     """Returns the phases of at least 0.05 s with their seconds, without the total."""
     return ", ".join(f"{name} {amount:.1f}" for name, amount in seconds.items() if name != "total" and amount >= 0.05)
-
-
-def _format_speed(summary: dict[str, Any]) -> str:
-    """Returns a line with the summary's examples/s, tokens/s, MFU if known, and seconds by phase."""
-    seconds: dict[str, float] = summary["seconds"]
-    rates = [
-        f"{summary['examples_per_second']:,.1f} examples/s",
-        f"{summary.get('tokens_per_second', 0.0):,.0f} tokens/s",
-    ]
-    if summary.get("mfu") is not None:
-        rates.append(f"MFU {summary['mfu']:.1%}")
-    return f"speed: {', '.join(rates)}; seconds: {_format_phases(seconds)} (total {seconds['total']:.1f})"

@@ -4,9 +4,9 @@
     <run folder>/metrics.jsonl                       the whole history, written when an attempt finishes or stops
 
 An object store can't append, and limits how often one name is overwritten. So lines are buffered until `flush`, which
-rewrites the newest object, of at most `LINES` lines. A killed attempt loses its buffered lines, of
-steps after its newest commit, and may leave a truncated line, which `read_history` leaves out. An attempt that resumed
-at step s supersedes the lines of earlier attempts beyond s; `read_history` leaves those out too.
+rewrites the newest object, of at most `LINES` lines. A killed attempt loses its buffered lines, of steps after its
+newest commit, and may leave a truncated line. An attempt that resumed at step s supersedes the lines of earlier
+attempts beyond s. `read_history` leaves out both.
 
 To add a tracker, write a class that satisfies `Tracker` and takes an `AttemptInfo`, and add it to `TRACKERS`. Its
 package is imported only when a run uses it.
@@ -27,7 +27,6 @@ from training.telemetry.console import warn
 
 LINES = 1000
 _NAME = re.compile(r"attempt-(\d+)\.(\d+)\.jsonl")
-
 
 Values = Mapping[str, float | None]
 
@@ -74,12 +73,6 @@ TRACKERS = {
 }
 
 
-def open_tracker(name: str, info: AttemptInfo) -> Tracker:
-    """Imports the module of the tracker `name` in `TRACKERS`, and opens the tracker for the attempt."""
-    tracker: Tracker = load(TRACKERS[name])(info)
-    return tracker
-
-
 class MetricsLog:
     """Passes the numbers of one attempt to all its trackers, on host 0. During training only
     `training.telemetry.writer` calls it."""
@@ -109,7 +102,7 @@ class MetricsLog:
         number = max([attempt, *(used + 1 for used, _ in _list_objects(folder, storage))])  # local attempts are all 0
         fence()
         info = AttemptInfo(folder, attempt, resumed_at, number, token, storage, settings or {})
-        self._trackers = [open_tracker(name, info) for name in trackers]
+        self._trackers: list[Tracker] = [load(TRACKERS[name])(info) for name in trackers]
 
     def log(self, step: int, values: Values) -> None:
         """Passes values of the state after `step` steps to all trackers, which buffer them."""

@@ -96,7 +96,7 @@ class MetricsWriter:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_ending or self._requested > self._tried, seconds)
                 is_ending, request, seconds = self._is_ending, self._requested, FLUSH_SECONDS
-            is_written = self._try_to_write(is_ending)
+            is_written = self._write(is_ending)
             with self._changed:
                 self._tried = request
                 self._changed.notify_all()
@@ -106,10 +106,23 @@ class MetricsWriter:
                 with self._changed:
                     self._changed.wait(RETRY_SECONDS)
 
-    def _try_to_write(self, is_ending: bool) -> bool:
-        """Writes the queue. Returns whether that succeeded; warns of the first of successive failures."""
+    def _write(self, is_ending: bool) -> bool:
+        """Opens the log if it is not open, flushes what an earlier flush left, then logs and flushes the queue; at the
+        end also finishes the log. Returns whether that succeeded; warns of the first of successive failures."""
         try:
-            self._write(is_ending)
+            if self._log is None:
+                self._log = self._open_log()
+            if not self._is_flushed:
+                self._log.flush()
+            with self._changed:
+                lines, self._waiting = self._waiting, deque()
+            for step, values in lines:
+                self._log.log(step, values)
+            self._is_flushed = False
+            self._log.flush()
+            self._is_flushed = True
+            if is_ending:
+                self._log.finish(self._failed)
         except Exception as error:  # a tracker may raise anything, and must not end the run
             if self._failure is None:
                 self._warn(f"metrics can't be written: {error}; training continues, and tpu-train will try again")
@@ -117,20 +130,3 @@ class MetricsWriter:
             return False
         self._failure = None
         return True
-
-    def _write(self, is_ending: bool) -> None:
-        """Opens the log if it is not open, flushes what an earlier flush left, then logs and flushes the queue; at the
-        end also finishes the log. Raises what a tracker raises."""
-        if self._log is None:
-            self._log = self._open_log()
-        if not self._is_flushed:
-            self._log.flush()
-        with self._changed:
-            lines, self._waiting = self._waiting, deque()
-        for step, values in lines:
-            self._log.log(step, values)
-        self._is_flushed = False
-        self._log.flush()
-        self._is_flushed = True
-        if is_ending:
-            self._log.finish(self._failed)
