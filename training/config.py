@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator
 
-from training.accelerators import UnknownAccelerator, accelerator
+from training.accelerators import ACCELERATORS
 from training.checkpoint.config import Best, CheckpointSection
 from training.data.config import DataSection
 from training.distributed.config import RendezvousSection
@@ -32,7 +32,7 @@ from training.yaml_file import load as load_document
 Remat = Literal["none", "attention", "layers"]
 Attention = Literal["plain", "blocks", "kernel"]
 TrackerName = Literal["wandb", "mlflow"]
-Mistake = tuple[tuple[str, ...], str]  # the path of the key to change, and what is wrong
+Mistake = tuple[str, str]  # the key to change ("train.steps"), and what is wrong
 
 IGNORED_SECTIONS = frozenset({"project", "zone", "slice", "image", "run", "gke"})  # the launcher's
 
@@ -380,11 +380,7 @@ def from_document(document: Document) -> TrainerConfig:
     refuse_unknown(document, (*TrainerConfig.model_fields, *sorted(IGNORED_SECTIONS)))
     own = {key: value for key, value in document.value.items() if key not in IGNORED_SECTIONS}
     config = validate(TrainerConfig, Document(document.name, own, document.places))
-    mistakes = [
-        f"{document.place(path)}: {'.'.join(path)}: {message}"
-        for path, message in _contradictions(config, accelerator_name(document))
-    ]
-    mistakes += _hub_without_token(config, document)
+    mistakes = [f"{document.place(key.split('.'))}: {key}: {text}" for key, text in _contradictions(config, document)]
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     return config
@@ -426,19 +422,6 @@ def mesh_mistake(fsdp: int, devices: int) -> str | None:
     return f"train.mesh.fsdp is {fsdp}, which does not divide {devices} devices; use {', '.join(map(str, divisors))}"
 
 
-def _hub_without_token(config: TrainerConfig, document: Document) -> list[str]:
-    """Returns a mistake if the file uploads to the Hub from a slice, and gives the hosts no token; else []."""
-    sections = {name: document.value.get(name) for name in ("slice", "run", "gke")}
-    named = [section.get("secrets") for section in (sections["run"], sections["gke"]) if isinstance(section, dict)]
-    secrets = [name for names in named if isinstance(names, list | dict) for name in names]  # the launcher checks them
-    if config.hub is None or not isinstance(sections["slice"], dict) or "HF_TOKEN" in secrets:
-        return []
-    return [
-        f"{document.place(('hub',))}: hub: uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: "
-        "gke.secrets)"
-    ]
-
-
 def accelerator_name(document: Document) -> str | None:
     """Returns slice.accelerator_type as the file has it, which may be no known type; None without one."""
     section = document.value.get("slice")
@@ -446,45 +429,47 @@ def accelerator_name(document: Document) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _is_used(config: TrainerConfig, path: tuple[str, ...]) -> bool:
-    """Returns whether the key at `path` has another value than its default, None or "none"."""
+def _is_used(config: TrainerConfig, key: str) -> bool:
+    """Returns whether the key ("train.freeze") has another value than its default, None or "none"."""
     section: Any = config
-    for key in path[:-1]:
-        section = getattr(section, key)
-    default = type(section).model_fields[path[-1]].default
-    return getattr(section, path[-1]) not in (default, None, "none")
+    *parents, name = key.split(".")
+    for parent in parents:
+        section = getattr(section, parent)
+    return getattr(section, name) not in (type(section).model_fields[name].default, None, "none")
 
 
-def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list[Mistake]:
-    """Returns the mistakes between keys that are each right."""
+def _contradictions(config: TrainerConfig, document: Document) -> Iterator[Mistake]:
+    """Yields the mistakes between keys that are each right."""
     unused = {**TASKS[config.task].unused_keys, **BACKENDS[config.backend].unused_keys}
-    return [
-        *_model_mistakes(config.model),
-        *_task_mistakes(config),
-        *((path, message) for path, message in unused.items() if _is_used(config, path)),
-        *_place_mistakes(config),
-        *_evaluation_mistakes(config),
-        *_best_mistakes(config),
-        *_training_mistakes(config),
-        *_slice_mistakes(config, accelerator_name),
-    ]
+    yield from _model_mistakes(config.model)
+    yield from _task_mistakes(config)
+    yield from ((key, message) for key, message in unused.items() if _is_used(config, key))
+    yield from _place_mistakes(config)
+    yield from _evaluation_mistakes(config)
+    yield from _training_mistakes(config)
+    yield from _slice_mistakes(config, accelerator_name(document))
+    sections = {name: document.value.get(name) for name in ("slice", "run", "gke")}
+    named = [section.get("secrets") for section in (sections["run"], sections["gke"]) if isinstance(section, dict)]
+    secrets = [name for names in named if isinstance(names, list | dict) for name in names]  # the launcher checks them
+    if config.hub is not None and isinstance(sections["slice"], dict) and "HF_TOKEN" not in secrets:
+        yield "hub", "uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: gke.secrets)"
 
 
 def _model_mistakes(model: Model) -> Iterator[Mistake]:
     """Yields a mistake unless exactly one of name, path and config is given, for heads that do not divide the hidden
     size, and for sizes beside a path or config."""
     if sum(value is not None for value in (model.name, model.path, model.config)) != 1:
-        yield ("model",), "give either model.name (for example bert-base) or model.path, a folder to start from"
+        yield "model", "give either model.name (for example bert-base) or model.path, a folder to start from"
     elif model.name is not None:
         hidden, _, heads, _, _ = model.shape
         if hidden % heads:
-            yield ("model",), f"hidden_size {hidden} does not divide evenly over {heads} attention heads"
+            yield "model", f"hidden_size {hidden} does not divide evenly over {heads} attention heads"
     else:
         sizes = ("hidden_size", "layers", "heads", "intermediate_size", "max_positions", "vocabulary_size")
         given = [name for name in sizes if getattr(model, name) is not None]
         if given:
             own = "model.path" if model.path is not None else "model.config"
-            yield ("model", given[0]), f"{own} brings its own sizes; remove {', '.join(given)}"
+            yield f"model.{given[0]}", f"{own} brings its own sizes; remove {', '.join(given)}"
 
 
 def _task_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
@@ -494,76 +479,35 @@ def _task_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
     if model.config is not None:
         named = model.config.get("architectures")
         if not isinstance(model.config.get("model_type"), str) or not isinstance(named, list) or len(named) != 1:
-            yield ("model", "config"), "needs model_type and architectures, for example [LlamaForCausalLM]"
+            yield "model.config", "needs model_type and architectures, for example [LlamaForCausalLM]"
         elif not entry.head.is_of(str(named[0])):
-            yield ("model", "config"), f"task {config.task} trains a network ...{entry.head.network}, not {named[0]}"
+            yield "model.config", f"task {config.task} trains a network ...{entry.head.network}, not {named[0]}"
     elif config.task == "causal-lm" and model.name is not None:
-        yield ("model", "name"), "an encoder does not predict the next token: give model.path or model.config"
+        yield "model.name", "an encoder does not predict the next token: give model.path or model.config"
     if config.backend == "tensorflow" and entry.tensorflow is None:
-        yield (
-            ("backend",),
-            f"TensorFlow does not train task {config.task}: transformers has Keras networks for few decoders, and none "
-            "with borders of documents; take torch-xla",
-        )
+        reason = "transformers has Keras networks for few decoders, and none with borders of documents"
+        yield "backend", f"TensorFlow does not train task {config.task}: {reason}; take torch-xla"
     if config.lora is not None and model.path is None:
-        yield ("lora",), "an adapter is trained on existing weights: give model.path"
+        yield "lora", "an adapter is trained on existing weights: give model.path"
     if config.lora is not None and config.train.freeze:
-        yield ("train", "freeze"), "lora freezes the starting model already: remove train.freeze"
-
-
-def _evaluation_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields mistakes: evaluation.every without data.evaluation; checkpoint.best or train.early_stopping without
-    evaluation.every."""
-    if config.evaluation.every is not None and config.data.evaluation is None:
-        yield ("evaluation", "every"), "evaluation needs data: set data.evaluation, or remove evaluation.every"
-    if config.checkpoint.best is not None and config.evaluation.every is None:
-        yield ("checkpoint", "best"), "the best checkpoint is known by its evaluations: set evaluation.every"
-    if config.train.early_stopping is not None and config.evaluation.every is None:
-        yield ("train", "early_stopping"), "evaluations decide when training ends: set evaluation.every"
-
-
-def _best_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields a mistake for a metric of checkpoint.best or train.early_stopping that the task does not have, for two
-    different ones, and for a mode of checkpoint.best that would keep the worst."""
-    best, figures = config.checkpoint.best, TASKS[config.task].figures
-    stopping = config.train.early_stopping
-    for path, section in ((("train", "early_stopping"), stopping), (("checkpoint", "best"), best)):
-        if section is not None and section.metric not in figures:
-            problem = f"an evaluation of task {config.task} has no {section.metric}; it has {', '.join(figures)}"
-            yield (*path, "metric"), problem
-    if best is None:
-        return
-    if stopping is not None and stopping.metric != best.metric:
-        yield (
-            ("checkpoint", "best", "metric"),
-            f"train.early_stopping keeps the checkpoint with the best {stopping.metric}: remove checkpoint.best",
-        )
-    right = figures.get(best.metric, best.mode)
-    if best.mode != right:
-        yield (
-            ("checkpoint", "best", "mode"),
-            f"the best {best.metric} is its {right}imum, and this would keep the worst: write {right}",
-        )
+        yield "train.freeze", "lora freezes the starting model already: remove train.freeze"
 
 
 def _place_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
     """Yields a mistake for each folder that can't exist or would be lost with the container, and for equal datasets."""
-    places: dict[tuple[str, ...], str | None] = {
-        ("output",): config.output,
-        ("data", "train"): config.data.train,
-        ("data", "evaluation"): config.data.evaluation,
-        ("data", "tokenizer"): config.data.tokenizer,
-        ("model", "path"): config.model.path,
-    }
-    for path, place in places.items():
+    data = config.data
+    for key, place in {
+        "output": config.output,
+        "data.train": data.train,
+        "data.evaluation": data.evaluation,
+        "data.tokenizer": data.tokenizer,
+        "model.path": config.model.path,
+    }.items():
         if place is not None and (mistake := place_mistake(place)):
-            yield path, mistake
-    train, evaluation = config.data.train, config.data.evaluation
-    if evaluation is not None and _plain(train) == _plain(evaluation):
-        yield (
-            ("data", "evaluation"),
-            "this is data.train: figures over the training data say nothing; give the folder of the evaluation split",
-        )
+            yield key, mistake
+    if data.evaluation is not None and _plain(data.train) == _plain(data.evaluation):
+        advice = "figures over the training data say nothing; give the folder of the evaluation split"
+        yield "data.evaluation", f"this is data.train: {advice}"
 
 
 def _plain(place: str) -> str:
@@ -571,29 +515,49 @@ def _plain(place: str) -> str:
     return place.rstrip("/") if place.startswith(REMOTE) else os.path.normpath(place)
 
 
+def _evaluation_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
+    """Yields mistakes: evaluation.every without data.evaluation; checkpoint.best or train.early_stopping without
+    evaluation.every, by a metric that the task does not have, or by different ones; a mode of checkpoint.best that
+    would keep the worst."""
+    every, best, stopping = config.evaluation.every, config.checkpoint.best, config.train.early_stopping
+    if every is not None and config.data.evaluation is None:
+        yield "evaluation.every", "evaluation needs data: set data.evaluation, or remove evaluation.every"
+    if best is not None and every is None:
+        yield "checkpoint.best", "the best checkpoint is known by its evaluations: set evaluation.every"
+    if stopping is not None and every is None:
+        yield "train.early_stopping", "evaluations decide when training ends: set evaluation.every"
+    figures = TASKS[config.task].figures
+    for key, section in (("train.early_stopping", stopping), ("checkpoint.best", best)):
+        if section is not None and section.metric not in figures:
+            known = ", ".join(figures)
+            yield f"{key}.metric", f"an evaluation of task {config.task} has no {section.metric}; it has {known}"
+    if best is not None and stopping is not None and stopping.metric != best.metric:
+        kept = f"the checkpoint with the best {stopping.metric}"
+        yield "checkpoint.best.metric", f"train.early_stopping keeps {kept}: remove checkpoint.best"
+    if best is not None and (right := figures.get(best.metric, best.mode)) != best.mode:
+        truth = f"the best {best.metric} is its {right}imum"
+        yield "checkpoint.best.mode", f"{truth}, and this would keep the worst: write {right}"
+
+
 def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
     """Yields a mistake for a scan that the backend lacks or `remat: none` excludes, and for too long a warm-up."""
     train = config.train
     if train.scan and (config.backend != "torch-xla" or train.remat == "none"):
-        yield ("train", "scan"), "layers that run as a scan are computed again: take torch-xla, without remat: none"
+        yield "train.scan", "layers that run as a scan are computed again: take torch-xla, without remat: none"
     if train.warmup_steps > train.steps:
-        yield (
-            ("train", "warmup_steps"),
-            f"{train.warmup_steps} steps of warm-up are more than train.steps ({train.steps})",
-        )
+        warmup = f"{train.warmup_steps} steps of warm-up"
+        yield "train.warmup_steps", f"{warmup} are more than train.steps ({train.steps})"
 
 
 def _slice_mistakes(config: TrainerConfig, accelerator_name: str | None) -> Iterator[Mistake]:
     """Yields a mistake for a mesh that does not divide the accelerator's devices and a batch that does not divide over
-    them; none if the accelerator is unknown or None."""
-    if accelerator_name is None:
+    them; none if the accelerator is None, or unknown: the launcher reports that, with the line of its own section."""
+    slice_ = ACCELERATORS.get(accelerator_name or "")
+    if slice_ is None:
         return
-    try:
-        slice_ = accelerator(accelerator_name)
-    except UnknownAccelerator:
-        return  # the launcher reports it, with the line of its own section
-    if mistake := mesh_mistake(config.train.mesh.fsdp, slice_.devices):
-        yield ("train", "mesh", "fsdp"), f"{mistake} (slice.accelerator_type is {accelerator_name})"
-    mistake = batch_mistake(config, slice_.hosts, slice_.devices)
-    if mistake:
-        yield ("train", "global_batch_size"), f"{mistake} (slice.accelerator_type is {accelerator_name})"
+    for key, mistake in (
+        ("train.mesh.fsdp", mesh_mistake(config.train.mesh.fsdp, slice_.devices)),
+        ("train.global_batch_size", batch_mistake(config, slice_.hosts, slice_.devices)),
+    ):
+        if mistake:
+            yield key, f"{mistake} (slice.accelerator_type is {accelerator_name})"

@@ -49,8 +49,8 @@ class TaskEntry:
     head: Head
     # Of an evaluation: name -> which values are better; in the order in which they are shown.
     figures: Mapping[str, Literal["min", "max"]]
-    # Keys of the configuration that the task does not use, with the message for a file that sets them.
-    unused_keys: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    # Keys of the configuration ("train.freeze") that the task does not use, with the message for a file that sets them.
+    unused_keys: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,30 +76,30 @@ class BackendEntry:
     profiler: str | None  # a class with the protocol training.profiler.Tracer; None if it lacks one
     defaults: Mapping[str, str] = field(default_factory=dict)  # variables to set before the import, unless they are set
     cpu_flags: str = ""  # for XLA_FLAGS, on CPUs
-    # Keys of the configuration that the backend does not use, with the message for a file that sets them.
-    unused_keys: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    # Keys of the configuration ("train.freeze") that the backend does not use, with the message for a file that sets one.
+    unused_keys: Mapping[str, str] = field(default_factory=dict)
 
 
 MASKED_LM = Head("ForMaskedLM", "fill-mask", is_fresh=False)
 CAUSAL_LM = Head("ForCausalLM", "text-generation", is_fresh=False, older=("LMHeadModel",))
 
 
-_UnusedKeys = dict[tuple[str, ...], str]
+_UnusedKeys = dict[str, str]
 _NO_SMOOTHING: _UnusedKeys = {
-    ("train", "label_smoothing"): "needs backend: torch-xla and a task of labels or tokens: remove it"
+    "train.label_smoothing": "needs backend: torch-xla and a task of labels or tokens: remove it"
 }
 _NO_WEIGHTS: _UnusedKeys = {
-    ("train", "class_weights"): "needs backend: torch-xla and task: classification or token-classification: remove it"
+    "train.class_weights": "needs backend: torch-xla and task: classification or token-classification: remove it"
 }
 _ONE_STEP_A_CALL: _UnusedKeys = {
-    ("train", "steps_per_call"): "only the TensorFlow backend runs several steps in one call: remove it"
+    "train.steps_per_call": "only the TensorFlow backend runs several steps in one call: remove it"
 }
 
 
 def _without_masks(task: str, predicted: str) -> _UnusedKeys:
     """Returns the `unused_keys` of a task that predicts no masked tokens."""
     masking = f"{task} predicts {predicted}, not masked tokens: remove data.masking, or set task: mlm"
-    return {("data", "masking"): masking}
+    return {"data.masking": masking}
 
 
 TASKS: dict[str, TaskEntry] = {
@@ -211,14 +211,14 @@ BACKENDS: dict[str, BackendEntry] = {
         unused_keys={
             **_NO_SMOOTHING,
             **_NO_WEIGHTS,
-            ("lora",): "the TensorFlow backend trains all weights; take torch-xla",
-            ("model", "config"): "TensorFlow trains BERT and RoBERTa by model.name; take torch-xla",
-            ("train", "freeze"): "the TensorFlow backend trains all weights; take torch-xla",
-            ("train", "mesh", "fsdp"): (
+            "lora": "the TensorFlow backend trains all weights; take torch-xla",
+            "model.config": "TensorFlow trains BERT and RoBERTa by model.name; take torch-xla",
+            "train.freeze": "the TensorFlow backend trains all weights; take torch-xla",
+            "train.mesh.fsdp": (
                 "the TensorFlow backend holds the whole state on every device: remove train.mesh, or use torch-xla"
             ),
-            ("train", "attention"): "the TensorFlow backend stores all scores: remove train.attention",
-            ("train", "remat"): (
+            "train.attention": "the TensorFlow backend stores all scores: remove train.attention",
+            "train.remat": (
                 "the TensorFlow backend keeps everything for the backward pass: remove train.remat, or use torch-xla"
             ),
         },
