@@ -71,7 +71,10 @@ def find_problems(facts: Facts, hosts: int, accelerator_type: str | None = None)
     problems = []
     if error := facts.get("error"):
         phase = facts.get("phase", "beginning")
-        files = f" ({describe_access(facts)})" if phase == OPENING and "user" in facts else ""
+        files = ""
+        if phase == OPENING and "user" in facts:
+            devices = ", ".join(facts.get("device_files", [])) or "no /dev/accel* or /dev/vfio/*"
+            files = f" (user {facts['user']}, effective capabilities {facts.get('capabilities', '?')}; {devices})"
         as_root = "leave run.user out, so that the container runs as root; else "
         # The drivers of some generations demand root with CAP_SYS_ADMIN.
         may_open = facts.get("user") == 0 and int(facts.get("capabilities", "0"), 16) >> _CAP_SYS_ADMIN & 1
@@ -95,12 +98,6 @@ def find_problems(facts: Facts, hosts: int, accelerator_type: str | None = None)
         fix = "docker system prune --all, on that host"
         problems.append(Problem(f"{free / 2**30:.1f} GiB of disk are free", fix, fatal=False))
     return problems
-
-
-def describe_access(facts: Facts) -> str:
-    """Returns a process's user and capabilities beside mode, owner and group of each TPU device file, for messages."""
-    files = ", ".join(facts.get("device_files", [])) or "no /dev/accel* or /dev/vfio/*"
-    return f"user {facts['user']}, effective capabilities {facts.get('capabilities', '?')}; {files}"
 
 
 def measure_access(folder: str = "/dev", status: str = "/proc/self/status") -> dict[str, Any]:

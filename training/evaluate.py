@@ -14,7 +14,7 @@ from training.batch import Pending, Signals, StepResult
 from training.checkpoint.admin import choose_step, find_checkpoints
 from training.checkpoint.format import Manifest, read_manifest
 from training.checkpoint.reader import load_tensors
-from training.checkpoint.tensors import Damaged, Slice, TensorSpec
+from training.checkpoint.tensors import Damaged
 from training.config import Model, TrainerConfig, restore
 from training.data import tokenizer as tokenizers
 from training.distributed.agreement import agree
@@ -138,13 +138,11 @@ def evaluate(
 
 def _load_weights(folder: str, manifest: Manifest, backend: Backend) -> None:
     """Gives the backend a checkpoint's weights, not the optimizer's state. Raises BadInput if they are damaged."""
-
-    def choose(name: str, spec: TensorSpec) -> Slice | None:
-        """Returns the slice of a weight to load here; None for the optimizer's state."""
-        return backend.slice_to_load(name, spec) if name.startswith("model/") else None
-
     try:
-        load_tensors(folder, manifest, backend.load_state, choose=choose)
+        load_tensors(
+            folder, manifest, backend.load_state,
+            choose=lambda name, spec: backend.slice_to_load(name, spec) if name.startswith("model/") else None,
+        )  # fmt: skip
     except Damaged as error:
         raise BadInput(f"{folder}: step {manifest.step} can't be used: {error}") from None
 

@@ -49,7 +49,7 @@ class TaskEntry:
     head: Head
     # Of an evaluation: name -> which values are better; in the order in which they are shown.
     figures: Mapping[str, Literal["min", "max"]]
-    # Keys of the configuration ("train.freeze") that the task does not use, with the message for a file that sets them.
+    # Keys ("train.freeze") that the task does not use, with the message for a file that sets them.
     unused_keys: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -76,7 +76,7 @@ class BackendEntry:
     profiler: str | None  # a class with the protocol training.profiler.Tracer; None if it lacks one
     defaults: Mapping[str, str] = field(default_factory=dict)  # variables to set before the import, unless they are set
     cpu_flags: str = ""  # for XLA_FLAGS, on CPUs
-    # Keys of the configuration ("train.freeze") that the backend does not use, with the message for a file that sets one.
+    # Keys ("train.freeze") that the backend does not use, with the message for a file that sets them.
     unused_keys: Mapping[str, str] = field(default_factory=dict)
 
 

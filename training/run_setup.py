@@ -219,8 +219,7 @@ def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous
     config = config.for_device(device_kind())
     with rendezvous.limit("opening the devices", config.rendezvous.start_seconds):
         backend = _import_for_devices(config.backend, cluster)(config, cluster, rendezvous, requirements)
-    mistake = batch_mistake(config, cluster.hosts, backend.devices)
-    if mistake:
+    if mistake := batch_mistake(config, cluster.hosts, backend.devices):
         raise BadInput(mistake)
     return backend
 
@@ -247,22 +246,17 @@ def set_device_environment(name: str, cluster: Cluster) -> None:
 
 
 def _import_for_devices(name: str, cluster: Cluster) -> OpenBackend:
-    """Imports a backend's framework and returns its class. On a TPU, which importing TensorFlow may open, errors but
-    ImportError and TrainError become UnusableTpu."""
+    """Imports a backend's framework and returns its class. Raises BadInput if the framework is not installed. On a TPU,
+    which importing TensorFlow may open, errors but ImportError and TrainError become UnusableTpu."""
     try:
-        return import_backend(name)
+        prepare_framework(name)
+        return cast(OpenBackend, load(BACKENDS[name].backend))
     except (ImportError, TrainError):
         raise
     except Exception as error:
         if os.environ["PJRT_DEVICE"] != "TPU":
             raise
         raise UnusableTpu(str(error), cluster.accelerator_type) from None
-
-
-def import_backend(name: str) -> OpenBackend:
-    """Returns the class of a registered backend, its framework imported. Raises BadInput if it is not installed."""
-    prepare_framework(name)
-    return cast(OpenBackend, load(BACKENDS[name].backend))
 
 
 def load_profiler(backend: str) -> Any:

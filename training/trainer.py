@@ -12,6 +12,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from training import storage
@@ -30,7 +31,7 @@ from training.evaluate import evaluate_all
 from training.models.flops import WorkCounter
 from training.models.hub import BackgroundUploader
 from training.optim.schedule import learning_rate
-from training.profiler import Profiler, Tracer
+from training.profiler import Profiler
 from training.progress import Compilations, Evaluations, NonFiniteHistory, Progress
 from training.run_end import (
     AttemptContext,
@@ -149,30 +150,21 @@ def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progre
 def open_metrics(run: Run, step: int) -> MetricsWriter:
     """Opens the writer of an attempt's metrics, on host 0. `step`: at which the attempt begins. An attempt that a newer
     start has fenced writes none: they would supersede the newer one's."""
-    dependencies = run.dependencies
-
-    def open_log() -> MetricsLog:
-        trackers = (*dependencies.trackers, *run.config.telemetry.trackers)
-        settings = run.config.canonical()
-        return MetricsLog(
-            run.folder, run.cluster.attempt, step, run.token, trackers=trackers, storage=dependencies.storage,
-            settings=settings, fence=run.fence,
-        )  # fmt: skip
-
-    return MetricsWriter(open_log, warn, dependencies.machine)
+    open_log = partial(
+        MetricsLog, run.folder, run.cluster.attempt, step, run.token,
+        trackers=(*run.dependencies.trackers, *run.config.telemetry.trackers), storage=run.dependencies.storage,
+        settings=run.config.canonical(), fence=run.fence,
+    )  # fmt: skip
+    return MetricsWriter(open_log, warn, run.dependencies.machine)
 
 
 def open_profiler(run: Run, finished: Callable[[], int]) -> Profiler:
     """Returns a `Profiler` of this host's steps that writes below the run's folder, by the backend's own tracer."""
 
-    def open_tracer() -> Tracer:
-        tracer: Tracer = load_profiler(run.config.backend)()
-        return tracer
-
     dependencies, worker = run.dependencies, run.cluster.worker
     return Profiler(
-        dependencies.profiles(worker), storage.join(run.folder, "profiles"), worker, open_tracer, finished, warn,
-        dependencies.storage, dependencies.machine,
+        dependencies.profiles(worker), storage.join(run.folder, "profiles"), worker,
+        lambda: load_profiler(run.config.backend)(), finished, warn, dependencies.storage, dependencies.machine,
     )  # fmt: skip
 
 
@@ -199,9 +191,9 @@ class Trainer:
         train, stopping = run.config.train, run.config.train.early_stopping
         self.run, self.backend, self.checkpoints = run, backend, checkpoints
         self.progress = Progress()
-        evaluation_data = run.task.data.hashes()["evaluation data"]
-        patience = stopping.patience if stopping else None
-        self.evaluations = Evaluations(run.config.best, evaluation_data, patience=patience)
+        self.evaluations = Evaluations(
+            run.config.best, run.task.data.hashes()["evaluation data"], patience=stopping.patience if stopping else None
+        )
         self.compilations = Compilations(backend, run.timer, run.task.shapes, strict=train.strict, warn=warn)
         self.work = WorkCounter(run.model_config(), run.cluster.hosts)
         self.log: MetricsWriter | None = None  # host 0 only
@@ -445,19 +437,15 @@ class Trainer:
             step = self.progress.finished
             self.host_progress.finish_step(step)
             if self._start_seconds is None:
-                self._start_seconds = self._report_start()
+                self._start_seconds = self.run.timer.report()
+                cached = self.backend.counters().get("programs_from_cache", 0)
+                programs = self.backend.compilations()[0]
+                attempt = self.run.cluster.attempt
+                self.run.console.print(format_start(attempt, self._start_seconds, programs, cached))
             if self.log and result.skipped and (self.progress.skipped <= 5 or self.progress.skipped % 100 == 0):
                 warn(f"{result.nonfinite(step - 1)}: its update was skipped ({self.progress.skipped} so far)")
             if self.log and (step % train.log_every == 0 or step == train.steps):
                 self._report(self.log, step, result)
-
-    def _report_start(self) -> dict[str, float]:
-        """Prints how long this attempt took to the result of its first step, and returns the seconds of its phases."""
-        seconds = self.run.timer.report()
-        programs = self.backend.compilations()[0]
-        cached = self.backend.counters().get("programs_from_cache", 0)
-        self.run.console.print(format_start(self.run.cluster.attempt, seconds, programs, cached))
-        return seconds
 
     def _report(self, log: MetricsWriter, step: int, result: StepResult) -> None:
         """Shows the progress line and gives its values to the trackers. A skipped step shows the last finite loss."""
