@@ -126,8 +126,7 @@ class Accelerator:
 
     @property
     def has_whole_cubes(self) -> bool:
-        """Returns whether the slice consists of 4x4x4 cubes (v4, v5p), so that links can be routed around a broken one:
-        ENABLE_ICI_RESILIENCY."""
+        """Returns whether the slice is 4x4x4 cubes, which route around a broken link: ENABLE_ICI_RESILIENCY."""
         return len(self.topology) == 3 and min(self.topology) >= 4
 
     @property
@@ -143,8 +142,7 @@ class Accelerator:
 
 
 def gke_nodes(slice_: Accelerator) -> GkeNodes:
-    """Returns the nodes of a slice on GKE: one a host, each with all its chips (`google.com/tpu`) for one pod. Raises
-    ValueError if GKE does not offer the generation."""
+    """Returns a slice's nodes on GKE, one a host with all chips for one pod. Raises ValueError if GKE has none."""
     generation = slice_.generation
     nodes = generation.gke_one_host if slice_.hosts == 1 and generation.gke_one_host else generation.gke
     if nodes is None:

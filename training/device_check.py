@@ -63,8 +63,7 @@ def parse_facts(lines: Iterable[str]) -> dict[str, Any]:
 
 
 def find_problems(facts: Facts, hosts: int, accelerator_type: str | None = None) -> list[Problem]:
-    """Returns the problems of a host that reported `facts`; the slice has `hosts` hosts. `accelerator_type` only
-    changes the advice for v2 and v3."""
+    """Returns the problems of a host that reported `facts`, one of `hosts`. On v2 and v3 the advice is another one."""
     slice_ = ACCELERATORS.get(accelerator_type or "")
     older = f"; {OLDER_TORCH_XLA}" if slice_ is not None and slice_.generation.name in ("v2", "v3") else ""
     recreate = f"`tpu-launch down`, then `up`: a host of a slice can't be exchanged{older}"
@@ -175,8 +174,7 @@ def check_host(
 
 
 def measure_bucket(url: str, report: Callable[[str, Any], None]) -> None:
-    """Writes, reads and deletes 8 MiB, `url`. Reports the speeds (MB/s), or "bucket_error" if that fails or bytes
-    differ."""
+    """Writes, reads and deletes 8 MiB, `url`. Reports the speeds (MB/s), or why it fails as "bucket_error"."""
     data = os.urandom(_FILE_BYTES)
     try:
         began = time.monotonic()

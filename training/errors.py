@@ -38,8 +38,7 @@ class BadInput(TrainError):
 
 
 class LostPeer(TrainError):
-    """Another host did not arrive at a barrier, or its connection broke; the message names the host and its last phase,
-    if known."""
+    """Another host did not arrive at a barrier, or its connection broke; the message names it and its last phase."""
 
     exit_code = Exit.LOST_PEER
 

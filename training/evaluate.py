@@ -148,8 +148,7 @@ def _load_weights(folder: str, manifest: Manifest, backend: Backend) -> None:
 
 
 def _open_checkpoint(place: str, step: int | None) -> tuple[str, Manifest]:
-    """Returns the folder of a run's checkpoints, and the manifest of `step` (None: the newest). Raises BadInput if
-    there is none, or it is damaged."""
+    """Returns a run's checkpoint folder and the manifest of `step` (None: the newest). Raises BadInput for none."""
     try:
         folder, steps = find_checkpoints(place)
     except BadInput as error:

@@ -71,8 +71,7 @@ def train(config: TrainerConfig, run_id: str = "notebook") -> dict[str, Any]:
 
 
 def _this_host(run_id: str) -> Cluster:
-    """Returns a cluster of this host alone, with the accelerator that its environment or the metadata server names.
-    Raises BadInput on a slice of several hosts."""
+    """Returns a cluster of this host and its accelerator alone. Raises BadInput on a slice of several hosts."""
     if device_kind() != "TPU":
         return Cluster(0, ("localhost",), run_id=run_id)
     cluster = discover()

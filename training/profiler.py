@@ -111,8 +111,7 @@ class Profiler:
             yield
 
     def scope(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context whose block is a named part of a step in the profile; it has no effect without
-        recording."""
+        """Returns a context whose block is a named part of a step in the profile, if one is recorded."""
         return self._recording.tracer.scope(name) if self._recording else contextlib.nullcontext()
 
     def check(self) -> None:
@@ -134,8 +133,7 @@ class Profiler:
                 (self._folder / "trainer").unlink()
 
     def _begin(self, number: int) -> None:
-        """Removes the request and starts recording at step `number` (from 0 on). Warns of a request that can't be
-        read, and answers one whose profiler does not start."""
+        """Removes the request, and starts to record at step `number` (from 0 on). Warns of or answers a problem."""
         assert self._folder
         path = self._folder / "request.json"
         try:
@@ -157,8 +155,7 @@ class Profiler:
         self._recording = _Recording(name, number + 1, number + steps, tracer, Path(local))
 
     def _end(self, recording: _Recording, last: int) -> None:
-        """Stops recording; a thread then copies the profile up to step `last`, and answers. A failure becomes the
-        answer."""
+        """Stops recording; a thread then copies the profile up to step `last`, and answers. A failure is the answer."""
         self._recording = None
         try:
             recording.tracer.stop()

@@ -186,8 +186,7 @@ class Evaluations:
 
 
 class Compilations:
-    """Counts programs and the seconds of compiling them, and finds training steps that compile once more: in an attempt
-    the first step of each shape compiles, and no other."""
+    """Counts programs and their seconds of compiling, and finds steps after the first of a shape that compile again."""
 
     def __init__(
         self, backend: Backend, timer: PhaseTimer, shapes: int, *, strict: bool, warn: Callable[[str], None]

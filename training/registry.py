@@ -230,8 +230,7 @@ for _names, _entries in ((TaskName, TASKS), (OptimizerName, OPTIMIZERS), (Backen
 
 
 def task_of_model(config: Mapping[str, Any]) -> str:
-    """Returns the task that a model with these values of config.json was made for, found by its network's class; "mlm"
-    if that is of no registered task."""
+    """Returns the task whose network a model's config.json names, given its values; "mlm" if no task has it."""
     named = config.get("architectures")
     networks = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     tasks = [name for name, entry in TASKS.items() if any(map(entry.head.is_of, networks))]

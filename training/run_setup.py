@@ -268,8 +268,7 @@ def load_profiler(backend: str) -> Any:
 
 
 def prepare_framework(name: str) -> None:
-    """Sets environment variables that the framework of backend `name` reads at its import, where they are not set.
-    Raises BadInput if the framework is not installed."""
+    """Sets unset variables that the framework reads at its import. Raises BadInput if it is not installed."""
     entry = BACKENDS[name]
     if importlib.util.find_spec(entry.requires) is None:
         raise BadInput(

@@ -277,8 +277,7 @@ class Trainer:
         return Signals(self.run.shutdown.requested, save_due)
 
     def read_results_due(self, pending: Pending, batch: HostBatch, signals: Signals) -> list[FinishedStep]:
-        """Counts a step as started, and waits, oldest step first, until no more are in flight than the backend allows.
-        Returns the results of those that finished."""
+        """Counts a step as started; waits for and returns the oldest results, until few enough are in flight."""
         self._in_flight.append((pending, batch))
         self.progress.start_step()
         self.work.add(batch.arrays)
@@ -288,8 +287,7 @@ class Trainer:
             return self._read_results(leave=0 if is_last else self.backend.in_flight)
 
     def check_step(self, batch: HostBatch) -> None:
-        """Raises errors of other hosts and background saves, and with train.strict for a step that compiled again (else
-        warns). Tells the uploader of a new commit."""
+        """Raises errors of other hosts, saves and repeated compilations; tells the uploader of a new commit."""
         self.checkpoints.check()
         self.run.rendezvous.check()
         if self.uploader:
@@ -297,8 +295,7 @@ class Trainer:
         self.compilations.check_step(self.progress.step - 1, batch)
 
     def save(self) -> None:
-        """Waits for all steps in flight and begins to save the state, unless it is saved: in the background if
-        `checkpoint.background` is set."""
+        """Waits for the steps in flight, and saves the state if it is not saved, by default in the background."""
         progress = self.progress
         self.finish_steps()
         progress.signals, self._saved_at = Signals(stop=progress.signals.stop), self.run.timer.total()
@@ -312,8 +309,7 @@ class Trainer:
             self.checkpoints.save(progress.step, specs, self.backend.snapshot_state, state, split)
 
     def evaluate(self) -> None:
-        """Waits for all steps in flight and evaluates the whole evaluation set. Prints, logs and keeps the figures,
-        unless all hosts learn meanwhile that they are to stop."""
+        """Waits for the steps in flight and evaluates; shows and keeps the figures, unless all hosts are to stop."""
         run, step = self.run, self.progress.step
         self.finish_steps()
         with self.compilations.evaluation():
@@ -332,8 +328,7 @@ class Trainer:
             self.log.log(step, {f"eval_{name}": value for name, value in self.evaluations.figures.items()})
 
     def stop(self) -> None:
-        """Waits for the commit on all hosts and, for HURRIED_SECONDS at most, for the metrics on host 0; then raises
-        StopRequested: exit code 75."""
+        """Waits for the commit on all hosts, and shortly for the metrics; then raises StopRequested: exit code 75."""
         step = self.progress.step
         self.run.rendezvous.set_phase(f"stopping after step {step}")
         self.checkpoints.wait()

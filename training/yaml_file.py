@@ -186,8 +186,7 @@ def _failing_line(text: str, kind: type[Exception]) -> int:
 
 
 def _check_scalar(node: ScalarNode, place: str) -> None:
-    """Raises ConfigError for a scalar that contradicts its tag, a number that is not finite, and text that can't be
-    written. `place` is for messages."""
+    """Raises ConfigError, naming `place`, for a scalar that contradicts its tag, is not finite or can't be written."""
     shown, tag = repr(node.value[:40]), str(node.tag)
     try:
         value = None if tag == f"{_TAG}merge" else YAML(typ="safe", pure=True).constructor.construct_object(node)
@@ -249,8 +248,7 @@ def _override(document: Document, override: str) -> Document:
 
 
 def _with(value: dict[str, Any], parts: tuple[str, ...], new: Any, key: str) -> dict[str, Any]:
-    """Returns a copy of `value` with `new` at the path `parts`, making absent sections. Raises ConfigError, naming
-    `key`, if a part on the way is not a section."""
+    """Returns a copy of `value` with `new` at the path `parts`. Raises ConfigError where it meets no section."""
     head, rest = parts[0], parts[1:]
     if not rest:
         return {**value, head: new}

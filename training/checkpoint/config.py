@@ -60,8 +60,7 @@ def is_step_due(step: int, every: int | None) -> bool:
 
 
 def are_minutes_over(minutes: float | None, seconds: float) -> bool:
-    """Returns whether `seconds` are at least so many minutes (None: never). One host's clock decides, and that host
-    tells the others."""
+    """Returns whether `seconds` are at least so many minutes (None: never). The clock of host 0 decides for all."""
     return minutes is not None and seconds >= 60 * minutes
 
 

@@ -206,8 +206,7 @@ def load_tensors(
 def plan_parts(
     tensors: Mapping[str, StoredTensor], parts: Sequence[Part], headers: Sequence[Header]
 ) -> list[list[StoredBytes]]:
-    """Returns the slices to read from each part, in the order of their bytes. Raises Damaged when a part does not hold
-    exactly the slices that the manifest lists."""
+    """Returns the slices to read from each part, by position. Raises Damaged unless it holds exactly the manifest's."""
     plans: list[list[StoredBytes]] = [[] for _ in parts]
     for name, tensor in tensors.items():
         for stored in tensor.slices:

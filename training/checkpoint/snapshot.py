@@ -99,8 +99,7 @@ class Snapshot:
 
 
 def in_batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yields the names in batches of at most 64 MiB, to be copied together; a larger tensor is a batch of its own.
-    `sizes`: name -> bytes."""
+    """Yields names of arrays (`sizes`: bytes) in batches of at most 64 MiB; a larger array is a batch of its own."""
     batch: list[str] = []
     total = 0
     for name, size in sizes.items():

@@ -181,8 +181,7 @@ def partition_error(shape: tuple[int, ...], boxes: Sequence[Slice]) -> str | Non
 
 
 def _find_overlap(boxes: Sequence[Slice]) -> tuple[Slice, Slice] | None:
-    """Returns two boxes that overlap; None when no two do. Sweeps along the axis with the most cuts, so that only boxes
-    which meet on that axis are compared."""
+    """Returns two boxes that overlap, or None. Compares only boxes that meet on the axis with the most cuts."""
     if len(boxes) < 2:
         return None
     axes = range(len(boxes[0].offsets))

@@ -44,8 +44,7 @@ class RunDescription:
 
 
 class _PartBuffer:
-    """Reused by every save of a state: the manifest's tensors, and host memory for this host's part, with a view for
-    each of its slices."""
+    """The manifest's tensors, and memory for this host's part with a view of each slice; reused by every save."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], split: StateSlices, cluster: Cluster) -> None:
         """Assigns the slices to hosts, and allocates the memory of this host's part."""
@@ -190,8 +189,7 @@ class CheckpointWriter:
         return self._meeting_seconds + _COMMIT_REQUESTS * transfer_seconds(self.folder, 0)
 
     def release(self) -> None:
-        """Waits for the last save, whose error it raises, and frees the memory of snapshots (three times the model's).
-        Call it before the export."""
+        """Waits for the last save, whose error it raises, and frees the memory of snapshots, before the export."""
         self.wait()
         self._buffer = None
 

@@ -270,8 +270,7 @@ def _stop(ranks: Sequence[RankProcess]) -> None:
 
 @contextlib.contextmanager
 def _forwarding(ranks: Sequence[RankProcess], requested: list[int]) -> Iterator[None]:
-    """Forwards signals to the processes during the block. Appends to `requested` those that ask to stop: SIGTERM and
-    SIGINT."""
+    """Forwards signals to the processes during the block. Appends SIGTERM and SIGINT to `requested`."""
 
     def forward(number: int, _frame: FrameType | None) -> None:
         if number in (signal.SIGTERM, signal.SIGINT):

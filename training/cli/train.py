@@ -241,8 +241,7 @@ def _program_host(
 
 @contextlib.contextmanager
 def ending_process(rendezvous: Rendezvous, machine: Machine = SYSTEM) -> Iterator[None]:
-    """Ends the process after the block: prints the block's error, reports to the other hosts how this one ended, and
-    leaves with the exit code."""
+    """Ends the process after the block: prints its error, tells the other hosts how this one ended, and exits."""
     code, message = Exit.FAILED, "unexpected error"
     try:
         yield

@@ -60,8 +60,7 @@ class CompilationRefused(Exception):
 
 
 class DataDependentProgram(TrainError):
-    """A step reads a tensor's value, or needs a shape that depends on one, while it is traced: it would be several
-    programs, and new ones whenever the value changes."""
+    """A step needs a tensor's value, or a shape that depends on one, while it is traced: it is several programs."""
 
     exit_code = Exit.DOES_NOT_FIT
 

@@ -124,8 +124,7 @@ def _count_trips(line: str, computations: Mapping[str, list[str]]) -> int:
 
 
 def estimate_cycles(text: str) -> int:
-    """Returns the cycles that libtpu estimates for all operations of a step, one after the other. It has no estimate
-    for collectives, for waiting, and for some fusions."""
+    """Returns the sum of libtpu's estimated cycles of a step's operations; collectives and some fusions have none."""
     return sum(cycles * runs for cycles, runs in _find_cycles(text))
 
 

@@ -130,8 +130,7 @@ class _Trial:
         return compile_all(programs, self.target, self.show, self.flags).graphs[0]
 
     def advise_remat(self, longest: GraphResult) -> GraphResult:
-        """Returns the result of a training batch that does not fit, whose reason also says what train.remat: layers
-        would change, for models that can recompute layers."""
+        """Adds to the reason of a training batch that does not fit what train.remat: layers would change, if it can."""
         if self.config.train.remat == "layers":
             return longest
         self.show(f"it does not fit: tracing it with train.remat: layers for {self.target.name}")

@@ -224,8 +224,7 @@ _this_thread = _ThisThread()
 
 @contextlib.contextmanager
 def _cut_off(until: float) -> Iterator[None]:
-    """Cuts off the block's download at `until`, a time of time.monotonic(), and raises TimeoutError: a socket's
-    time-out starts again with every byte."""
+    """Ends the block's download at `until` (time.monotonic()) by TimeoutError: a socket's restarts with every byte."""
     responses: list[Any] = []
     is_over = threading.Event()
 

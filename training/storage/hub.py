@@ -33,8 +33,7 @@ def is_on_hub(path: str) -> bool:
 
 
 def model_folder(path: str) -> str:
-    """Returns the folder of a model: the Hub's cache, after a download, if `path` is a name on the Hub; else `path`.
-    Raises BadInput when the Hub does not have it."""
+    """Returns `path`; for a name on the Hub, downloads it and returns its folder. Raises BadInput if it is absent."""
     return _folder(path, "model.path", "model", MODEL_FILES)
 
 

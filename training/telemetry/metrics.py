@@ -74,8 +74,7 @@ TRACKERS = {
 
 
 class MetricsLog:
-    """Passes the numbers of one attempt to all its trackers, on host 0. During training only
-    `training.telemetry.writer` calls it."""
+    """Passes the numbers of one attempt to its trackers, on host 0; in training, the writer's thread calls it."""
 
     def __init__(
         self,

@@ -22,8 +22,7 @@ MOST_WAITING = 10_000  # lines in memory: hours of training, in 3 MB
 
 
 def join_thread(thread: Thread, seconds: float, is_hurried: Callable[[], bool], clock: Callable[[], float]) -> bool:
-    """Waits until a thread ends, at most `seconds`, and at most `HURRIED_SECONDS` from when `is_hurried` is true.
-    Returns whether the thread has ended."""
+    """Waits `seconds` for a thread, at most HURRIED_SECONDS once `is_hurried`. Returns whether the thread has ended."""
     deadline = clock() + seconds
     was_hurried = False
     while thread.is_alive() and clock() < deadline:
@@ -39,8 +38,7 @@ class MetricsWriter:
     def __init__(
         self, open_log: Callable[[], MetricsLog], warn: Callable[[str], None], machine: Machine = SYSTEM
     ) -> None:
-        """Starts the thread of `machine`. The thread calls `open_log` for the log that it writes, again after a
-        failure, and `warn` to show a warning."""
+        """Starts the thread, which calls `open_log` for its log, again after a failure, and `warn` for warnings."""
         self._open_log, self._warn, self._clock = open_log, warn, machine.clock.monotonic
         self._log: MetricsLog | None = None  # the thread's
         self._is_flushed = True  # the thread's
