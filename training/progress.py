@@ -96,9 +96,8 @@ class NonFiniteHistory:
     @property
     def suspects(self) -> frozenset[str]:
         """Returns the names of checkpoints whose next step was not finite: the one before each is tried instead."""
-        return frozenset(
-            record.checkpoint for record in self.records if record.checkpoint and record.step == record.restored
-        )
+        first_steps = (record for record in self.records if record.step == record.restored)
+        return frozenset(record.checkpoint for record in first_steps if record.checkpoint)
 
     def judge(self, error: NonFinite, restored: int) -> TrainError:
         """Returns the error that ends an attempt which had restored step `restored` (0: none): a failure, after which
@@ -226,9 +225,8 @@ class Compilations:
         before, self._training = self._training, self._backend.compilations()[0] - self._evaluation
         if self._training > before and not is_first:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in batch.arrays.items())
-            message = (
-                f"step {number} compiled another program (training has {self._training} now); its arrays were {shapes}"
-            )
+            programs = f"another program (training has {self._training} now)"
+            message = f"step {number} compiled {programs}; its arrays were {shapes}"
             if self._strict:
                 raise TrainError(f"{message} (train.strict)")
             self._warn(message)

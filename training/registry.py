@@ -84,22 +84,16 @@ MASKED_LM = Head("ForMaskedLM", "fill-mask", is_fresh=False)
 CAUSAL_LM = Head("ForCausalLM", "text-generation", is_fresh=False, older=("LMHeadModel",))
 
 
-_UnusedKeys = dict[str, str]
-_NO_SMOOTHING: _UnusedKeys = {
-    "train.label_smoothing": "needs backend: torch-xla and a task of labels or tokens: remove it"
-}
-_NO_WEIGHTS: _UnusedKeys = {
+_NO_SMOOTHING = {"train.label_smoothing": "needs backend: torch-xla and a task of labels or tokens: remove it"}
+_NO_WEIGHTS = {
     "train.class_weights": "needs backend: torch-xla and task: classification or token-classification: remove it"
 }
-_ONE_STEP_A_CALL: _UnusedKeys = {
-    "train.steps_per_call": "only the TensorFlow backend runs several steps in one call: remove it"
-}
+_ONE_STEP_A_CALL = {"train.steps_per_call": "only the TensorFlow backend runs several steps in one call: remove it"}
 
 
-def _without_masks(task: str, predicted: str) -> _UnusedKeys:
+def _without_masks(task: str, predicted: str) -> dict[str, str]:
     """Returns the `unused_keys` of a task that predicts no masked tokens."""
-    masking = f"{task} predicts {predicted}, not masked tokens: remove data.masking, or set task: mlm"
-    return {"data.masking": masking}
+    return {"data.masking": f"{task} predicts {predicted}, not masked tokens: remove data.masking, or set task: mlm"}
 
 
 TASKS: dict[str, TaskEntry] = {

@@ -120,7 +120,7 @@ def build_summary(
     config, cluster = run.config, run.cluster
     count, compile_seconds = backend.compilations()
     step_seconds, seconds = run.step_seconds(), run.timer.report()
-    figures = finite_or_none(evaluations.figures)
+    figures, examples = finite_or_none(evaluations.figures), progress.trained * config.train.global_batch_size
     return {
         "run_id": cluster.run_id,
         "attempt": cluster.attempt,
@@ -132,9 +132,7 @@ def build_summary(
         "last_loss": progress.last_loss,
         **{f"eval_{name}": figures.get(name) for name in run.task.figure_names},
         "best": evaluations.best,
-        "examples_per_second": (
-            progress.trained * config.train.global_batch_size / step_seconds if step_seconds else 0.0
-        ),
+        "examples_per_second": examples / step_seconds if step_seconds else 0.0,
         "tokens_per_second": round(work.tokens / step_seconds, 1) if step_seconds else 0.0,
         "mfu": mfu(work.flops, step_seconds, peak_flops(cluster.accelerator_type, device_kind())),
         "checkpoint": join(checkpoints.folder, step_folder(progress.step)),

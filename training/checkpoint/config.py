@@ -74,7 +74,5 @@ class Keep:
     def deletable(self, committed: Iterable[int], best: Collection[int] = ()) -> list[int]:
         """Returns the committed steps to delete, oldest first: not the `last` newest, multiples of `every`, `best`."""
         assert self.last >= 1
-        ordered = sorted(committed)
-        return [
-            step for step in ordered[: -self.last] if not (self.every and step % self.every == 0) and step not in best
-        ]
+        old = sorted(committed)[: -self.last]
+        return [step for step in old if not (self.every and step % self.every == 0) and step not in best]

@@ -128,10 +128,9 @@ def restore(
             return Restored(manifest, tuple(damaged))
         damaged.append(step)
         avoided += [step] if set(errors) == {_TO_AVOID} else []
-        failures = [
-            f"host {worker}: {error}" if len(errors) > 1 else error for worker, error in enumerate(errors) if error
-        ]
-        warn(f"checkpoint {join(folder, form.step_folder(step))} can't be used ({failures[0]}); trying the one before")
+        worker, why = next((worker, error) for worker, error in enumerate(errors) if error)
+        why = f"host {worker}: {why}" if len(errors) > 1 else why
+        warn(f"checkpoint {join(folder, form.step_folder(step))} can't be used ({why}); trying the one before")
     for step in avoided:  # without an older checkpoint: the next step may be finite this time
         manifest, errors = load(step, f"restore {step} after all", ())
         if manifest is not None and not any(errors):

@@ -47,9 +47,8 @@ def plan_file(
     for name, spec in tensors:
         header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, offset + spec.size]}
         offset += spec.size
-    text = json.dumps(
-        {"__metadata__": dict(metadata), **header} if metadata else header, separators=(",", ":")
-    ).encode()
+    content = {"__metadata__": dict(metadata), **header} if metadata else header
+    text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     ranges = {name: slice(*(start + offset for offset in entry["data_offsets"])) for name, entry in header.items()}
@@ -121,12 +120,8 @@ class Slice:
 
     def overlaps(self, other: Slice) -> bool:
         """Returns whether an element is in both boxes; neither may be empty."""
-        return all(
-            start < other_end and other_start < end
-            for start, end, other_start, other_end in zip(
-                self.offsets, self.ends, other.offsets, other.ends, strict=True
-            )
-        )
+        sides = zip(self.offsets, self.ends, other.offsets, other.ends, strict=True)
+        return all(start < other_end and other_start < end for start, end, other_start, other_end in sides)
 
     def __str__(self) -> str:
         """Formats the box like an array index: `[0:2,4:8]`."""

@@ -20,6 +20,7 @@ from training.errors import BadInput
 from training.registry import TASKS
 
 CORPUS = f"builtin:pydoc, a file or folder ({' '.join(KINDS)}; local or gs://), or datasets:NAME[:CONFIG[:SPLIT]]"
+_PERCENT = click.FloatRange(0, 100)
 _field_option = option(
     "--field",
     default="text",
@@ -71,9 +72,7 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
 @click.command()
 @option("--corpus", required=True, help=f"The text: {CORPUS}.")
 @option("--evaluation-corpus", help="Text of the evaluation split; --corpus is then all training.")
-@option(
-    "--evaluation-percent", type=click.FloatRange(0, 100), default=5.0, help="Without it: this part of the documents."
-)
+@option("--evaluation-percent", type=_PERCENT, default=5.0, help="Without it: this part of the documents.")
 @_field_option
 @option("--tokenizer", required=True, metavar="FOLDER", help="A tokenizer folder, local or gs://.")
 @option("--sequence-length", type=click.IntRange(8, 1 << 16), default=128, help="Tokens a row.")
@@ -197,12 +196,10 @@ def show(url: str) -> None:
     """Print the contents of a dataset's manifest."""
     opened = open_dataset(url)
     manifest, shards = opened.manifest, opened.shards
-    size = sum(shard.bytes for shard in shards) / 1e6
+    size, length = sum(shard.bytes for shard in shards) / 1e6, opened.sequence_length
     features = ", ".join(f"{name} {feature.dtype}" for name, feature in manifest.features.items())
     click.echo(f"{url}: {manifest.rows} rows, {manifest.split} split, hash {opened.hash[:12]}")
-    click.echo(
-        f"  {opened.records} records of up to {opened.sequence_length} tokens in {len(shards)} shards, {size:.1f} MB"
-    )
+    click.echo(f"  {opened.records} records of up to {length} tokens in {len(shards)} shards, {size:.1f} MB")
     click.echo(f"  features   {features}")
     if manifest.labels:
         names = ", ".join(manifest.labels[:8]) + (", ..." if len(manifest.labels) > 8 else "")
@@ -267,9 +264,7 @@ def verify(url: str, tokenizer_url: str | None) -> None:
 @option("--global-batch-size", type=click.IntRange(min=1), default=256, help="As in the run.")
 @option("--seed", type=int, default=0, help="As in the run.")
 @option("--percent", type=click.IntRange(1, 100), default=15, help="How many tokens are to be predicted.")
-def preview(
-    url: str, tokenizer_url: str, count: int, step: int, global_batch_size: int, seed: int, percent: int
-) -> None:
+def preview(url: str, tokenizer_url: str, count: int, step: int, global_batch_size: int, **options: int) -> None:
     """Show the first rows of a step's batch as text, with masks or labels, as a run with these values gets them."""
     from training.data.loading.preview import preview_batch
     from training.data.loading.record_source import HostSlice
@@ -278,5 +273,5 @@ def preview(
     tokenizer = tokenizers.read(tokenizer_url, opened.manifest.rows)
     opened.require(tokenizer_hash=tokenizer.hash)
     host_slice = HostSlice(tokenizer.special, global_batch_size)
-    for line in preview_batch(opened, tokenizer, step, count, host_slice, seed=seed, percent=percent):
+    for line in preview_batch(opened, tokenizer, step, count, host_slice, **options):
         click.echo(line)

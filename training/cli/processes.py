@@ -249,9 +249,8 @@ def _await_failure(ranks: Sequence[RankProcess]) -> RankProcess | None:
         codes = [rank.code for rank in ranks]
         failed = [rank for rank, code in zip(ranks, codes, strict=True) if code]
         if failed:
-            return min(
-                failed, key=lambda rank: (rank.code == Exit.LOST_PEER, rank.process.returncode != -signal.SIGKILL)
-            )
+            killed = -signal.SIGKILL
+            return min(failed, key=lambda rank: (rank.code == Exit.LOST_PEER, rank.process.returncode != killed))
         if None not in codes:
             return None
         time.sleep(_POLL_SECONDS)

@@ -46,10 +46,8 @@ def _bits(dtype: str) -> int:
 
 def _parse_arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
     """Returns (type, dimensions) of all arrays in a text, in their order; a dynamic size counts as its bound."""
-    return [
-        (dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size))
-        for dtype, dims in _ARRAY.findall(text)
-    ]
+    found = _ARRAY.findall(text)
+    return [(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size)) for dtype, dims in found]
 
 
 def find_origin(line: str) -> str:

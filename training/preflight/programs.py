@@ -99,10 +99,9 @@ def assume_facts(config: TrainerConfig, vocabulary: int, lengths: tuple[int, ...
 
 def list_graphs(config: TrainerConfig, facts: DataFacts) -> list[Graph]:
     """Returns all programs that a run compiles, training steps first, longest first."""
-    train = [Graph("training", config.train.global_batch_size, length) for length in reversed(facts.lengths)]
-    return train + [
-        Graph("evaluation", config.evaluation_batch_size, length) for length in reversed(facts.evaluation_lengths)
-    ]
+    rows, evaluation_rows = config.train.global_batch_size, config.evaluation_batch_size
+    evaluations = [Graph("evaluation", evaluation_rows, length) for length in reversed(facts.evaluation_lengths)]
+    return [*(Graph("training", rows, length) for length in reversed(facts.lengths)), *evaluations]
 
 
 def empty_batch(config: TrainerConfig, graph: Graph, facts: DataFacts) -> Arrays:

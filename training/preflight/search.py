@@ -42,15 +42,10 @@ def run_preflight(
         Untraceable, DataDependentProgram: the step is not a single program.
     """
     require_versions()
-    mistakes = [
-        f"{target.name}: {mistake}"
-        for target in targets
-        for mistake in (
-            mesh_mistake(config.train.mesh.fsdp, target.devices),
-            batch_mistake(config, target.hosts, target.devices),
-        )
-        if mistake
-    ]
+    mistakes = []
+    for target in targets:
+        mesh, batch = config.train.mesh.fsdp, batch_mistake(config, target.hosts, target.devices)
+        mistakes += [f"{target.name}: {each}" for each in (mesh_mistake(mesh, target.devices), batch) if each]
     if mistakes:
         raise BadInput("\n".join(mistakes))
     results = []
@@ -101,10 +96,8 @@ def compile_all(
         for traced, (outcome, seconds) in zip(programs, outcomes, strict=True)
     ]
     capacity = target.generation.usable_hbm_bytes_per_device
-    user_flags = os.environ.get(LIBTPU_FLAGS, "").replace(DEEP_STACKS, "")
-    return AcceleratorResult(
-        target.name, target.devices, target.hosts, capacity, graphs, flags=join_flags(user_flags, flags)
-    )
+    all_flags = join_flags(os.environ.get(LIBTPU_FLAGS, "").replace(DEEP_STACKS, ""), flags)
+    return AcceleratorResult(target.name, target.devices, target.hosts, capacity, graphs, flags=all_flags)
 
 
 @dataclass(frozen=True)

@@ -224,9 +224,8 @@ def _render_attempts(attempts: Sequence[AttemptRecords]) -> str:
                 str(end.get("message", "")),
             ]
         )
-    return _render_table(
-        ("attempt", "began (UTC)", "hosts", "accelerator", "ended", "at step", "took", "message"), rows
-    )
+    header = ("attempt", "began (UTC)", "hosts", "accelerator", "ended", "at step", "took", "message")
+    return _render_table(header, rows)
 
 
 def _render_checkpoints(checkpoints: Sequence[tuple[int, Manifest | str]]) -> str:

@@ -33,9 +33,8 @@ Values = Mapping[str, float | None]
 
 def finite_or_none(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values with None for each float that is NaN or infinite, which JSON can't represent."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
-    }
+    lost = {name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    return {name: None if name in lost else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)

@@ -193,10 +193,8 @@ def format_duration(amount: float) -> str:
     """Returns seconds as for example "2 h 05 min" (whole minutes, rounded down), "3 min 20 s", "4.2 s"."""
     if round(amount, 1) < 60:
         return f"{amount:.1f} s"
-    whole = round(amount)
-    return (
-        f"{whole // 60} min {whole % 60:02d} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    )
+    minutes, seconds = divmod(round(amount), 60)
+    return f"{minutes} min {seconds:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def _empty_chart(title: str, width: float) -> str:
