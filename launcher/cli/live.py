@@ -192,7 +192,7 @@ def top(config: Config, once: bool, seconds: float, columns: int | None) -> None
     from rich.live import Live
     from rich.text import Text
 
-    from launcher.run.top import Top, render
+    from launcher.run.status import Top, render
 
     def width() -> int:
         return columns or shutil.get_terminal_size((80, 24)).columns

@@ -15,8 +15,10 @@ from launcher.errors import Exit
 from launcher.home import home
 from launcher.run import launch
 from launcher.run import status as statuses
+from launcher.run.logs import print_logs
 from launcher.run.session import Outcome, find_run
-from launcher.run.supervise import explain
+from launcher.run.stop import explain_interrupt, stop_run
+from launcher.run.verdict import explain
 from launcher.tpu_vm import slice_hints
 
 
@@ -74,7 +76,7 @@ def run(
     try:
         outcome = (launch.attach if attach else launch.run)(request, run_context())
     except KeyboardInterrupt:
-        launch.explain_interrupt(config, run_context())
+        explain_interrupt(config, run_context())
         raise
     show_outcome(outcome, as_json)
     sys.exit(outcome.verdict.kind.exit_code)
@@ -110,7 +112,7 @@ def show_outcome(outcome: Outcome, as_json: bool) -> None:
 @configured
 def stop(config: Config, run_id: str | None, grace: int | None) -> None:
     """Stop the run's containers on every host: the trainer saves and can be resumed."""
-    reports = launch.stop(config, run_context(), run_id, grace=grace)
+    reports = stop_run(config, run_context(), run_id, grace=grace)
     failed = [report for report in reports if not report.ok]
     for report in failed:
         terminal.error(f"host {report.worker}: {report.detail}")
@@ -133,7 +135,7 @@ def status(config: Config, run_id: str | None, as_json: bool) -> None:
     created = shown.slice.created if shown.slice is not None else ""
     placed = slice_hints.in_current_place(config)
     if as_json:
-        terminal.dump({**shown.as_json(), "cost": costs.of_slice(placed, created, machine().clock.time())})
+        terminal.dump({**asdict(shown), "cost": costs.of_slice(placed, created, machine().clock.time())})
         return
     for line in shown.lines():
         terminal.show(line)
@@ -151,7 +153,7 @@ def status(config: Config, run_id: str | None, as_json: bool) -> None:
 @functools.partial(configured, file_flags=("--file",))
 def logs(config: Config, run_id: str | None, follow: bool, host: int | None) -> None:
     """Print the lines of all hosts, each once. Here -f means follow: the YAML file is FILE, or --file FILE."""
-    statuses.print_logs(config, run_context(), run_id, follow=follow, host=host)
+    print_logs(config, run_context(), run_id, follow=follow, host=host)
 
 
 @click.command()

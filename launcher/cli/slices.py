@@ -179,7 +179,7 @@ def down(config: Config, any_owner: bool, dry_run: bool) -> None:
     Handles each zone by itself. The exit code is that of the first zone that failed; 23 if the slice of that name is
     not yours.
     """
-    from launcher.run.launch import delete_slice
+    from launcher.run.stop import delete_slice
 
     config = _for_owners(config, any_owner)
     if dry_run:

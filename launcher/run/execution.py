@@ -10,7 +10,7 @@ from launcher.errors import BadInput, Exit, LaunchError
 from launcher.masking import SecretMasker
 from launcher.provider import CommandReport, LogLine, Observation
 from launcher.run import hang
-from launcher.run.session import Context, Session, find_run, open_session
+from launcher.run.session import Context, Session, find_on_slice, open_session
 from launcher.run.specification import SecretSource
 from launcher.run.state import Phase
 from training.machine import Future, format_time
@@ -55,7 +55,7 @@ def execute(
 def live_session(config: Config, context: Context, run_id: str | None) -> Iterator[Session]:
     """Yields the session of a run whose last attempt has not ended, as far as is known here, and closes its provider at
     the end. Raises BadInput if there is no such run, it was never started, or its last attempt has ended."""
-    ledger = find_run(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
+    ledger = find_on_slice(config, context, run_id)
     state = ledger.state
     if state.phase is Phase.NEW:
         raise BadInput(f"run {ledger.run_id} was never started: it has no containers")

@@ -1,29 +1,29 @@
-"""The commands on a run: start or resume (`run`), attach, stop; and `down`, which stops a slice's runs.
+"""The commands that start or resume a run, and watch one: `run` and `run --attach`. `run_attempts` is their loop.
 
 A run is found by its folder and by the labels of its containers, so each command may be repeated after a crash at any
 point: a start that finds its containers running attaches to them.
 """
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.checks import inputs, preflight
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.file_lock import hold_shared, is_held
+from launcher.file_lock import is_held
 from launcher.images import local, overlays
-from launcher.provider import HostReport, Overlay, Provider
+from launcher.provider import Overlay, Provider
 from launcher.run import budget, events, specification
 from launcher.run.ledger import Ledger
-from launcher.run.loop import resume_open_attempt, run_attempts
+from launcher.run.recovery import Recovery, Retries, decide, describe_bill, spent_so_far
 from launcher.run.session import (
     Context,
     Outcome,
     RunStopped,
     Session,
     deletion_mark,
-    find_run,
+    find_on_slice,
     list_runs,
     open_session,
     pull_known,
@@ -32,12 +32,19 @@ from launcher.run.session import (
     supervising,
 )
 from launcher.run.specification import SecretSource, Specification
-from launcher.run.start import end_interrupted_start, observe_phase, require_all, require_inputs, require_ready
+from launcher.run.start import (
+    end_interrupted_start,
+    observe_open_attempt,
+    observe_phase,
+    require_inputs,
+    require_ready,
+    start_attempt,
+)
 from launcher.run.state import Phase
+from launcher.run.stop import stop_before_restart
 from launcher.run.supervise import StartInterrupted, supervise
+from launcher.run.verdict import Kind, Verdict, explain
 
-_RELEASE_SECONDS = 60.0  # for a process whose run was stopped: a gcloud call may be in flight
-_RELEASE_POLL_SECONDS = 0.2
 _SHOWN_PATHS = 5
 
 
@@ -110,7 +117,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
         requested = specification.describe(
             config, "", env_file=request.env_file, variables=variables, overlay=overlay, preflight=checked
         )
-        for run_id in _stop_before_restart(config, context) if request.sync is not None else ():
+        for run_id in stop_before_restart(config, context) if request.sync is not None else ():
             known_stops[run_id] = known_stops.get(run_id, 0) + 1  # this command's own
         ledger = resolve_run(
             config, context.home, context.machine, requested, overlay, run_id=request.run_id, new=request.new, say=say
@@ -157,7 +164,7 @@ def attach(request: RunRequest, context: Context) -> Outcome:
     if (request.overlay or request.sync) is not None:
         option = "--overlay" if request.sync is None else "--sync"
         raise BadInput(f"{option}: a run that is there keeps the files that it was started with: leave out --attach")
-    ledger = _find(config, context, request.run_id)
+    ledger = find_on_slice(config, context, request.run_id)
     given = specification.read_env_file(request.env_file) if request.env_file is not None else {}
     with supervising(ledger, context.machine, context.output.say):
         state = ledger.state
@@ -180,136 +187,104 @@ def attach(request: RunRequest, context: Context) -> Outcome:
             return run_attempts(session, state.attempt)
 
 
-def stop(config: Config, context: Context, run_id: str | None, *, grace: int | None) -> list[HostReport]:
-    """Stops the run: ends its containers on all hosts (SIGTERM; SIGKILL after the grace) and waits until they ended.
+def run_attempts(
+    session: Session, attempt: int | None = None, verdict: Verdict | None = None, *, in_rounds: bool = False
+) -> Outcome:
+    """Starts the next attempt, watches it, then further attempts as the budgets allow. Returns how the last one ended.
 
-    No attempt follows until the next `tpu-launch run`, whichever process supervises the run. Without `run_id`
-    stops the newest run of the slice. `grace` is in seconds; None for run.stop_seconds. Raises BadInput if there is no
-    such run, or it was never started; LaunchError if the stop can't be recorded. Returns a report for each host; [] if
-    nothing runs on hosts.
+    Continues an earlier process's recovery, at no cost to retry budgets. Deletes the slice once run.budget is spent.
+
+    Args:
+        session: The run. Its specification names the image.
+        attempt: Number of an attempt that runs, which is watched first; None: there is none.
+        verdict: How that attempt has ended, if that is recorded and what follows is not.
+        in_rounds: Start the first attempt in rounds, as after a recovery: no user waits for its error.
+
+    Raises:
+        LaunchError: An attempt could not be started, or the run could not be recovered.
+        BadInput: Another attempt would follow, and secrets or the overlay are missing. The run stays resumable.
+        RunStopped: The user stopped the run before the first attempt had started.
     """
-    ledger = _find(config, context, run_id)
-    supervised = ledger.supervised()
-    if ledger.state.phase is Phase.NEW and not supervised:
-        raise BadInput(f"run {ledger.run_id} was never started")
-    session = open_session(context, ledger, SecretSource(context.environment, {}))
+    while True:
+        begun = session.ledger.state.recovering
+        if begun is not None and attempt is None:
+            session.say(
+                f": going on with its recovery after attempt {begun.attempt} ended: {begun.after}, {begun.reason}"
+            )
+        if attempt is None and (begun is not None or in_rounds):
+            try:
+                attempt = Recovery(session, in_use=None if begun is None else False).run()
+            except RunStopped:
+                _say_stopped(session)
+                raise
+        elif attempt is None:
+            attempt, verdict = start_attempt(session)
+        if verdict is None:
+            verdict = supervise(session, attempt)
+        following = _recover(session, attempt, verdict)
+        if following is None:
+            if verdict.kind is not Kind.FINISHED and budget.is_spent(session):
+                budget.take_down(session)
+            # An attempt that a stop has ended since, while it was started, has no lines either.
+            ended = next(event for event in reversed(session.ledger.events()) if isinstance(event, events.Ended))
+            return Outcome(session.ledger.run_id, attempt, verdict, list(ended.last_lines))
+        attempt, verdict = following, None
+
+
+def resume_open_attempt(session: Session) -> Outcome | None:
+    """Watches the attempt whose end is not recorded, or records an end that no process saw; ends an interrupted start.
+    Closes the provider. Returns how the run ended; None if the next attempt has to be started."""
+    number = session.ledger.state.attempt
     with contextlib.closing(session.provider):
-        seconds = session.config.run.stop_seconds if grace is None else grace
-        ledger.append(events.RunStopRequested(max(0, ledger.state.attempt), seconds))
-        state = ledger.state  # from here on no attempt begins, so the last one is the one to stop
-        if not state.phase.is_open and not state.orphans:
-            session.say(": nothing of it runs on hosts, and no attempt follows")
-            return []
-        context.output.say(f"stopping run {ledger.run_id} on {len(session.workers)} hosts")
-        reports = _stop_on_hosts(session, seconds)
-        deadline = context.machine.clock.monotonic() + _RELEASE_SECONDS
-        if state.phase is Phase.STARTING and not _wait_for_release(ledger, context, deadline):
-            session.say(": the tpu-launch that starts it has not ended yet; if it goes on, `tpu-launch stop` again")
-        return reports
-
-
-def _stop_on_hosts(session: Session, grace: int) -> list[HostReport]:
-    """Stops the last attempt's and orphaned containers (SIGKILL after `grace` s). Removes none. Returns the reports."""
-    state, stop = session.ledger.state, session.provider.stop
-    reports = stop(session.container(state.attempt), grace=grace, remove=False)
-    for orphan in state.orphans:
-        there = [worker for worker in orphan.hosts if worker in session.workers]
-        if orphan.attempt != state.attempt and there:
-            reports += stop(orphan.container, grace=grace, remove=False, workers=there)
-    return reports
-
-
-def delete_slice(config: Config, context: Context) -> None:
-    """Deletes the slice. First stops its runs and waits for the processes that supervise them, a minute beyond
-    run.stop_seconds at most, so that none recreates it. Meanwhile this machine's `tpu-launch run` refuses the slice."""
-    with hold_shared(deletion_mark(config)):
-        _stop_runs(config, context)
-        with contextlib.closing(context.make_provider(config)) as provider:
-            provider.delete()
-
-
-def _find(config: Config, context: Context, run_id: str | None) -> Ledger:
-    """Returns the run of that id, or the newest one of the slice, as `find_run` does. Raises BadInput without one."""
-    return find_run(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
-
-
-def _stop_runs(config: Config, context: Context) -> None:
-    """Requests a stop of each run on the slice, which their supervising processes carry out, and this one for a run
-    without such a process. Waits for these processes, a minute beyond run.stop_seconds at most, and says which have not
-    ended, and which runs may not have saved."""
-    known = [pull_known(ledger, context.machine) for ledger in runs_on_slice(config, context.home, context.machine)]
-    states = [(ledger, ledger.state) for ledger in known]
-    stopped = [
-        ledger
-        for ledger, state in states
-        if state.phase.is_open or state.recovering or state.budget_spent or state.orphans or ledger.supervised()
-    ]
-    for ledger in stopped:
-        context.output.say(f"run {ledger.run_id} is stopped with its slice; `tpu-launch run` resumes it on another")
+        phase = observe_open_attempt(session)
+        if phase is None:
+            return None
+        session.say(f": attempt {number} is there already; attaching to it")
         try:
-            ledger.append(events.RunStopRequested(max(0, ledger.state.attempt), config.run.stop_seconds))
-        except LaunchError as error:  # the slice must not be billed because a bucket refuses
-            context.output.say(
-                f"run {ledger.run_id}: its stop can't be recorded; if another machine supervises it, check afterwards "
-                f"whether it recreated the slice (`tpu-launch list`): {error}"
-            )
-    deadline = context.machine.clock.monotonic() + config.run.stop_seconds + _RELEASE_SECONDS
-    for ledger in stopped:
-        if not _wait_for_release(ledger, context, deadline):
-            context.output.say(
-                f"run {ledger.run_id}: the tpu-launch that supervises it has not ended; going on. Check afterwards "
-                "whether it recreated the slice: `tpu-launch list`"
-            )
-        elif ledger.state.phase.is_open or ledger.state.orphans:  # also where that process was killed meanwhile
-            _stop_detached(ledger, context)
+            outcome = run_attempts(session, number)
+        except StartInterrupted:  # reported by a host that could not be reached before
+            end_interrupted_start(session)
+            return None
+    if phase is not Phase.EXITED or outcome.attempt != number or outcome.verdict.kind is Kind.FINISHED:
+        return outcome
+    # The attempt had ended while no process watched it: `run` was asked for in order to resume it.
+    session.say(f": attempt {number} had ended: {explain(outcome.verdict)[0]}")
+    return None
 
 
-def _stop_detached(ledger: Ledger, context: Context) -> None:
-    """Stops the containers of a run that no process supervises, orphaned ones too, which have run.stop_seconds to save;
-    keeps the lines of an open attempt and records its end. Does nothing without a slice. Says if any of it fails."""
+def _recover(session: Session, attempt: int, verdict: Verdict) -> int | None:
+    """Starts the attempt that follows, and returns its number; None if the run is over: by the verdict, a spent budget
+    or a stop. Raises LaunchError if the recovery is given up, BadInput if secrets or the overlay are missing."""
+    ledger, settings = session.ledger, session.config.run
+    decision = decide(
+        verdict,
+        spent_so_far(ledger.events()),
+        Retries(settings.preemption_retries, settings.failure_retries),
+        stop_requested=ledger.state.stop_requested,
+    )
+    if not decision.retry or budget.is_spent(session):
+        return None
+    for line in explain(verdict):
+        session.say(f", attempt {attempt}: {line}")
+    require_inputs(session)
+    delay = f" in {decision.delay:.0f} s" if decision.delay else ""
+    session.say(f": starting again ({decision.reason}){delay}")
     try:
-        quiet = replace(context, output=replace(context.output, emit=lambda worker, line: None))  # days of lines
-        session = open_session(quiet, ledger, SecretSource(context.environment, {}))
-        with contextlib.closing(session.provider):
-            if (found := session.describe_slice()) is not None and not found.gone_for_good:
-                require_all(_stop_on_hosts(session, session.config.run.stop_seconds), "stop")
-                with supervising(ledger, context.machine, context.output.say):
-                    if not ledger.state.phase.is_open:  # also if another `down` has recorded its end meanwhile
-                        return
-                    phase = observe_phase(session)  # waits for seconds at most, as `supervise` need not
-                    if phase is Phase.EXITED:
-                        supervise(session, ledger.state.attempt)
-                    elif phase is Phase.INTERRUPTED:
-                        end_interrupted_start(session)
+        ledger.append(events.Recovering(attempt, verdict.kind.value, decision.reason, decision.delay))
     except LaunchError as error:
-        context.output.say(f"run {ledger.run_id} may not have saved before its slice is deleted: {error}")
+        raise LaunchError(f"{error}\n  {describe_bill(session)}`tpu-launch run` resumes the run") from error
+    try:
+        recovery = Recovery(session, in_use=None)
+        recovery.wait(decision.delay, settle=verdict.kind is Kind.SAVED)
+        return recovery.run()
+    except RunStopped:
+        _say_stopped(session)
+        return None
 
 
-def _stop_before_restart(config: Config, context: Context) -> list[str]:
-    """Stops the open runs on the slice, so that they can save, waits for the processes that supervise them, and returns
-    the runs' ids. Raises LaunchError if a host could not be stopped, or a process does not end within a minute."""
-    stopped = []
-    for ledger in runs_on_slice(config, context.home, context.machine):
-        if not ledger.state.phase.is_open:
-            continue
-        stopped.append(ledger.run_id)
-        require_all(stop(config, context, ledger.run_id, grace=None), "stop")
-        if not _wait_for_release(ledger, context, context.machine.clock.monotonic() + _RELEASE_SECONDS):
-            raise LaunchError(
-                f"run {ledger.run_id} is stopped, but the tpu-launch that supervises it has not ended within "
-                f"{_RELEASE_SECONDS:.0f} s: end it, then run again",
-                exit_code=Exit.CONFLICT,
-            )
-    return stopped
-
-
-def _wait_for_release(ledger: Ledger, context: Context, deadline: float) -> bool:
-    """Waits until no process is seen to supervise the run; returns False if one is at `deadline` (monotonic clock)."""
-    while ledger.supervised():
-        if context.machine.clock.monotonic() > deadline:
-            return False
-        context.machine.clock.sleep(_RELEASE_POLL_SECONDS)
-    return True
+def _say_stopped(session: Session) -> None:
+    """Says that the run was stopped, how to resume it, and what is still billed, for which it asks the API."""
+    session.say(f": it was stopped: no attempt follows; {describe_bill(session)}`tpu-launch run` resumes it")
 
 
 def _require_capabilities(request: RunRequest, provider: Provider, secrets: SecretSource) -> None:
@@ -370,25 +345,3 @@ def _last_image(config: Config, context: Context) -> str | None:
         if ledger.state.last_attempt is not None:
             return ledger.state.last_attempt.image
     return None
-
-
-def explain_interrupt(config: Config, context: Context) -> None:
-    """Says what an interrupted `run` leaves: an interrupted start, a run that goes on, or nothing on the slice."""
-    say = context.output.say
-    runs = runs_on_slice(config, context.home, context.machine)
-    phases = [(ledger.run_id, ledger.state.phase) for ledger in runs if ledger.state.phase.is_open]
-    if phases and phases[-1][1] is Phase.STARTING:
-        say(
-            f"interrupted while run {phases[-1][0]} was started: what has started of it goes on. `tpu-launch run` "
-            "again ends it and starts the next attempt, `tpu-launch stop` ends it; the slice is billed until "
-            "`tpu-launch down` deletes it"
-        )
-    elif phases:
-        say(
-            "detached: what was started goes on. `tpu-launch run --attach` watches it again, `tpu-launch stop` stops it"
-        )
-    else:
-        say(
-            "interrupted: nothing of it is running. `tpu-launch run` again starts it or goes on with it; "
-            f"slice {config.slice.name} stays if it is there, and is billed, until `tpu-launch down` deletes it"
-        )

@@ -19,17 +19,25 @@ Partial failures: a crash can leave a last line without its end; it is cut off, 
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from launcher.config import Config
+from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import write_private, write_whole
 from launcher.log_lines import CUT, after
-from launcher.provider import LOG_OVERLAP, LogLine, Observation
+from launcher.provider import LOG_OVERLAP, LogLine, Observation, Provider, container_name
+from launcher.run.ledger import Ledger
+from launcher.run.session import Context, Output, find_on_slice, open_session
+from launcher.run.specification import SecretSource
 from training.machine import shift
 
 _TAIL_BYTES = 2_000_000  # of a log file, to find the lines of the overlap again after a restart
 _PIECE_BYTES = 4_000_000  # of a log file in memory at once; larger than _TAIL_BYTES
+_SILENCE_SECONDS = 600.0  # for which `logs -f` waits for a host to answer
+_SUPERVISOR_CONFLICTS = 60  # fetches in a row that find the lock held
+_FOLLOW_EVERY = 1.0  # seconds
 _BLOCK_BYTES = 64_000  # read at once to find the end of the last whole line
 
 
@@ -235,3 +243,129 @@ def read_from(path: Path, offset: int) -> tuple[list[LogLine], int]:
             timestamp, _, text = line.partition(" ")
             lines.append(LogLine(timestamp, text))
     return lines, offset + len(data)
+
+
+def print_logs(config: Config, context: Context, run_id: str | None, *, follow: bool, host: int | None) -> None:
+    """Emits every line of the newest attempt once: first what the run's folder has, then further lines of hosts.
+
+    While another process supervises the run, that process fetches the lines, and this one reads its files. Without a
+    supervisor, this process fetches them into the run's folder, and stops following after minutes without an answer.
+
+    Args:
+        config: Finds the newest run of its slice, unless `run_id` names a run.
+        follow: Go on until the attempt, or without a supervisor its containers, have ended.
+        host: Worker index; None for all hosts.
+
+    Raises:
+        BadInput: The run was never started, or the slice has no such host.
+    """
+    ledger = find_on_slice(config, context, run_id)
+    number = ledger.state.attempt
+    if number < 0:
+        raise BadInput(f"run {ledger.run_id} was never started: there are no lines")
+    session = open_session(context, ledger, SecretSource({}, {}))
+    workers = session.choose_workers(host)
+    files = {worker: ledger.log_file(number, worker) for worker in workers}
+    offsets = dict.fromkeys(workers, 0)
+    fetcher = _Fetcher(ledger, session.provider, number, files, context.output)
+    answered = context.machine.clock.monotonic()
+    try:
+        while True:
+            with contextlib.suppress(LaunchError):
+                ledger.pull()
+            ended = ledger.state.has_ended(number)
+            if not ended:
+                fetcher.fetch()
+            for worker in workers:
+                offsets[worker] = _emit_from(files[worker], offsets[worker], worker, context.output)
+            if ended or not (follow or fetcher.more):
+                return
+            if fetcher.more or (fetcher.containers_ended and ledger.state.has_ended(number)):
+                continue
+            if fetcher.containers_ended:
+                context.output.say(
+                    f"run {ledger.run_id}: its containers have ended, and no tpu-launch watches the run: "
+                    "`tpu-launch run --attach` says how it ended and goes on as the file says"
+                )
+                return
+            now = context.machine.clock.monotonic()
+            answered = answered if fetcher.silent else now
+            if now - answered > _SILENCE_SECONDS:
+                context.output.say(
+                    f"run {ledger.run_id}: no host that may go on writing has answered for "
+                    f"{_SILENCE_SECONDS / 60:.0f} minutes, and nothing watches the run: `tpu-launch status` looks at "
+                    "the slice, `tpu-launch run` goes on with the run"
+                )
+                return
+            context.machine.clock.sleep(_FOLLOW_EVERY)
+    finally:
+        session.provider.close()
+
+
+def _emit_from(path: Path, offset: int, worker: int, output: Output) -> int:
+    """Emits the lines of a host's log file from `offset` on, and returns the offset after them."""
+    while True:
+        lines, offset = read_from(path, offset)
+        if not lines:
+            return offset
+        for line in lines:
+            output.emit(worker, line)
+
+
+class _Fetcher:
+    """Fetches the lines of an attempt's hosts into the run's files while no other process supervises the run."""
+
+    def __init__(
+        self, ledger: Ledger, provider: Provider, number: int, files: Mapping[int, Path], output: Output
+    ) -> None:
+        self._ledger, self._provider, self._files, self._output = ledger, provider, files, output
+        self._number = number
+        self._problems = dict.fromkeys(files, "")
+        self._next_page: dict[int, str] = {}
+        """Time from which on the last observation of a host had no room for lines."""
+        self.containers_ended = False
+        """Whether the last fetch found no running container on any host."""
+        self.silent = False
+        """Whether no host that may go on writing answered the last fetch."""
+        self._conflicts = 0  # fetches in a row that found the run's lock held
+
+    @property
+    def more(self) -> bool:
+        """Whether hosts have lines that did not fit into the last fetch."""
+        return bool(self._next_page)
+
+    def fetch(self) -> None:
+        """Appends each host's new lines to its file, and updates `more`, `containers_ended` and `silent`. While another
+        process holds the run's lock, fetches nothing; after a minute of that, takes it for a supervisor: not
+        `silent`."""
+        pages, self._next_page, self.containers_ended = self._next_page, {}, False
+        try:
+            with self._ledger.supervising(patience=0.0):
+                running = [worker for worker in self._files if self._fetch_from(worker, pages.get(worker))]
+                self.containers_ended = not running
+                self.silent, self._conflicts = all(self._problems[worker] for worker in running), 0
+        except LaunchError as error:
+            if error.exit_code is not Exit.CONFLICT:
+                raise
+            self._conflicts += 1
+            if self._conflicts > _SUPERVISOR_CONFLICTS:  # another `logs` would let go of the lock
+                self.silent = False
+
+    def _fetch_from(self, worker: int, page: str | None) -> bool:
+        """Appends a page of a host's new lines, from the time `page` on (None: the log's end), and says if the host
+        does not answer. Returns whether its container may go on writing."""
+        log = HostLog(self._files[worker])
+        container = container_name(self._ledger.run_id, self._number)
+        try:
+            since = page or log.cursor.since
+            observation = replace(self._provider.observe(worker, container, since), since=since)
+        except LaunchError as error:
+            observation = Observation(worker, None, problem=str(error).splitlines()[0])
+        if observation.problem not in ("", self._problems[worker]):
+            self._output.say(f"host {worker} does not answer: {observation.problem}")
+        self._problems[worker] = observation.problem
+        log.append_new(observation.lines, open=observation.open)
+        if page := next_page(observation):
+            self._next_page[worker] = page
+        state = observation.container
+        return state is None or not (state.ended or state.status in ("absent", "created"))

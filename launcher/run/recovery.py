@@ -1,30 +1,35 @@
-"""Decides what follows an attempt that ended, and a round of a recovery that failed. Pure.
+"""What follows an attempt that ended: the decisions, which are pure, and the recovery until the next attempt runs.
 
 There are two retry budgets, because two different things go wrong. *Preemptions* (the slice was taken away, a host or
 the connection between hosts was lost, the trainer was asked to stop by its machine and saved) are the price of cheap
-capacity: another attempt helps.
-*Failures* are the program's own: another attempt rarely helps. A run that the user stopped or that is configured
-wrongly is never started again.
+capacity: another attempt helps. *Failures* are the program's own: another attempt rarely helps. A run that the user
+stopped or that is configured wrongly is never started again.
 
 A budget is spent once for each attempt that ended and is followed by another one (`decide`). What it takes until that
 one runs on all hosts is one recovery, in rounds: make the slice READY, start the attempt. A round that fails costs time
 and no budget (`decide_round`).
 """
 
-import enum
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from launcher import costs
 from launcher.errors import Exit, HostsUnreachable, LaunchError
 from launcher.provider import SliceState
-from launcher.run.events import NOT_STARTED, VANISHED, AttemptBegan, Ended, Recovering, RunEvent, SliceReplaced, Started
-from launcher.run.verdict import Kind, Verdict
+from launcher.run import events
+from launcher.run.bucket import FOLDER
+from launcher.run.session import RunStopped, Session
+from launcher.run.start import observe_open_attempt, start_attempt
+from launcher.run.verdict import JOBSET_DELETED, SLICE_DELETED, Kind, Verdict
+from training import storage
 
 _PREEMPTIONS = frozenset({Kind.PREEMPTED, Kind.HOST_LOST, Kind.CONNECTION_LOST, Kind.SAVED})
 _LEAST_OF_CONNECTIONS = 3  # attempts after a lost connection: the slice stays, and a resumed attempt costs little
 _OF_A_HOST = frozenset({Kind.HOST_LOST.value, Kind.FAILED.value})  # outcomes that a single host may have caused
 _FIRST_DELAY = 5.0  # seconds before the first new attempt after a failure; doubles
 _LONGEST_DELAY = 300.0
+_SETTLE_POLL_SECONDS = 5.0
 SETTLE_SECONDS = 60.0
 """How long the API may report READY for a slice that it is taking away. A trainer that saved without a stop of ours was
 stopped by its machine."""
@@ -40,11 +45,12 @@ class Retries:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether another attempt follows, and why."""
+    """Whether another attempt, or another round of a recovery, follows, and why."""
 
     retry: bool
     reason: str
-    delay: float = 0.0  # seconds to wait before the recovery
+    delay: float = 0.0  # seconds to wait first
+    replace: bool = False  # delete the slice before the next round
 
 
 def decide(verdict: Verdict, spent: Retries, budgets: Retries, *, stop_requested: bool) -> Decision:
@@ -68,32 +74,24 @@ def decide(verdict: Verdict, spent: Retries, budgets: Retries, *, stop_requested
     return _retry_within_budget("failure", spent.failures, budgets.failures, delay)
 
 
+def _retry_within_budget(word: str, spent: int, budget: int, delay: float) -> Decision:
+    """Returns the decision to retry, unless the budget of that name ("preemption", "failure") is spent."""
+    if budget == 0:
+        return Decision(False, f"run.{word}_retries is 0")
+    if spent >= budget:
+        return Decision(False, f"the {word} budget is used up ({budget})")
+    return Decision(True, f"{word} {spent + 1} of {budget}", delay)
+
+
 class SliceDeleted(LaunchError):
     """The slice was deleted by a user, so the run must not recreate it: it would be billed."""
 
     exit_code = Exit.PREEMPTED
 
 
-class NextRound(enum.Enum):
-    """The step after a round that failed."""
-
-    AGAIN = "again"
-    REPLACE = "replace"  # again, after the slice was deleted
-    GIVE_UP = "give up"
-
-
-@dataclass(frozen=True)
-class RoundDecision:
-    """The step after a round that failed, and why."""
-
-    next: NextRound
-    reason: str
-    delay: float = 0.0  # seconds to wait before the next round
-
-
 def decide_round(
     error: LaunchError, failed: int, seconds: float, *, limit: float, may_replace: bool | None
-) -> RoundDecision:
+) -> Decision:
     """Returns what follows a failed round: give up (permanent error, or no time left), recreate the slice (hosts
     unreachable), or try again; the delay doubles with each failure.
 
@@ -106,33 +104,33 @@ def decide_round(
             chooses the hosts of each attempt, forbids it too: the reason then does not advise to set the key.
     """
     if isinstance(error, SliceDeleted) or not error.transient:
-        return RoundDecision(NextRound.GIVE_UP, "trying again does not help")
+        return Decision(False, "trying again does not help")
     delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(failed - 1, 10))
     if seconds + delay > limit:
-        return RoundDecision(NextRound.GIVE_UP, f"tried for {seconds / 60:.0f} minutes (run.recovery_minutes)")
+        return Decision(False, f"tried for {seconds / 60:.0f} minutes (run.recovery_minutes)")
     unreachable = isinstance(error, HostsUnreachable)
     if unreachable and may_replace:
-        return RoundDecision(NextRound.REPLACE, "recreating the slice if it proves broken (run.replace_after)", delay)
+        return Decision(True, "recreating the slice if it proves broken (run.replace_after)", delay, replace=True)
     if unreachable and may_replace is not None:
-        return RoundDecision(NextRound.AGAIN, "trying again; run.replace_after: 2 would recreate the slice", delay)
-    return RoundDecision(NextRound.AGAIN, "trying again", delay)
+        return Decision(True, "trying again; run.replace_after: 2 would recreate the slice", delay)
+    return Decision(True, "trying again", delay)
 
 
-def spent_so_far(events: Sequence[RunEvent]) -> Retries:
+def spent_so_far(recorded: Sequence[events.RunEvent]) -> Retries:
     """Returns the retries that a run's events record: the budgets hold for the run, across launcher processes."""
-    ends = [Kind(event.after) for event in events if isinstance(event, Recovering)]
+    ends = [Kind(event.after) for event in recorded if isinstance(event, events.Recovering)]
     preemptions = sum(kind in _PREEMPTIONS for kind in ends)
     return Retries(preemptions, len(ends) - preemptions)
 
 
-def bad_host(events: Sequence[RunEvent]) -> tuple[int, int]:
+def bad_host(recorded: Sequence[events.RunEvent]) -> tuple[int, int]:
     """Returns the host that was the first cause of the last attempts, and of how many in a row; (-1, 0) if the last one
     had no single host as its cause, or the slice was replaced after it. Counts only attempts since a replacement."""
     worker, count = -1, 0
-    for event in reversed(events):
-        if isinstance(event, SliceReplaced):
+    for event in reversed(recorded):
+        if isinstance(event, events.SliceReplaced):
             break
-        if isinstance(event, Ended) and event.outcome not in (NOT_STARTED, VANISHED):
+        if isinstance(event, events.Ended) and event.outcome not in (events.NOT_STARTED, events.VANISHED):
             blamed = event.cause.worker if event.cause is not None else -1
             if event.outcome not in _OF_A_HOST or blamed < 0 or (count and blamed != worker):
                 break
@@ -140,18 +138,19 @@ def bad_host(events: Sequence[RunEvent]) -> tuple[int, int]:
     return worker, count
 
 
-def last_slice_created(events: Sequence[RunEvent]) -> str:
+def last_slice_created(recorded: Sequence[events.RunEvent]) -> str:
     """Returns the creation time of the slice on which an attempt last started; "" if that is not known."""
-    return next((event.slice_created for event in reversed(events) if isinstance(event, Started)), "")
+    return next((event.slice_created for event in reversed(recorded) if isinstance(event, events.Started)), "")
 
 
-def unfinished_replacement(events: Sequence[RunEvent]) -> str:
+def unfinished_replacement(recorded: Sequence[events.RunEvent]) -> str:
     """Returns the creation time of the slice of a SliceReplaced that no attempt has followed; "" if there is none."""
-    last = next((event for event in reversed(events) if isinstance(event, SliceReplaced | AttemptBegan)), None)
-    return last.slice_created if isinstance(last, SliceReplaced) else ""
+    kinds = events.SliceReplaced | events.AttemptBegan
+    last = next((event for event in reversed(recorded) if isinstance(event, kinds)), None)
+    return last.slice_created if isinstance(last, events.SliceReplaced) else ""
 
 
-def find_proof(last: Ended | None, slice_state: SliceState, *, blamed: bool, silent: float, limit: float) -> str:
+def find_proof(last: events.Ended | None, slice_state: SliceState, *, blamed: bool, silent: float, limit: float) -> str:
     """Returns evidence, other than this machine's own connections, that hosts are broken; "" if there is none.
 
     Evidence is: Google's API reports trouble, other hosts lost a host too, the blamed host reported its own exit, or
@@ -174,10 +173,224 @@ def find_proof(last: Ended | None, slice_state: SliceState, *, blamed: bool, sil
     return f"its trainer has written nothing for {silent / 60:.0f} minutes" if silent >= limit else ""
 
 
-def _retry_within_budget(word: str, spent: int, budget: int, delay: float) -> Decision:
-    """Returns the decision to retry, unless the budget of that name ("preemption", "failure") is spent."""
-    if budget == 0:
-        return Decision(False, f"run.{word}_retries is 0")
-    if spent >= budget:
-        return Decision(False, f"the {word} budget is used up ({budget})")
-    return Decision(True, f"{word} {spent + 1} of {budget}", delay)
+class Recovery:
+    """From the end of an attempt until the next one runs on all hosts, in rounds. A stop of the run ends every wait."""
+
+    def __init__(self, session: Session, *, in_use: bool | None) -> None:
+        """`in_use`: whether the API last described the slice as READY; None: it has to be asked."""
+        self.session = session
+        self.in_use = in_use
+        self.clock = session.clock
+        self.begun = self.clock.monotonic()
+        self.failed = 0  # rounds
+        self.first_failure = 0.0  # when the first of them failed
+        self.replace = ""  # why the slice is to be deleted in the next round; empty: it is not
+        self.bad = ""  # when that slice was created; empty: that is not known
+        self.files: Sequence[storage.Stat] = ()  # of the trainer, when they were last listed
+        self.changed = self.begun  # when they were first seen so
+
+    def wait(self, delay: float, *, settle: bool) -> None:
+        """Waits `delay` seconds, and with `settle` until the API reports what became of the slice. Raises SliceDeleted,
+        recorded as RecoveryGivenUp, if the slice was in use and a user deleted it."""
+        self.clock.sleep(delay)
+        if self.in_use is False:
+            return
+        self.in_use = None
+        try:
+            self._check_slice(settle=settle)
+        except SliceDeleted as error:
+            session, what = self.session, str(error)
+            session.ledger.note(
+                events.RecoveryGivenUp(session.ledger.state.attempt, what, "a user deleted it"),
+                session.context.output.say,
+            )
+            raise SliceDeleted(f"run {session.ledger.run_id}: {what}") from None
+        except LaunchError:
+            pass  # the next round asks again
+
+    def run(self) -> int:
+        """Repeats rounds, with a pause after each failed one, until the next attempt runs; returns its number. Raises
+        LaunchError, which says what is billed, if `decide_round` gives up, and RunStopped after a stop."""
+        while True:
+            try:
+                return self._try()
+            except RunStopped:
+                raise
+            except LaunchError as error:
+                self._wait_after(error)
+
+    def _check_slice(self, *, settle: bool) -> None:
+        """Sets `in_use`. Raises SliceDeleted when the slice was deleted, and the API's error when it does not answer.
+        With `settle`, waits SETTLE_SECONDS at most until the API reports that the slice is not READY."""
+        session = self.session
+        if not session.provider.capabilities.replaces_hosts:
+            self.in_use = False
+            slice_state = session.provider.describe()
+            if slice_state is not None and slice_state.state == "DELETED":
+                raise SliceDeleted(JOBSET_DELETED.what)
+            return
+        if settle:
+            session.say(f": saved without a stop: waiting up to {SETTLE_SECONDS:.0f} s for the slice's state")
+        deadline = self.clock.monotonic() + (SETTLE_SECONDS if settle else 0.0)
+        missing = 0
+        while True:
+            try:
+                slice_state = session.provider.describe()
+            except LaunchError:
+                if self.clock.monotonic() >= deadline:
+                    raise
+                missing = 0
+            else:
+                missing = missing + 1 if slice_state is None or slice_state.state == "DELETING" else 0
+                self.in_use = slice_state is not None and slice_state.ready
+                if not missing and not self.in_use:
+                    return
+            if missing > 1:  # one answer may be stale
+                raise SliceDeleted(SLICE_DELETED.what)
+            if not missing and self.clock.monotonic() >= deadline:
+                return
+            self.clock.sleep(_SETTLE_POLL_SECONDS)
+
+    def _try(self) -> int:
+        """Deletes a bad slice, makes the slice READY, starts the attempt and returns its number: one round. Records
+        Recovered. Raises LaunchError if any of it fails, or the slice is taken away meanwhile."""
+        session = self.session
+        round_begun = self.clock.monotonic()
+        session.check_stop()
+        if session.ledger.state.phase.is_open and observe_open_attempt(session) is not None:
+            session.say(f": attempt {session.ledger.state.attempt} runs; its start could not be recorded")
+            return session.ledger.state.attempt
+        if self.in_use is None:
+            self._check_slice(settle=False)
+        self._delete_slice_if_bad()
+        # Find the slice READY, wait for it, or delete and create it, as its state demands.
+        session.provider.create(self.clock)
+        self.in_use = True
+        ready = self.clock.monotonic()
+        attempt, lost = start_attempt(session)
+        if lost is not None and lost.cause is not None:
+            if lost.kind is Kind.DELETED:
+                raise SliceDeleted(lost.cause.what)
+            raise LaunchError(lost.cause.what, exit_code=Exit.PREEMPTED)
+        started = self.clock.monotonic()
+        steps = {"delay": round_begun - self.begun, "slice": ready - round_begun, "start": started - ready}
+        seconds = {name: round(value, 1) for name, value in steps.items()}
+        session.ledger.note(events.Recovered(attempt, seconds), session.context.output.say)
+        parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
+        session.say(f": recovered in {started - self.begun:.1f} s ({parts})")
+        return attempt
+
+    def _wait_after(self, error: LaunchError) -> None:
+        """Records the failed round, and waits for the next, which deletes the slice first if `decide_round` says so.
+        Raises LaunchError if the recovery is given up."""
+        session, now = self.session, self.clock.monotonic()
+        self.failed += 1
+        if self.failed == 1:
+            self.first_failure = now
+        replaces = session.provider.capabilities.replaces_hosts
+        decision = decide_round(
+            error,
+            self.failed,
+            now - self.first_failure,
+            limit=session.config.run.recovery_minutes * 60,
+            may_replace=session.config.run.replace_after is not None if replaces else None,
+        )
+        problem, note = str(error).splitlines()[0], session.ledger.note
+        if not decision.retry:
+            given_up = events.RecoveryGivenUp(session.ledger.state.attempt, problem, decision.reason)
+            note(given_up, session.context.output.say)
+            raise LaunchError(
+                f"run {session.ledger.run_id} is not recovered ({decision.reason}): {error}\n"
+                f"  {describe_bill(session)}`tpu-launch run` resumes the run",
+                exit_code=error.exit_code,
+            ) from error
+        if decision.replace:  # as `create` saw it: by now another command may have replaced it
+            self.replace, self.bad = problem, session.provider.identity()[0]
+        session.say(f": not recovered yet: {problem}; {decision.reason} in {decision.delay:.0f} s")
+        failed = events.RoundFailed(session.ledger.state.attempt, problem, decision.reason, decision.delay)
+        note(failed, session.context.output.say)
+        if isinstance(error, HostsUnreachable):
+            self.in_use = True
+        self.wait(decision.delay, settle=False)
+
+    def _delete_slice_if_bad(self) -> None:
+        """Records SliceReplaced and deletes the slice if its hosts can't be used or one of them fails repeatedly, if
+        run.replace_after allows it, `find_proof` gives a proof, and no other slice has its name by now; else keeps it.
+        Also finishes a deletion that a killed process had recorded."""
+        session = self.session
+        worker, count = bad_host(session.ledger.events())
+        limit = session.config.run.replace_after
+        if count >= (limit or 2) and session.provider.capabilities.replaces_hosts:
+            reason = f"host {worker} was the first cause of the last {count} attempts"
+            if limit is not None and not self.replace:
+                self.replace, self.bad = reason, last_slice_created(session.ledger.events())
+            elif self.failed == 0:  # `replace` is set after the first failed round
+                session.say(f": {reason}; run.replace_after: 2 recreates the slice then")
+        else:
+            worker = -1
+        if doomed := unfinished_replacement(session.ledger.events()):  # by a process that was killed meanwhile
+            session.delete_slice(doomed)
+        if not self.replace:
+            return
+        slice_state = session.provider.describe()
+        if slice_state is None or slice_state.state == "CREATING" or self.bad not in ("", slice_state.created):
+            session.say(f": {self.replace}, and that slice is gone")  # another command has deleted or replaced it
+            self.replace = ""
+            return
+        if proof := self._find_proof(slice_state, blamed=worker >= 0):
+            reason = f"{self.replace}; {proof}"
+            session.say(f": {reason}: recreating the slice (run.replace_after)")
+            session.check_stop()
+            replaced = events.SliceReplaced(session.ledger.state.attempt, worker, reason, slice_state.created)
+            session.ledger.append(replaced)
+            session.delete_slice(slice_state.created)
+            self.in_use, self.files = False, ()  # the trainer's silence counts anew for the next slice
+        else:
+            session.say(
+                f": {self.replace}; the slice is kept, because neither Google's API nor other hosts nor the trainer's "
+                "files show that it is broken: if it is, `tpu-launch down`, then `up`, recreates it"
+            )
+        self.replace = ""
+
+    def _find_proof(self, slice_state: SliceState, *, blamed: bool) -> str:
+        """Returns what shows that the slice is broken, besides this machine's own connections; "" for nothing. Counts
+        how long the trainer's files have not changed from the first call on. `blamed`: one host was the first cause of
+        the last attempts, and its own report of its end counts."""
+        session, now = self.session, self.clock.monotonic()
+        files = _list_files(session)
+        if not files or files != self.files:
+            self.files, self.changed = files, now
+        ends = [event for event in session.ledger.events() if isinstance(event, events.Ended)]
+        last = next((end for end in reversed(ends) if end.outcome not in (events.NOT_STARTED, events.VANISHED)), None)
+        if last_slice_created(session.ledger.events()) not in ("", slice_state.created):
+            last = None  # that attempt ran on another slice
+        limit = session.config.run.unreachable_minutes * 60
+        return find_proof(last, slice_state, blamed=blamed, silent=now - self.changed, limit=limit)
+
+
+def _list_files(session: Session) -> Sequence[storage.Stat]:
+    """Returns the trainer's files in the run's bucket; [] if there are none, or this account may not list them."""
+    trainer = session.config.trainer
+    if trainer is not None and storage.is_remote(trainer.output):
+        with contextlib.suppress(storage.StorageError):
+            folder = storage.join(trainer.output, session.ledger.run_id)
+            own = storage.join(folder, FOLDER) + "/"
+            return [found for found in storage.listing(folder) if not found.url.startswith(own)]
+    return []
+
+
+def describe_bill(session: Session) -> str:
+    """Asks the API, and returns a sentence about what is still billed; "" where the run has no slice of its own."""
+    if not session.provider.capabilities.cloud_tpu_node:
+        return ""
+    name = session.config.slice.name
+    try:
+        slice_state = session.provider.describe()
+    except LaunchError:
+        return f"slice {name} may be there and billed: `tpu-launch status` looks, `tpu-launch down` deletes it; "
+    if slice_state is None:
+        return f"there is no slice {name}, nothing of it is billed; "
+    cost = costs.since(session.config, slice_state.created, session.machine.clock.time())
+    return (
+        f"slice {name} is {slice_state.state} and billed{f' ({cost})' if cost else ''}: `tpu-launch down` deletes it; "
+    )

@@ -200,7 +200,28 @@ def find_run(
 ) -> Ledger:
     """Returns the run of that id, or the newest one (`run_id` None), of that slice and provider (None: any), after
     pulling its bucket's events, if the bucket answers. Raises BadInput when there is none, or it is damaged."""
-    return pull_known(_find(home, machine, run_id, slice_name, provider), machine)
+    known = [
+        ledger
+        for ledger in list_runs(home, machine)
+        if slice_name in (None, ledger.record.slice) and provider in (None, ledger.record.provider)
+    ]
+    found = known[-1:] if run_id is None else [ledger for ledger in known if ledger.run_id == run_id]
+    if found:
+        return pull_known(found[0], machine)
+    if run_id is None:
+        raise BadInput(
+            f"no run was started from this folder yet (looked in {home / 'runs'}); `tpu-launch run` starts one\n"
+            "  emulated runs are kept apart: --emulated before a command chooses them"
+        )
+    if (home / "runs" / run_id / "run.json").exists():
+        ledger = Ledger(home / "runs" / run_id, machine.clock)
+        _ = ledger.record, ledger.entries()  # raises if damaged or of another version; else another slice's run
+    raise BadInput(f"there is no run {run_id!r} here; known: {', '.join(run.run_id for run in known) or 'none'}")
+
+
+def find_on_slice(config: Config, context: Context, run_id: str | None) -> Ledger:
+    """Returns the run of that id, or the newest one, on the configured slice, as `find_run` does."""
+    return find_run(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
 
 
 def pull_known(ledger: Ledger, machine: Workstation) -> Ledger:
@@ -209,29 +230,6 @@ def pull_known(ledger: Ledger, machine: Workstation) -> Ledger:
         with contextlib.suppress(LaunchError):
             ledger.pull(machine.threads)
     return ledger
-
-
-def _find(home: Path, machine: Workstation, run_id: str | None, slice_name: str | None, provider: str | None) -> Ledger:
-    """Returns the run as `find_run` does, without asking its bucket."""
-    known = [
-        ledger
-        for ledger in list_runs(home, machine)
-        if slice_name in (None, ledger.record.slice) and provider in (None, ledger.record.provider)
-    ]
-    if run_id is not None:
-        for ledger in known:
-            if ledger.run_id == run_id:
-                return ledger
-        if (home / "runs" / run_id / "run.json").exists():
-            ledger = Ledger(home / "runs" / run_id, machine.clock)
-            _ = ledger.record, ledger.entries()  # raises if damaged or of another version; else another slice's run
-        raise BadInput(f"there is no run {run_id!r} here; known: {', '.join(run.run_id for run in known) or 'none'}")
-    if not known:
-        raise BadInput(
-            f"no run was started from this folder yet (looked in {home / 'runs'}); `tpu-launch run` starts one\n"
-            "  emulated runs are kept apart: --emulated before a command chooses them"
-        )
-    return known[-1]
 
 
 def resolve_run(

@@ -227,3 +227,21 @@ def end_interrupted_start(session: Session) -> None:
     end_everywhere(session, number, session.workers, grace=session.config.run.stop_seconds)
     cause = Cause(-1, events.INTERRUPTED)
     session.ledger.append(events.Ended(number, events.NOT_STARTED, cause))
+
+
+def observe_open_attempt(session: Session) -> Phase | None:
+    """Returns the phase of the attempt whose end is not recorded, as its hosts answer. Records the end of one that is
+    gone, ends an interrupted start, and returns None."""
+    ledger = session.ledger
+    number = ledger.state.attempt
+    if ledger.state.recovering and (lost := judge_slice(session)):  # a round of that recovery has failed
+        ledger.append(events.Ended(number, lost.kind.value, lost.cause))
+        return None
+    phase = observe_phase(session)
+    if phase is Phase.INTERRUPTED:
+        end_interrupted_start(session)
+        return None
+    if phase is Phase.VANISHED:
+        ledger.append(events.Ended(number, events.VANISHED, Cause(-1, "no host has its container any more")))
+        return None
+    return phase

@@ -13,22 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.provider import ContainerState
-from launcher.run.events import (
-    NOT_STARTED,
-    AttemptBegan,
-    Ended,
-    HostEnded,
-    Judged,
-    Orphaned,
-    Reaped,
-    Recovering,
-    RecoveryGivenUp,
-    Requested,
-    RunEvent,
-    RunStopRequested,
-    Started,
-    Supervised,
-)
+from launcher.run import events
 from launcher.run.verdict import Kind, Verdict
 
 
@@ -57,17 +42,17 @@ class RunState:
     """All that a run's events say together."""
 
     phase: Phase = Phase.NEW
-    last_attempt: AttemptBegan | None = None
+    last_attempt: events.AttemptBegan | None = None
     outcome: str | None = None
     """How the last attempt ended ("finished", "host lost", ...); None while it is open, and before the first."""
     stops: int = 0
     """How many stops were requested in the whole run."""
     acknowledged_stops: int = 0
     """How many of them had been requested when `tpu-launch run` was last asked for."""
-    orphans: tuple[Orphaned, ...] = ()
+    orphans: tuple[events.Orphaned, ...] = ()
     """Containers that may still be on hosts, and that were not removed since."""
 
-    recovering: Recovering | None = None
+    recovering: events.Recovering | None = None
     """The recovery that was begun, and has neither started an attempt on all hosts nor been given up or stopped."""
 
     budget_spent: bool = False
@@ -93,51 +78,51 @@ class RunState:
         return attempt < self.attempt or not self.phase.is_open
 
 
-def state_of(events: Iterable[RunEvent]) -> RunState:
+def state_of(recorded: Iterable[events.RunEvent]) -> RunState:
     """Returns the state of a run with these events, oldest first."""
     state = RunState()
-    for event in events:
+    for event in recorded:
         match event:
-            case AttemptBegan():
+            case events.AttemptBegan():
                 state = replace(state, phase=Phase.STARTING, last_attempt=event, outcome=None)
-            case Started() if event.attempt == state.attempt and state.phase is Phase.STARTING:
+            case events.Started() if event.attempt == state.attempt and state.phase is Phase.STARTING:
                 state = replace(state, phase=Phase.RUNNING, recovering=None)
-            case Ended():
+            case events.Ended():
                 phase = Phase.FINISHED if event.outcome == Kind.FINISHED.value else Phase.ENDED
-                of_round = state.phase is Phase.STARTING and event.outcome in (NOT_STARTED, Kind.PREEMPTED.value)
+                of_round = state.phase is Phase.STARTING and event.outcome in (events.NOT_STARTED, Kind.PREEMPTED.value)
                 recovering = state.recovering if of_round else None
                 state = replace(state, phase=phase, outcome=event.outcome, recovering=recovering)
-            case Recovering():
+            case events.Recovering():
                 state = replace(state, recovering=event)
-            case RecoveryGivenUp():
+            case events.RecoveryGivenUp():
                 state = replace(state, recovering=None, budget_spent=False)
-            case RunStopRequested():
+            case events.RunStopRequested():
                 state = replace(state, stops=state.stops + 1, recovering=None, budget_spent=event.by_budget)
-            case Supervised():
+            case events.Supervised():
                 state = replace(state, supervisions=state.supervisions + 1, supervisor=event.holder)
-            case Requested():
+            case events.Requested():
                 state = replace(state, acknowledged_stops=event.stops, budget_spent=False)
-            case Orphaned():
+            case events.Orphaned():
                 state = replace(state, orphans=(*state.orphans, event))
-            case Reaped():
+            case events.Reaped():
                 reaped = (event.attempt, set(event.hosts))
                 left = tuple(each for each in state.orphans if (each.attempt, set(each.hosts)) != reaped)
                 state = replace(state, orphans=left)
     return state
 
 
-def recorded_ends(events: Iterable[RunEvent], attempt: int) -> dict[int, ContainerState]:
+def recorded_ends(recorded: Iterable[events.RunEvent], attempt: int) -> dict[int, ContainerState]:
     """Returns the ends of an attempt's containers that an earlier supervisor saw and recorded, by worker."""
     return {
         event.host: ContainerState("exited", event.exit_code, event.oom, finished_at=event.finished_at)
-        for event in events
-        if isinstance(event, HostEnded) and event.attempt == attempt and event.exit_code is not None
+        for event in recorded
+        if isinstance(event, events.HostEnded) and event.attempt == attempt and event.exit_code is not None
     }
 
 
-def recorded_verdict(events: Iterable[RunEvent], attempt: int) -> Verdict | None:
+def recorded_verdict(recorded: Iterable[events.RunEvent], attempt: int) -> Verdict | None:
     """Returns the verdict by which an earlier supervisor ends an attempt; None if none was recorded."""
-    judged = [event for event in events if isinstance(event, Judged) and event.attempt == attempt]
+    judged = [event for event in recorded if isinstance(event, events.Judged) and event.attempt == attempt]
     return Verdict(Kind(judged[-1].outcome), judged[-1].cause, judged[-1].symptoms) if judged else None
 
 

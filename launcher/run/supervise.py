@@ -18,11 +18,11 @@ from launcher.provider import HostReport, Observation, SliceState
 from launcher.run import budget, events, post_mortem
 from launcher.run.hang import blame_silent_host, explain_stall
 from launcher.run.ledger import Ledger
-from launcher.run.logs import HostLog, next_page, tail
+from launcher.run.logs import HostLog, next_page
 from launcher.run.progress import DEFAULT_SECONDS, HostsProgress, judge_stall
 from launcher.run.session import DESCRIBE_AGAIN_SECONDS, Session
 from launcher.run.state import Phase, recorded_ends, recorded_verdict
-from launcher.run.verdict import RECREATED, HostView, Kind, Limits, Verdict, describe_exit, judge
+from launcher.run.verdict import RECREATED, HostView, Kind, Limits, Verdict, describe_exit, explain, judge
 from training.machine import Queue
 from training.telemetry.progress_line import slowest
 
@@ -39,8 +39,6 @@ _COUNT_EVERY = 5.0  # seconds between two counts of the run's dollars
 _WARN_EVERY = 30.0  # seconds between two warnings that no host answers
 _NO_POST_MORTEM = (Kind.FINISHED, Kind.SAVED, Kind.BAD_INPUT, Kind.STOPPED)
 _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wait for a dead peer
-# Of the host that is the first cause, in the report: lines, characters of each, and bytes in which they are found.
-_LAST_LINES, _LAST_CHARACTERS, _LAST_BYTES = 8, 2_000, 2_000_000
 _LAST_SECONDS, _END_LINES = 60.0, 1000  # for which the rest of a huge log is fetched; then so many lines of its end
 _FULL_DISK_SECONDS = 40.0  # for which last lines wait on a full disk of this machine, or on a log that can't be read
 _LAST_TRIES = 3  # of a host that does not answer when its last lines are fetched
@@ -98,50 +96,15 @@ def supervise(session: Session, attempt: int) -> Verdict:
     if orphaned:  # Record Orphaned before Ended: readers of Ended report that nothing runs.
         ledger.append(events.Orphaned(attempt, session.container(attempt), tuple(sorted(orphaned))))
     shareable = ledger.bucket is None or not unknown  # no secret that is not masked goes to the bucket
-    last = tuple(last_lines(ledger, attempt, verdict, masker)) if shareable else ()
+    last = post_mortem.last_lines(ledger, attempt, verdict, masker) if shareable else ()
     seconds = supervision.progress.step_seconds
     ledger.append(events.Ended(attempt, verdict.kind.value, verdict.cause, verdict.symptoms, last, seconds))
     if verdict.kind not in _NO_POST_MORTEM:
-        _write_post_mortem(session, attempt, reachable, secrets, unknown)
+        post_mortem.keep_evidence(session, attempt, reachable, secrets, unknown)
     reports = stop_hosts(session, attempt, reachable, grace=1, remove=True)
     if left := tuple(report.worker for report in reports if not report.ok and report.worker not in orphaned):
         ledger.append(events.Orphaned(attempt, session.container(attempt), left))
     return verdict
-
-
-def _write_post_mortem(
-    session: Session, attempt: int, reachable: Sequence[int], secrets: Mapping[str, str], unknown: Sequence[str]
-) -> None:
-    """Writes the archive of a failed attempt, `secrets` masked; records and says its path, or says why not."""
-    say = session.context.output.say
-    evidence = session.provider.evidence(session.container(attempt), reachable)
-    try:
-        path = post_mortem.write(session.ledger, attempt, evidence, secrets)
-    except OSError as error:
-        say(f"no post-mortem of attempt {attempt} could be written: {error}")
-        return
-    session.ledger.note(events.PostMortemWritten(attempt, str(path)), say)
-    unmasked = f"; not masked in it: {', '.join(unknown)}" if unknown else ""
-    say(f"logs, inspection, TPU logs and the slice's state are kept in {path}{unmasked}")
-
-
-def last_lines(ledger: Ledger, attempt: int, verdict: Verdict, masker: SecretMasker) -> list[str]:
-    """Returns the last log lines of the host that is the first cause, masked and cut; [] without such a host."""
-    if verdict.cause is None or verdict.cause.worker < 0:
-        return []
-    path = ledger.log_file(attempt, verdict.cause.worker)
-    lines = tail(path, _LAST_BYTES)[-_LAST_LINES:] if path.exists() else []
-    return [masker.mask_text(line.text)[-_LAST_CHARACTERS:] for line in lines]
-
-
-def explain(verdict: Verdict) -> list[str]:
-    """Returns a verdict in a few lines for the user, the first cause first."""
-    if verdict.cause is None:
-        return [verdict.kind.value]
-    where = f"host {verdict.cause.worker}: " if verdict.cause.worker >= 0 else ""
-    when = f", at {verdict.cause.time}" if verdict.cause.time else ""
-    lines = [f"{verdict.kind.value}: {where}{verdict.cause.what}{when}"]
-    return lines + [f"as a result: {symptom}" for symptom in verdict.symptoms]
 
 
 def stop_hosts(session: Session, attempt: int, workers: Sequence[int], *, grace: int, remove: bool) -> list[HostReport]:

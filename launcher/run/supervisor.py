@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from launcher.errors import CommandMissing, Exit, LaunchError
 from launcher.run import budget, events, specification
 from launcher.run.bucket import RunBucket
+from launcher.run.launch import run_attempts
 from launcher.run.ledger import Ledger
-from launcher.run.loop import observe_open_attempt, run_attempts
 from launcher.run.recovery import Retries, decide, last_slice_created, spent_so_far
 from launcher.run.session import Context, Outcome, Session, import_run, open_session, supervising
 from launcher.run.specification import SecretSource
-from launcher.run.start import require_inputs
+from launcher.run.start import observe_open_attempt, require_inputs
 from launcher.run.state import Phase
 from launcher.run.verdict import Kind, Verdict
 from launcher.shell import Result

@@ -375,3 +375,13 @@ def describe_exit(state: ContainerState) -> str:
     }
     text = meanings.get(code, f"exit code {code}")
     return f"{text}: {state.error}" if state.error else text
+
+
+def explain(verdict: Verdict) -> list[str]:
+    """Returns a verdict in a few lines for the user, the first cause first."""
+    if verdict.cause is None:
+        return [verdict.kind.value]
+    where = f"host {verdict.cause.worker}: " if verdict.cause.worker >= 0 else ""
+    when = f", at {verdict.cause.time}" if verdict.cause.time else ""
+    lines = [f"{verdict.kind.value}: {where}{verdict.cause.what}{when}"]
+    return lines + [f"as a result: {symptom}" for symptom in verdict.symptoms]

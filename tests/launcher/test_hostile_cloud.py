@@ -25,6 +25,7 @@ from launcher.run import events, launch, start
 from launcher.run.ledger import Ledger
 from launcher.run.session import RunStopped, open_session
 from launcher.run.specification import SecretSource
+from launcher.run.stop import delete_slice, explain_interrupt, stop_run
 from launcher.run.supervise import SliceAnswer, _Supervision
 from launcher.run.verdict import Cause, HostView, Kind, Verdict, judge
 from launcher.tpu_vm import slice_hints
@@ -224,7 +225,7 @@ def test_a_start_that_was_interrupted_is_ended_and_restarted(work: Workstation, 
     config = interrupt_start(work, only_created)
     with pytest.raises(LaunchError, match="interrupted while it was started"):
         work.attach(config)
-    launch.explain_interrupt(config, work.context())
+    explain_interrupt(config, work.context())
     assert "interrupted while" in work.messages[-1]
     work.hosts.hooks["start"] = [work.hosts.only_created.clear]
     work.hosts.silent = {1} if only_created else set()  # it tells later that its container never started
@@ -232,7 +233,7 @@ def test_a_start_that_was_interrupted_is_ended_and_restarted(work: Workstation, 
     outcome = work.run(config)
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
     assert outcomes(work) == [events.NOT_STARTED, "finished"]
-    launch.explain_interrupt(config, work.context())
+    explain_interrupt(config, work.context())
     assert "nothing of it is running" in work.messages[-1]
 
 
@@ -319,7 +320,7 @@ def test_a_recovery_that_has_been_stopped_or_given_up_creates_no_slice_later(wor
     with pytest.raises((KeyboardInterrupt, LaunchError)):
         work.run(work.config())
     if end == "down":
-        launch.delete_slice(work.config(), work.context())
+        delete_slice(work.config(), work.context())
     elif end == "stop":
         stop_elsewhere(work)
     work.hosts.slice_state = None
@@ -449,7 +450,7 @@ def test_a_slice_that_only_this_machine_can_not_reach_is_deleted_only_if_its_tra
 ) -> None:
     """HTTPS passes, and a firewall keeps ssh out. The slice is the one that the recovery made."""
     turns = itertools.chain(listings, itertools.repeat(listings[-1]))
-    monkeypatch.setattr("launcher.run.loop._list_files", lambda session: next(turns))
+    monkeypatch.setattr("launcher.run.recovery._list_files", lambda session: next(turns))
     work.hosts.exits[:2] = [75, 0]
 
     def fail_slowly() -> None:
@@ -491,7 +492,7 @@ def test_after_a_save_without_a_stop_the_recovery_waits_for_the_slices_state(wor
 
 def stop_elsewhere(work: Workstation) -> None:
     """`tpu-launch stop` in another terminal."""
-    launch.stop(work.config(), work.context(), None, grace=1)
+    stop_run(work.config(), work.context(), None, grace=1)
 
 
 @pytest.mark.parametrize("is_pulled", [False, True])
@@ -546,7 +547,7 @@ def test_a_stop_ends_a_start_that_waits_for_nodes(work: Workstation, monkeypatch
 def test_a_stop_waits_for_the_process_that_starts_attempts(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     config = interrupt_start(work, {0})
     hold_lock(work, monkeypatch)
-    launch.stop(config, work.context(), None, grace=1)
+    stop_run(config, work.context(), None, grace=1)
     assert not work.ledger.supervised()
 
 
@@ -600,7 +601,7 @@ def test_orphans_are_kept_until_every_host_is_reaped_and_stopped_although_the_ru
     assert ledger.state.orphans == (orphan,), "only one host has removed it"
     ledger.append(events.Orphaned(1, "orphan-of-the-last-attempt", (0,)))
     ledger.append(events.Orphaned(0, "orphan-on-a-larger-slice", (5,)))
-    reports = launch.stop(work.config(), work.context(), ledger.run_id, grace=1)
+    reports = stop_run(work.config(), work.context(), ledger.run_id, grace=1)
     assert len(reports) == 4, "of the last attempt, and of the orphans"
 
 
@@ -675,7 +676,7 @@ def test_down_of_a_detached_run_lets_it_save_before_the_slice_is_deleted(
     elif trouble == "host lost":  # where the program may go on
         work.ledger.append(events.Orphaned(0, "tpu-launch-demo-0", (1,)))
         work.ledger.append(events.Ended(0, "host lost", Cause(1, "silent")))
-    launch.delete_slice(work.config(), work.context())
+    delete_slice(work.config(), work.context())
     assert work.hosts.calls[-1] == "delete"
     assert ("stop" in work.hosts.calls) == (trouble not in ("preempted", "no slice", "launcher works on it"))
     assert any("may not have saved" in message for message in work.messages) == (trouble == "no host answers")
@@ -695,7 +696,7 @@ def test_a_run_that_is_asked_for_while_its_slice_is_deleted_is_refused(work: Wor
     start_and_lose_sight(work)
     work.hosts.hooks["delete"] = [ask]
     if command == "down":
-        launch.delete_slice(work.config(), work.context())
+        delete_slice(work.config(), work.context())
     else:  # which replaces the slice, or has spent its budget
         work.hosts.fail("describe", UNAVAILABLE)  # which passes
         open_session(work.context(), work.ledger, SecretSource({}, {})).delete_slice("")
@@ -714,7 +715,7 @@ def test_where_files_can_not_be_locked_down_deletes_the_slice_and_run_is_refused
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with slice_hints.mark_create_in_flight(work.config()) as descriptors:
-        launch.delete_slice(work.config(), work.context())
+        delete_slice(work.config(), work.context())
     assert descriptors == ()
     assert not slice_hints.is_create_in_flight(work.config())
     assert work.hosts.calls == ["stop", "delete"]

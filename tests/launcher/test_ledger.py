@@ -386,7 +386,7 @@ def test_a_full_disk_costs_the_archive_and_nothing_else(work: Workstation, monke
 
 
 def test_a_disk_that_fills_up_leaves_no_part_of_an_archive(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(post_mortem, "_add", Mock(side_effect=FULL))
+    monkeypatch.setattr(tarfile.TarFile, "addfile", Mock(side_effect=FULL))
     with pytest.raises(OSError, match="No space left"):
         post_mortem.write(ledger, 0, {"slice.json": "{}"}, {})
     assert not [path for path in ledger.folder.iterdir() if "post-mortem" in path.name]

@@ -10,7 +10,7 @@ from launcher.config import Config
 from launcher.errors import LaunchError
 from launcher.provider import ContainerState, LogLine, Observation
 from launcher.providers import this_machine
-from launcher.run import events, launch, status
+from launcher.run import events, launch, logs
 from launcher.run.ledger import Ledger
 from launcher.run.logs import read_from
 from launcher.run.session import Context, Output, find_run, open_session
@@ -71,7 +71,7 @@ class Terminal:
     def logs(self, *, follow: bool, seconds: float = 20.0) -> None:
         """Prints the logs. Fails when that has not ended in time."""
         arguments, options = (self.config, self.context, None), {"follow": follow, "host": None}
-        command = threading.Thread(target=status.print_logs, args=arguments, kwargs=options, daemon=True)
+        command = threading.Thread(target=logs.print_logs, args=arguments, kwargs=options, daemon=True)
         command.start()
         command.join(seconds)
         assert not command.is_alive(), f"`logs` has not ended within {seconds} s"
@@ -112,7 +112,7 @@ def test_following_ends_where_one_host_has_ended_and_the_other_does_not_answer(w
     detach(work, work.config())
     work.hosts.end(1)
     work.hosts.silent = {1}
-    status.print_logs(work.config(), work.context(), None, follow=True, host=None)
+    logs.print_logs(work.config(), work.context(), None, follow=True, host=None)
     assert "no host that may go on writing has answered for 10 minutes" in work.messages[-1]
 
 
@@ -121,7 +121,7 @@ def test_hosts_are_silent_only_while_none_answers(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path, [line(0)], [away, RUNNING, away, away])
     files = {worker: terminal.ledger.log_file(0, worker) for worker in (0, 1)}
     provider = terminal.context.make_provider(terminal.config)
-    fetcher = status._Fetcher(terminal.ledger, provider, 0, files, terminal.context.output)
+    fetcher = logs._Fetcher(terminal.ledger, provider, 0, files, terminal.context.output)
     for silent in (False, True):
         fetcher.fetch()
         assert fetcher.silent == silent

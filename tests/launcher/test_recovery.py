@@ -14,10 +14,11 @@ from launcher.gcloud.errors import Busy, Conflict, PermissionDenied, Preempted, 
 from launcher.provider import SliceState
 from launcher.run import recovery
 from launcher.run.events import NOT_STARTED, Ended, Recovering, RunEvent, SliceReplaced
-from launcher.run.loop import _list_files
-from launcher.run.recovery import NextRound, Retries, SliceDeleted, decide, spent_so_far
+from launcher.run.recovery import Retries, SliceDeleted, _list_files, decide, spent_so_far
 from launcher.run.verdict import Cause, Kind, Verdict
 from training import storage
+
+AGAIN, REPLACE, GIVE_UP = (True, False), (True, True), (False, False)  # whether another round follows; replaced before
 
 
 def test_a_lost_connection_between_hosts_does_not_end_a_run_whose_file_names_no_budget() -> None:
@@ -108,23 +109,24 @@ def test_only_files_that_were_listed_in_a_bucket_tell_of_the_trainer(monkeypatch
 @pytest.mark.parametrize(
     ("error", "following"),
     [
-        (Preempted("gone"), NextRound.AGAIN),
-        (LaunchError("the slice is PREEMPTED", exit_code=Exit.PREEMPTED), NextRound.AGAIN),
-        (HostsUnreachable("no ssh"), NextRound.REPLACE),
-        (Unavailable("503"), NextRound.AGAIN),
-        (Stockout("no capacity"), NextRound.AGAIN),
-        (Busy("another operation"), NextRound.AGAIN),
-        (LaunchError("never seen before"), NextRound.AGAIN),
-        (PermissionDenied("no"), NextRound.GIVE_UP),
-        (QuotaExceeded("no"), NextRound.GIVE_UP),
-        (Conflict("in use"), NextRound.GIVE_UP),
-        (BadInput("the file"), NextRound.GIVE_UP),
-        (SliceDeleted("by a user"), NextRound.GIVE_UP),
+        (Preempted("gone"), AGAIN),
+        (LaunchError("the slice is PREEMPTED", exit_code=Exit.PREEMPTED), AGAIN),
+        (HostsUnreachable("no ssh"), REPLACE),
+        (Unavailable("503"), AGAIN),
+        (Stockout("no capacity"), AGAIN),
+        (Busy("another operation"), AGAIN),
+        (LaunchError("never seen before"), AGAIN),
+        (PermissionDenied("no"), GIVE_UP),
+        (QuotaExceeded("no"), GIVE_UP),
+        (Conflict("in use"), GIVE_UP),
+        (BadInput("the file"), GIVE_UP),
+        (SliceDeleted("by a user"), GIVE_UP),
     ],
-    ids=lambda value: value.name if isinstance(value, NextRound) else type(value).__name__,
+    ids=lambda value: str(value) if isinstance(value, tuple) else type(value).__name__,
 )
-def test_what_is_not_known_to_be_permanent_may_pass(error: LaunchError, following: NextRound) -> None:
-    assert recovery.decide_round(error, 1, 0.0, limit=60, may_replace=True).next is following
+def test_what_is_not_known_to_be_permanent_may_pass(error: LaunchError, following: tuple[bool, bool]) -> None:
+    decision = recovery.decide_round(error, 1, 0.0, limit=60, may_replace=True)
+    assert (decision.retry, decision.replace) == following
 
 
 @given(
@@ -140,11 +142,11 @@ def test_a_recovery_is_tried_for_its_time_and_no_longer(
     now, delays = 0.0, [0.0]
     for failed, error in enumerate(errors, 1):
         decision = recovery.decide_round(error, failed, now, limit=limit, may_replace=may_replace)
-        if decision.next is NextRound.GIVE_UP:
+        if not decision.retry:
             assert now + min(300, 5 * 2 ** (failed - 1)) > limit
             return
         assert delays[-1] <= decision.delay <= 300, "pauses grow"
-        assert (decision.next is NextRound.REPLACE) == (isinstance(error, HostsUnreachable) and may_replace is True)
+        assert decision.replace == (isinstance(error, HostsUnreachable) and may_replace is True)
         advises = isinstance(error, HostsUnreachable) and may_replace is False
         assert ("run.replace_after: 2 would" in decision.reason) == advises
         delays.append(decision.delay)

@@ -35,6 +35,7 @@ from launcher.run import events, launch, specification
 from launcher.run.ledger import Ledger
 from launcher.run.session import Context, Outcome, Output, find_run, runs_on_slice
 from launcher.run.start import _may_lack_secrets, require_ready
+from launcher.run.stop import explain_interrupt, stop_run
 from launcher.run.verdict import Kind
 from tests.launcher.run_files import SLICE, load_text
 from training.machine import Clock, format_time
@@ -257,7 +258,7 @@ class Workstation:
 def detach(work: Workstation, config: Config, environment: dict[str, str] | None = None, **options: object) -> None:
     """Starts a run, and interrupts its launcher when it begins to watch the attempt."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("launcher.run.loop.supervise", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("launcher.run.launch.supervise", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             work.run(config, environment, **options)
 
@@ -285,7 +286,7 @@ def without_number(attempt: Attempt) -> dict[str, object]:
 
 def test_the_attempt_after_an_attach_is_what_was_started_whatever_the_file_says_now(work: Workstation) -> None:
     start_and_lose_sight(work)
-    launch.explain_interrupt(work.config(), work.context())
+    explain_interrupt(work.config(), work.context())
     assert "detached: what was started goes on" in work.messages[-1]
     work.hosts.end(75)  # its machine asked it to save
     outcome = work.attach(work.config(setting="changed"), HF_TOKEN="s3cret", FROM_FILE="plain")
@@ -461,9 +462,9 @@ def test_a_run_that_is_attached_to_takes_no_other_files_and_has_been_started(
     with pytest.raises(BadInput, match="was never started"):
         work.attach(work.config())
     with pytest.raises(BadInput, match="was never started"):
-        launch.stop(work.config(), work.context(), None, grace=1)
+        stop_run(work.config(), work.context(), None, grace=1)
     with work.ledger.supervising():  # by a process that builds its image, for example
-        assert launch.stop(work.config(), work.context(), None, grace=1) == []
+        assert stop_run(work.config(), work.context(), None, grace=1) == []
     assert work.ledger.state.stop_requested
 
 

@@ -16,8 +16,17 @@ from launcher.provider import ContainerState, LogLine, container_name
 from launcher.run import events
 from launcher.run.execution import _JUPYTER_URL
 from launcher.run.ledger import Ledger
-from launcher.run.status import HostStatus, Status, describe_progress, read_status, recent_history
-from launcher.run.top import Top, View, plot, render
+from launcher.run.status import (
+    HostStatus,
+    Status,
+    Top,
+    View,
+    describe_progress,
+    plot,
+    read_status,
+    recent_history,
+    render,
+)
 from launcher.run.verdict import Cause
 from launcher.tpu_vm.host_scripts import has_reports
 from tests.launcher.test_runs import FakeProvider, Hosts, Workstation, detach

@@ -26,6 +26,7 @@ from launcher.run.events import AttemptBegan, Ended, RunEvent, Started
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.session import Context, Output, _folder_in_bucket, begin_run, import_run, resolve_run, supervising
 from launcher.run.specification import Specification
+from launcher.run.stop import delete_slice
 from launcher.run.supervisor import Supervisor, is_unfinished
 from launcher.run.verdict import Cause, Kind
 from launcher.shell import Result
@@ -180,7 +181,7 @@ def test_down_deletes_the_slice_although_the_run_s_bucket_refuses(tmp_path: Path
     ledger = begin(tmp_path, "r", BEGAN, RUNS_NOW, url=f"{RUNS}/r/launcher")
     hosts, said = Hosts([], state={container_name("r", 0): ContainerState("exited", 75)}), list[str]()
     server.fault = lambda request: HttpResponse(403)
-    launch.delete_slice(specification.read(ledger.folder).config(), context(tmp_path, hosts, said))
+    delete_slice(specification.read(ledger.folder).config(), context(tmp_path, hosts, said))
     assert hosts.calls == ["stop", "delete"]
     assert any("run r: its stop can't be recorded" in text for text in said)
 

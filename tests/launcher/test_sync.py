@@ -12,7 +12,8 @@ from launcher.errors import BadInput, LaunchError
 from launcher.images import build_context, overlays
 from launcher.images.build import Image
 from launcher.provider import Overlay
-from launcher.run import events, launch
+from launcher.run import events
+from launcher.run.stop import stop_run
 from launcher.run.verdict import Kind
 from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.test_runs import Hosts, Workstation, detach
@@ -147,5 +148,5 @@ def test_nothing_is_stopped_for_a_request_that_is_refused(
     with pytest.raises(BadInput, match=words):
         work.run(work.config(), **options)
     assert "stop" not in work.hosts.calls
-    launch.stop(work.config(), work.context(), None, grace=None)
+    stop_run(work.config(), work.context(), None, grace=None)
     other.join(20)

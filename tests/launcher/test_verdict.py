@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from launcher.errors import Exit
 from launcher.provider import ContainerState
-from launcher.run.supervise import explain
-from launcher.run.verdict import Cause, HostView, Kind, Limits, Verdict, judge
+from launcher.run.verdict import Cause, HostView, Kind, Limits, Verdict, explain, judge
 
 LIMITS = Limits(settle=4, blip=2.5, lost=120)
 EARLY, LATE = "2026-01-01T00:00:00Z", "2026-01-01T00:00:05Z"

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from launcher.costs import duration
 from launcher.errors import Exit
 from launcher.run import events, specification
-from launcher.run.status import HostStatus, Status
-from launcher.run.top import View
+from launcher.run.status import HostStatus, Status, View
 from tests.simulation.launcher import hangs
 from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.jobs import SUPERVISORS

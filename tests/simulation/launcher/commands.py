@@ -11,12 +11,12 @@ from launcher.config import Config
 from launcher.errors import Exit, LaunchError, from_disk
 from launcher.gke.provider import Gke
 from launcher.provider import CommandReport, LogLine, Provider
-from launcher.run import execution, launch, status, top
+from launcher.run import execution, launch, logs, status
 from launcher.run.ledger import Ledger
-from launcher.run.session import Context, Outcome, Output, import_run, list_runs
-from launcher.run.supervise import explain
+from launcher.run.session import Context, Outcome, Output, find_on_slice, import_run, list_runs
+from launcher.run.stop import delete_slice, explain_interrupt, stop_run
 from launcher.run.supervisor import Supervisor, take_over
-from launcher.run.verdict import Kind
+from launcher.run.verdict import Kind, explain
 from launcher.tpu_vm import candidates, inventory
 from launcher.tpu_vm.provider import TpuVm
 from tests.simulation.launcher import claims, promises, slice_promises
@@ -43,7 +43,7 @@ class Command:
         self.lines: Counter[tuple[int, str, str]] = Counter()  # of hosts, that it showed
         self.shows: Path | None = None  # the logs of the attempt that `logs` shows
         self.status: status.Status | None = None
-        self.frames: list[tuple[top.View, int, int, list[str]]] = []  # of `top`, with its columns and rows
+        self.frames: list[tuple[status.View, int, int, list[str]]] = []  # of `top`, with its columns and rows
         self.explained = ""  # what `explain` shows
         self.stacks: dict[str, str] = {}  # the files that it has written, by name
         self.attempt = -1  # that it explains
@@ -155,7 +155,7 @@ class Command:
             self._say(f"error: {self.error}")
         except KeyboardInterrupt:
             if self.name in ("run", "attach"):
-                launch.explain_interrupt(self.config, self.context)
+                explain_interrupt(self.config, self.context)
             elif self.name in ("up", "down"):
                 self._say("interrupted: `tpu-launch up` goes on waiting, `tpu-launch down` deletes it")
             code = int(Exit.DETACHED)
@@ -182,7 +182,7 @@ class Command:
         stops = [Stop(ledger.run_id, self.world.scheduler.now) for ledger in self.ledgers()]
         self.world.record.stops += stops  # `down` stops the runs that are under way
         try:
-            launch.delete_slice(self.config, self.context)
+            delete_slice(self.config, self.context)
         finally:
             self.world.downs.remove(self.laptop.user)
         for stop in stops:
@@ -218,10 +218,10 @@ class Command:
     def _stop(self) -> int:
         self._import()
         stop = Stop(
-            launch._find(self.config, self.context, None).run_id, self.world.scheduler.now, None, self, self.began
+            find_on_slice(self.config, self.context, None).run_id, self.world.scheduler.now, None, self, self.began
         )
         self.world.record.stops.append(stop)
-        failed = [report for report in launch.stop(self.config, self.context, None, grace=None) if not report.ok]
+        failed = [report for report in stop_run(self.config, self.context, None, grace=None) if not report.ok]
         for report in failed:
             self._say(f"host {report.worker}: {report.detail}")
         if failed:
@@ -248,21 +248,21 @@ class Command:
             began, zones = self.world.scheduler.now, self.config.zones
             listing = inventory.list_owned(self.config.project, zones, self.machine)
             slice_promises.list_shows_what_is(self.world, listing, began, self.machine.clock.time())
-        looks = top.Top(self.config, self.context, provider)
+        looks = status.Top(self.config, self.context, provider)
         for columns, rows, seconds in ((40, 24, 5.0), (80, 28, 60.0), (160, 60, 120.0)):
             view = looks.look()
             claims.losses_are_shown(self, view)
-            self.frames.append((view, columns, rows, top.render(view, columns, rows)))
+            self.frames.append((view, columns, rows, status.render(view, columns, rows)))
             self.machine.clock.sleep(seconds)
         self.status = status.read_status(self.config, self.context, provider)
         return 0
 
     def _logs(self) -> int:
         self._import()
-        known = launch._find(self.config, self.context, None)
+        known = find_on_slice(self.config, self.context, None)
         if known.bucket is None:  # else another attempt may have begun on another machine
             self.shows = known.folder / "logs" / f"attempt-{known.state.attempt}"
-        status.print_logs(self.config, self.context, None, follow=True, host=None)
+        logs.print_logs(self.config, self.context, None, follow=True, host=None)
         return 0
 
     def _explain(self) -> int:
