@@ -30,7 +30,7 @@ from launcher.emulator.state import EmulatorState
 from launcher.images import engine
 from launcher.images.build import ensure_image
 from launcher.images.specification import folder_spec
-from launcher.tpu_vm import ownership
+from launcher.tpu_vm import slices
 from launcher.workstation import Owner
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -288,9 +288,9 @@ class Closing:
 def make_node(state: EmulatorState, hosts: int, owner: Owner, host_key: str) -> Any:
     """Adds the node as `tpu-launch up` of `owner` would have created it. `host_key`: the ssh key that its hosts
     show."""
-    labels = {ownership.LABEL: "1", ownership.OWNER: owner.user}
+    labels = {slices.LABEL: "1", slices.OWNER: owner.user}
     if owner.account:
-        labels[ownership.ACCOUNT] = owner.account
+        labels[slices.ACCOUNT] = owner.account
     body = {
         "labels": labels,
         "acceleratorType": TYPES[hosts],

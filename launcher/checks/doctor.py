@@ -149,7 +149,7 @@ def _zone(config: Config) -> list[Finding]:
     accelerator_type = config.slice.accelerator_type
     place = f"{accelerator_type} in {config.zone}"
     try:
-        offered = run_gcloud(commands.accelerator_types_command(config), timeout=_SECONDS).split()
+        offered = run_gcloud(commands.offers_command(config, "accelerator-types"), timeout=_SECONDS).split()
     except LaunchError as error:
         return [failure("project, API, zone", str(error).splitlines()[0], _fix_of(config, error))]
     rows = [ok("project, API, zone", f"{config.project}: the Cloud TPU API answers for {config.zone}")]
@@ -177,7 +177,7 @@ def _fix_of(config: Config, error: LaunchError) -> str:
 def _runtime(config: Config) -> list[Finding]:
     """Checks that the zone has the runtime version. Returns [] if the API fails, which `_zone` reports."""
     try:
-        offered = run_gcloud(commands.runtime_versions_command(config), timeout=_SECONDS).split()
+        offered = run_gcloud(commands.offers_command(config, "versions"), timeout=_SECONDS).split()
     except LaunchError:
         return []  # the row of the zone says why
     if config.runtime_version in offered:

@@ -17,7 +17,7 @@ from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import home
 from launcher.providers import PROVIDERS
-from launcher.tpu_vm import candidates, inventory, ownership, slice_hints
+from launcher.tpu_vm import candidates, inventory, slice_hints, slices
 from launcher.tpu_vm.requests import RequestRecord, median_seconds_to_grant
 from training import storage
 from training.machine import format_time
@@ -267,8 +267,8 @@ def gc(config: Config, everywhere: bool, all_owners: bool, yes: bool, as_json: b
             terminal.say(f"  {shlex.join(inventory.delete_command(config.project, item))}")
             continue
         try:
-            if not all_owners and (reason := ownership.why_not_ours(item.labels, machine().owner, deletion=True)):
-                raise ownership.NotOurs(f"left alone: {reason}; --all-owners deletes it nevertheless")
+            if not all_owners and (reason := slices.why_not_ours(item.labels, machine().owner, deletion=True)):
+                raise slices.NotOurs(f"left alone: {reason}; --all-owners deletes it nevertheless")
             terminal.say(f"  {item.name}: {inventory.remove(config.project, item, terminal.say, machine())}")
         except LaunchError as error:  # go on with the others
             terminal.error(f"{item.name}: {error}")

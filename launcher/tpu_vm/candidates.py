@@ -22,9 +22,9 @@ from launcher.gcloud.calls import Backoff
 from launcher.gcloud.errors import Conflict, QuotaExceeded, Refused, Stockout
 from launcher.provider import SliceState
 from launcher.shell import Result
-from launcher.tpu_vm import creation, deletion, ownership, requests, slice_hints, slices
-from launcher.tpu_vm.ownership import NotOurs
+from launcher.tpu_vm import creation, deletion, requests, slice_hints, slices
 from launcher.tpu_vm.requests import Recorded, RequestRecord, place_of
+from launcher.tpu_vm.slices import NotOurs
 from launcher.workstation import CheckedClock, Owner, Workstation
 from training import storage
 from training.machine import Event, Future
@@ -81,7 +81,7 @@ def check_owner(config: Config, describe: Callable[[], SliceState | None], owner
     except LaunchError as error:
         raise (creation.add_bill(config, error) if error.transient else error) from None
     if existing is not None:
-        ownership.require_ours(config, existing.labels, owner)
+        slices.require_ours(config, existing.labels, owner)
 
 
 def withdraw_unused(config: Config, say: Say, machine: Workstation) -> None:
@@ -261,7 +261,7 @@ class Race:
         `machine` and `creation.create` do, and NotOurs for another owner's slice."""
         where = f"{placed.slice.accelerator_type} in {placed.zone}"
         state = creation.create_in_place(placed, lambda text: self.say(f"{where}: {text}"), machine)
-        ownership.require_ours(placed, state.labels, self.patient.owner)
+        slices.require_ours(placed, state.labels, self.patient.owner)
         return state
 
     def _collect(self) -> SliceState | None:

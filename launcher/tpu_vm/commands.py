@@ -1,4 +1,4 @@
-"""The gcloud commands of a slice. Pure.
+"""The gcloud commands of a slice: its node, its queued resource ("request"), its hosts. Pure.
 
 Known defects of the SDK (528.0.0) shape every command: `--output-directory` is broken, subsets of workers lose exit
 codes, and ssh's 255 makes gcloud run the whole command again. So commands address `all` or one worker, and no remote
@@ -23,104 +23,42 @@ _SSH_FLAGS = (
 # the user's commands) goes to one host a call, with the client's own choice.
 _QUICK_KEY_EXCHANGE = "--ssh-flag=-oKexAlgorithms=-sntrup761*"
 
+METADATA_DELIMITER = "::::"  # between values of gcloud's --metadata; does not occur in the script
 
-def _base(config: Config, *words: str) -> list[str]:
-    """Returns the gcloud command for `words` (verb, slice) in the slice's current zone; ssh through IAP uses alpha."""
+
+def tpus_command(project: str, zone: str, *words: str, track: Sequence[str] = ()) -> list[str]:
+    """Returns `gcloud [TRACK] compute tpus WORDS` for a zone, which asks the user nothing."""
+    return ["gcloud", *track, "compute", "tpus", *words, f"--project={project}", f"--zone={zone}", "--quiet"]
+
+
+def node_command(config: Config, verb: str, *flags: str) -> list[str]:
+    """Returns the command for a verb on the slice's current node; create, delete and start wait for the operation."""
+    placed = slice_hints.in_current_place(config)
     # Only the alpha track has --tunnel-through-iap (SDK 528).
-    track = ["alpha"] if words[0] == "ssh" and config.slice.iap else []
-    place = [f"--project={config.project}", f"--zone={slice_hints.current(config).zone}"]
-    return ["gcloud", *track, "compute", "tpus", "tpu-vm", *words, *place, "--quiet"]
-
-
-def _node(config: Config) -> str:
-    """Returns the name of the slice's current node."""
-    return slice_hints.in_current_place(config).node
+    track = ["alpha"] if verb == "ssh" and config.slice.iap else []
+    return [*tpus_command(config.project, placed.zone, "tpu-vm", verb, placed.node, track=track), *flags]
 
 
 def create_command(config: Config, labels: dict[str, str]) -> list[str]:
     """Returns the command that creates the node and waits for the operation."""
-    return [*_base(config, "create", _node(config)), f"--version={config.runtime_version}", *node_flags(config, labels)]
+    return node_command(config, "create", f"--version={config.runtime_version}", *_node_flags(config, labels))
 
 
-def node_flags(config: Config, labels: dict[str, str]) -> list[str]:
+def _node_flags(config: Config, labels: dict[str, str]) -> list[str]:
     """Returns the flags that describe a node, for its creation and for a queued resource, with `labels` and
     slice.labels. Always includes the type: gcloud's default is a v2-8."""
     wanted = config.slice
-    command = [f"--accelerator-type={wanted.accelerator_type}"]
-    if wanted.capacity in ("spot", "reserved"):
-        command.append(f"--{wanted.capacity}")
-    if wanted.network:
-        command.append(f"--network={wanted.network}")
-    if wanted.subnetwork:
-        command.append(f"--subnetwork={wanted.subnetwork}")
-    if wanted.internal_ips:
-        command.append("--internal-ips")
-    if wanted.service_account:
-        command.append(f"--service-account={wanted.service_account}")
-    command.append("--scopes=https://www.googleapis.com/auth/cloud-platform")
+    flags = [f"--accelerator-type={wanted.accelerator_type}"]
+    flags += [f"--{wanted.capacity}"] if wanted.capacity in ("spot", "reserved") else []
+    flags += [f"--network={wanted.network}"] if wanted.network else []
+    flags += [f"--subnetwork={wanted.subnetwork}"] if wanted.subnetwork else []
+    flags += ["--internal-ips"] if wanted.internal_ips else []
+    flags += [f"--service-account={wanted.service_account}"] if wanted.service_account else []
+    flags.append("--scopes=https://www.googleapis.com/auth/cloud-platform")
+    if script := idle_shutdown_script(config):
+        flags.append(f"--metadata=^{METADATA_DELIMITER}^startup-script={script}")
     both = {**labels, **wanted.labels}
-    command += idle_shutdown_flags(config)
-    command.append("--labels=" + ",".join(f"{key}={value}" for key, value in sorted(both.items())))
-    return command
-
-
-def describe_command(config: Config) -> list[str]:
-    """Returns the command that prints the node as JSON."""
-    return [*_base(config, "describe", _node(config)), "--format=json"]
-
-
-def delete_command(config: Config) -> list[str]:
-    """Returns the command that deletes the node and waits for the operation."""
-    return _base(config, "delete", _node(config))
-
-
-def start_command(config: Config) -> list[str]:
-    """Returns the command that starts a stopped node and waits for the operation."""
-    return _base(config, "start", _node(config))
-
-
-def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bool = False) -> list[str]:
-    """Returns the command that runs a POSIX shell script on all hosts, or on one; with `dry_run`, it prints the ssh
-    command lines instead. gcloud adds no host prefix: scripts print their own."""
-    assert worker == "all" or worker.isdigit(), "a subset of workers loses exit codes"
-    command = [*_base(config, "ssh", _node(config)), f"--worker={worker}", *_SSH_FLAGS]
-    command += _network_path(config)
-    if worker == "all" and not dry_run:
-        command.append(_QUICK_KEY_EXCHANGE)
-    if dry_run:
-        command.append("--dry-run")
-    return [*command, f"--command={script}"]
-
-
-def shell_command(config: Config, worker: int, flags: Sequence[str] = ()) -> list[str]:
-    """Returns the command that opens the user's ssh session on one host or, with flags of ssh, a tunnel to it."""
-    command = [
-        *_base(config, "ssh", _node(config)),
-        f"--worker={worker}",
-        *_SSH_FLAGS,
-        *(f"--ssh-flag={flag}" for flag in flags),
-    ]
-    return [*command, *_network_path(config)]
-
-
-def _network_path(config: Config) -> list[str]:
-    """Returns the flag that reaches hosts without an external address (IAP or internal IP); [] when they have one."""
-    if config.slice.iap:
-        return ["--tunnel-through-iap"]
-    return ["--internal-ip"] if config.slice.internal_ips else []
-
-
-def accelerator_types_command(config: Config) -> list[str]:
-    """Returns the command that lists the zone's accelerator types; fails if project, API or permissions are wrong."""
-    return [*_base(config, "accelerator-types", "list"), "--format=value(name.basename())"]
-
-
-def runtime_versions_command(config: Config) -> list[str]:
-    """Returns the command that lists the zone's runtime versions for TPU VMs."""
-    return [*_base(config, "versions", "list"), "--format=value(name.basename())"]
-
-
-METADATA_DELIMITER = "::::"  # between values of gcloud's --metadata; does not occur in the script
+    return [*flags, "--labels=" + ",".join(f"{key}={value}" for key, value in sorted(both.items()))]
 
 
 def idle_shutdown_script(config: Config) -> str:
@@ -142,7 +80,66 @@ def idle_shutdown_script(config: Config) -> str:
     )
 
 
-def idle_shutdown_flags(config: Config) -> list[str]:
-    """Returns the gcloud flags that give a new node its startup script; [] without slice.abandoned_hours."""
-    script = idle_shutdown_script(config)
-    return [f"--metadata=^{METADATA_DELIMITER}^startup-script={script}"] if script else []
+def request_command(config: Config, verb: str, *flags: str) -> list[str]:
+    """Returns the command for a verb on the slice's queued resource; alpha's for a create whose capacity only alpha
+    has, and GA's for others: alpha's --spot contradicts itself (SDK 528)."""
+    placed = slice_hints.in_current_place(config)
+    track = ["alpha"] if verb == "create" and _alpha_flags(placed) else []
+    # --zone always: without it `create --reserved` asks for a reservation in "locations/None" (SDK 528).
+    return [*tpus_command(config.project, placed.zone, "queued-resources", verb, placed.node, track=track), *flags]
+
+
+def create_request_command(config: Config, labels: dict[str, str], seconds: float) -> list[str]:
+    """Returns the command that requests the slice, to be granted within `seconds`."""
+    flags = [
+        f"--node-id={config.node}",
+        f"--runtime-version={config.runtime_version}",
+        f"--valid-until-duration={round(seconds)}s",
+    ]
+    return request_command(config, "create", *flags, *_alpha_flags(config), *_node_flags(config, labels))
+
+
+def delete_request_command(config: Config) -> list[str]:
+    """Returns the command that deletes the request and, with force, its node."""
+    return request_command(config, "delete", "--force")
+
+
+def _alpha_flags(config: Config) -> list[str]:
+    """Returns the flags of kinds of capacity that only the alpha track has (SDK 528); [] for others."""
+    wanted = config.slice
+    if wanted.capacity == "flex-start":
+        assert wanted.max_run_hours is not None
+        return ["--provisioning-model=flex-start", f"--max-run-duration={round(wanted.max_run_hours * 3600)}s"]
+    if wanted.capacity == "calendar":
+        return ["--provisioning-model=reservation-bound", f"--reservation={wanted.reservation}"]
+    if wanted.capacity == "reserved" and wanted.reservation is not None:
+        return [f"--reservation={wanted.reservation}"]
+    return []
+
+
+def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bool = False) -> list[str]:
+    """Returns the command that runs a POSIX shell script on all hosts, or on one; with `dry_run`, it prints the ssh
+    command lines instead. gcloud adds no host prefix: scripts print their own."""
+    assert worker == "all" or worker.isdigit(), "a subset of workers loses exit codes"
+    command = shell_command(config, worker)
+    if dry_run:
+        command.append("--dry-run")
+    elif worker == "all":
+        command.append(_QUICK_KEY_EXCHANGE)
+    return [*command, f"--command={script}"]
+
+
+def shell_command(config: Config, worker: int | str, flags: Sequence[str] = ()) -> list[str]:
+    """Returns the command that opens the user's ssh session on one host or, with flags of ssh, a tunnel to it."""
+    network_path = ["--internal-ip"] if config.slice.internal_ips else []
+    if config.slice.iap:
+        network_path = ["--tunnel-through-iap"]
+    ssh_flags = (*_SSH_FLAGS, *(f"--ssh-flag={flag}" for flag in flags))
+    return node_command(config, "ssh", f"--worker={worker}", *ssh_flags, *network_path)
+
+
+def offers_command(config: Config, kind: str) -> list[str]:
+    """Returns the command that lists what the zone offers, "accelerator-types" or TPU VMs' runtime "versions"; it fails
+    if project, API or permissions are wrong."""
+    zone = slice_hints.current(config).zone
+    return [*tpus_command(config.project, zone, "tpu-vm", kind, "list"), "--format=value(name.basename())"]

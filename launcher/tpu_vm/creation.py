@@ -1,14 +1,13 @@
 """Creates a slice, and waits until it is READY.
 
 A slice under way is waited for, a stopped one started, one that is being deleted waited out. A preempted node must be
-deleted before its name can be used again, as the API demands. Nothing is used without our labels (ownership.py).
+deleted before its name can be used again, as the API demands. Nothing is used without our labels (slices.py).
 
 gcloud waits for an operation for half an hour at most, and has no command that describes an operation. So gcloud waits
 for a creation, because its message says why it failed; after that, or when the answer is lost, the node is described
 until it is READY.
 """
 
-import functools
 import shlex
 from collections.abc import Callable
 
@@ -18,7 +17,7 @@ from launcher.errors import BadInput, CommandTimeout, LaunchError
 from launcher.gcloud.calls import DELETE_SECONDS, Backoff, Retry, call_gcloud
 from launcher.gcloud.errors import Conflict, Preempted, StillRunning, Stockout
 from launcher.provider import SliceState
-from launcher.tpu_vm import commands, ownership, queued, slice_hints, slices
+from launcher.tpu_vm import commands, queued, slice_hints, slices
 from launcher.tpu_vm.deletion import delete_in_zone, delete_node
 from launcher.workstation import Workstation
 
@@ -123,7 +122,7 @@ class _Creation:
             else:
                 self.missing_since = None
                 if self.creates or not node.ready:  # a run may use a READY slice of any owner
-                    ownership.require_ours(self.config, node.labels, self.machine.owner)
+                    slices.require_ours(self.config, node.labels, self.machine.owner)
                 if self._act(node):
                     return node
             node = self.retry.call(lambda: slices.describe_node(self.config, self.machine), self.deadline)
@@ -188,13 +187,12 @@ class _Creation:
             f"hosts, {slice_.capacity})"
         )
         self.say(costs.line(config))
-        labels = ownership.make_labels(config, self.machine.owner, self.machine.clock.time())
+        labels = slices.make_labels(config, self.machine.owner, self.machine.clock.time())
         self.creates += 1
         self.missing_since = None
         slice_hints.save_create_time(config, self.machine.clock.time())
         if slice_.queued is not None:
-            node = functools.partial(slices.describe_node, config, self.machine)
-            queued.Acquisition(config, labels, node, self.say, self.machine).run()
+            queued.Acquisition(config, labels, self.say, self.machine).run()
             self.granted, self.deadline = True, self._from_now(slice_.create_minutes * 60)
             return
         if self.creates == 1:
@@ -235,7 +233,7 @@ class _Creation:
         self.say(f"slice {node.name} is STOPPED: starting it")
         seconds = max(1.0, self.deadline - self.machine.clock.monotonic())
         try:
-            call_gcloud(self.machine, commands.start_command(self.config), timeout=seconds)
+            call_gcloud(self.machine, commands.node_command(self.config, "start"), timeout=seconds)
         except Stockout as error:
             raise Stockout(
                 f"slice {node.name} can't be started: {error}; or delete it with `tpu-launch down`"
@@ -262,7 +260,7 @@ class _Creation:
                 f"slice {node.name} became {node.state} while it was being created; run `tpu-launch up` again"
             )
         self.say(f"slice {node.name} is {node.state}: deleting it, because its name can't be used before")
-        delete_in_zone(self.config, slices.describe_request(self.config, self.machine), node, self.say, self.machine)
+        delete_in_zone(self.config, slices.find_request(self.config, self.machine), node, self.say, self.machine)
         self.deadline = self._from_now(self.config.slice.create_minutes * 60)
 
     def _wait(self, node: SliceState) -> None:

@@ -1,6 +1,6 @@
 """Deletes a slice with its queued resource in each of its zones, and waits until the API shows neither.
 
-Nothing is deleted without our labels (ownership.py), nor a slice that was recreated since it was described.
+Nothing is deleted without our labels (slices.py), nor a slice that was recreated since it was described.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,9 +10,9 @@ from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud.calls import DELETE_SECONDS, Look, Retry, delete_until_gone
 from launcher.provider import SliceState
-from launcher.tpu_vm import commands, ownership, queued, requests, slice_hints, slices
-from launcher.tpu_vm.ownership import NotOurs
+from launcher.tpu_vm import commands, queued, requests, slice_hints, slices
 from launcher.tpu_vm.requests import RequestRecord, place_of
+from launcher.tpu_vm.slices import NotOurs, Request
 from launcher.workstation import Workstation
 
 _LOOK_SECONDS = 120.0  # until an API that does not answer ends a deletion that has not begun
@@ -126,14 +126,14 @@ def look_and_delete(config: Config, say: Say, machine: Workstation) -> bool:
     retry = Retry(machine, say, f"slice {config.slice.name} in {config.zone}")
     deadline = machine.clock.monotonic() + _LOOK_SECONDS
     # Look at the queue even when the configuration does not use it (any more): a queued resource keeps its quota.
-    looking = machine.threads.submit(lambda: slices.describe_request(config, machine))
+    looking = machine.threads.submit(lambda: slices.find_request(config, machine))
     node = retry.call(lambda: slices.describe_node(config, machine), deadline)
     try:
         request = looking.result()
     except LaunchError:
-        request = retry.call(lambda: slices.describe_request(config, machine), deadline)
+        request = retry.call(lambda: slices.find_request(config, machine), deadline)
     if request is None and node is not None and node.request:  # requested and granted between the two looks
-        request = retry.call(lambda: slices.describe_request(config, machine), deadline)
+        request = retry.call(lambda: slices.find_request(config, machine), deadline)
     if request is None and node is None:
         return False
     delete_in_zone(config, request, node, say, machine)
@@ -141,7 +141,7 @@ def look_and_delete(config: Config, say: Say, machine: Workstation) -> bool:
 
 
 def delete_in_zone(
-    config: Config, request: queued.Request | None, node: SliceState | None, say: Say, machine: Workstation
+    config: Config, request: Request | None, node: SliceState | None, say: Say, machine: Workstation
 ) -> None:
     """Deletes the queued resource and node that were found in one zone, and waits until they are gone. Also deletes a
     node that the queued resource was granted meanwhile; leaves a node that has replaced the one found.
@@ -151,7 +151,7 @@ def delete_in_zone(
         CommandTimeout: One of them is not gone in time.
     """
     for labels in [found.labels for found in (request, node) if found is not None]:
-        ownership.require_ours(config, labels, machine.owner, deletion=True)
+        slices.require_ours(config, labels, machine.owner, deletion=True)
     deadline = machine.clock.monotonic() + DELETE_SECONDS
     cost = costs.since(config, node.created, machine.clock.time()) if node is not None else ""
     say(f"deleting slice {config.slice.name}{f' ({cost})' if cost else ''}")
@@ -161,7 +161,7 @@ def delete_in_zone(
         retry = Retry(machine, say, f"slice {config.slice.name}")
         later = retry.call(lambda: slices.describe_node(config, machine), deadline)
         if later is not None and node is None:  # granted in the meantime
-            ownership.require_ours(config, later.labels, machine.owner, deletion=True)
+            slices.require_ours(config, later.labels, machine.owner, deletion=True)
         # A node of the same name that is not the one found may be another owner's by now: leave it.
         node = later if later is not None and (node is None or node.is_same(later)) else None
     if node is not None:
@@ -185,10 +185,10 @@ def delete_node(
         if node is None:
             return None
         if not doomed.is_same(node):
-            owner = node.labels.get(ownership.OWNER) or "an unknown user"
+            owner = node.labels.get(slices.OWNER) or "an unknown user"
             say(f"slice {node.name} was recreated in the meantime by {owner}: left alone")
             return None
         wait = wait_only or node.state == "DELETING"
-        return f"slice {node.name} is {node.state}", None if wait else commands.delete_command(config)
+        return f"slice {node.name} is {node.state}", None if wait else commands.node_command(config, "delete")
 
     delete_until_gone(machine, say, look, deadline)

@@ -1,6 +1,6 @@
 """The slices of tpu-launch in a project: owner, run, age, cost so far, and which of them are leftovers.
 
-A slice of tpu-launch carries the label `tpu-launch=1` (ownership.py). `find_leftovers` decides what `gc` removes.
+A slice of tpu-launch carries the label `tpu-launch=1` (slices.py). `find_leftovers` decides what `gc` removes.
 `remove` describes a slice again before it deletes it: a list may be minutes old, and the name may belong to another
 slice by now, or to the same one with a later expiry. Between that description and the deletion lies one call of gcloud
 (about a second); the API has no condition on a deletion.
@@ -14,8 +14,8 @@ from typing import Any
 from launcher import costs
 from launcher.errors import LaunchError
 from launcher.gcloud.calls import DELETE_SECONDS, Look, Retry, call_gcloud, delete_until_gone
-from launcher.gcloud.errors import ResourceNotFound
-from launcher.tpu_vm.ownership import ACCOUNT, EXPIRES, LABEL, OWNER, RUN, why_not_ours
+from launcher.tpu_vm.commands import tpus_command
+from launcher.tpu_vm.slices import ACCOUNT, EXPIRES, LABEL, OWNER, RUN, read_resource, why_not_ours
 from launcher.workstation import Owner, Workstation
 from training.machine import parse_time
 
@@ -95,8 +95,7 @@ COLUMNS = ["slice", "zone", "state", "type", "owner", "run", "age", "cost", "exp
 
 def list_commands(project: str, zone: str) -> list[list[str]]:
     """Returns the commands that list the nodes and the queued resources of a zone (`-`: of all zones)."""
-    ends = [f"--project={project}", f"--zone={zone}", "--quiet", "--format=json"]
-    return [["gcloud", "compute", "tpus", kind, "list", *ends] for kind in ("tpu-vm", "queued-resources")]
+    return [[*tpus_command(project, zone, kind, "list"), "--format=json"] for kind in ("tpu-vm", "queued-resources")]
 
 
 @dataclass(frozen=True)
@@ -186,14 +185,8 @@ def find_leftovers(slices: Sequence[OwnedSlice], now: float, *, owner: Owner | N
 def delete_command(project: str, slice_: OwnedSlice) -> list[str]:
     """Returns the command that deletes a slice; a node from the queue with its request, which would keep the quota."""
     if slice_.kind == "node" and not slice_.request:
-        return _command(project, slice_.zone, "tpu-vm", "delete", slice_.name)
-    return [*_command(project, slice_.zone, "queued-resources", "delete", slice_.request or slice_.name), "--force"]
-
-
-def _command(project: str, zone: str, kind: str, verb: str, name: str) -> list[str]:
-    """Returns a gcloud command without its --format; `kind`: "tpu-vm" or "queued-resources"."""
-    ends = [f"--project={project}", f"--zone={zone}", "--quiet"]
-    return ["gcloud", "compute", "tpus", kind, verb, name, *ends]
+        return tpus_command(project, slice_.zone, "tpu-vm", "delete", slice_.name)
+    return [*tpus_command(project, slice_.zone, "queued-resources", "delete", slice_.request or slice_.name), "--force"]
 
 
 def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machine: Workstation) -> str:
@@ -243,13 +236,10 @@ def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machi
 
 def _describe(project: str, listed: OwnedSlice, machine: Workstation) -> OwnedSlice | None:
     """Returns the node or request that has the name of a listed one now; None when there is none."""
-    kind = "tpu-vm" if listed.kind == "node" else "queued-resources"
-    command = [*_command(project, listed.zone, kind, "describe", listed.name), "--format=json"]
-    try:
-        resource = json.loads(call_gcloud(machine, command, timeout=_SECONDS))
-    except ResourceNotFound:
-        return None
-    return parse_node(resource) if listed.kind == "node" else parse_queued(resource)
+    kind, parse = ("tpu-vm", parse_node) if listed.kind == "node" else ("queued-resources", parse_queued)
+    command = [*tpus_command(project, listed.zone, kind, "describe", listed.name), "--format=json"]
+    resource = read_resource(machine, command, _SECONDS)
+    return None if resource is None else parse(resource)
 
 
 def _is_another(listed: OwnedSlice, current: OwnedSlice) -> bool:

@@ -218,7 +218,7 @@ class TpuVm:
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
         """Returns by file name the node's description and, unless `gcloud_only`, hosts' diagnostics, or the errors."""
-        command = commands.describe_command(self.config)
+        command = commands.node_command(self.config, "describe", "--format=json")
         try:
             files = {"slice.json": call_gcloud(self._machine, command, timeout=_COMMAND_SECONDS * 2)}
         except LaunchError as error:

@@ -6,124 +6,26 @@ request that is SUSPENDED or FAILED never recovers and keeps its quota: it is de
 there is time.
 """
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
 from launcher import costs
 from launcher.config import Config
 from launcher.errors import LaunchError
 from launcher.gcloud.calls import DELETE_SECONDS, Backoff, Look, Retry, call_gcloud, delete_until_gone
-from launcher.gcloud.errors import Conflict, ResourceNotFound, Stockout, explain_error
+from launcher.gcloud.errors import Conflict, Stockout, explain_error
 from launcher.provider import SliceState
-from launcher.tpu_vm import commands, ownership, slice_hints
+from launcher.tpu_vm import commands, slice_hints, slices
+from launcher.tpu_vm.slices import Request
 from launcher.workstation import Workstation
-from training.machine import parse_time
 
-_SECONDS = 120.0  # for one question; creating and deleting a request is quick, providing it is not
+_SECONDS = 120.0  # for one call: creating a request is quick, providing it is not
 _FIRST_LOOK_SECONDS = 120.0  # until an API that does not answer ends what has not begun
 _POLL_SECONDS = 2.0
 _REPORT_SECONDS = 60.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 10.0, 300.0  # between requests, the second one on
 _LATE_SECONDS = 60.0  # the API may be this late in failing a request whose time is over
 _MOST_LOST_ANSWERS = 3  # to create requests, in a row
-_LAG_SECONDS = 20.0  # the node of an ACTIVE request may not be visible yet
 _DEAD = ("SUSPENDED", "FAILED")
-
-
-@dataclass(frozen=True)
-class Request:
-    """A queued resource as the API describes it."""
-
-    name: str
-
-    state: str
-    """CREATING, ACCEPTED, WAITING_FOR_RESOURCES, PROVISIONING, ACTIVE, SUSPENDING, SUSPENDED, FAILED or DELETING."""
-
-    initiator: str
-    """USER or SERVICE: which of them suspended it."""
-
-    error: str
-    """The API's message about a failure."""
-
-    created: float | None
-    """Unix seconds."""
-
-    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Labels of the node that it becomes."""
-
-    @property
-    def lost(self) -> bool:
-        """Returns whether its node was taken away."""
-        return self.state in ("SUSPENDING", "SUSPENDED")
-
-
-def _base(config: Config, verb: str) -> list[str]:
-    # --zone always: without it `create --reserved` asks for a reservation in "locations/None" (SDK 528).
-    """Returns the gcloud command for a verb on the request; alpha's for a create whose capacity only alpha has."""
-    placed = slice_hints.in_current_place(config)
-    ends = [f"--project={config.project}", f"--zone={placed.zone}", "--quiet"]
-    track = ["alpha"] if verb == "create" and _alpha_flags(placed) else []
-    return ["gcloud", *track, "compute", "tpus", "queued-resources", verb, placed.node, *ends]
-
-
-def _alpha_flags(config: Config) -> list[str]:
-    """Returns the flags of kinds of capacity that only the alpha track has (SDK 528); [] for others."""
-    wanted = config.slice
-    if wanted.capacity == "flex-start":
-        assert wanted.max_run_hours is not None
-        return ["--provisioning-model=flex-start", f"--max-run-duration={round(wanted.max_run_hours * 3600)}s"]
-    if wanted.capacity == "calendar":
-        return ["--provisioning-model=reservation-bound", f"--reservation={wanted.reservation}"]
-    if wanted.capacity == "reserved" and wanted.reservation is not None:
-        return [f"--reservation={wanted.reservation}"]
-    return []
-
-
-def create_command(config: Config, labels: dict[str, str], seconds: float) -> list[str]:
-    """Returns the command that requests the slice, to be granted within `seconds`. Uses the GA track where it can:
-    alpha's --spot contradicts itself (SDK 528)."""
-    flags = [
-        f"--node-id={config.node}",
-        f"--runtime-version={config.runtime_version}",
-        f"--valid-until-duration={round(seconds)}s",
-    ]
-    return [*_base(config, "create"), *flags, *_alpha_flags(config), *commands.node_flags(config, labels)]
-
-
-def describe_command(config: Config) -> list[str]:
-    """Returns the command that prints the request as JSON."""
-    return [*_base(config, "describe"), "--format=json"]
-
-
-def delete_command(config: Config) -> list[str]:
-    """Returns the command that deletes the request and, with force, its node."""
-    return [*_base(config, "delete"), "--force"]
-
-
-def parse(text: str) -> Request:
-    """Returns the request in the output of `describe --format=json`; its labels are those of its first node."""
-    resource: dict[str, Any] = json.loads(text)
-    state: dict[str, Any] = resource.get("state", {})
-    error = state.get("failedData", {}).get("error", {})
-    specs = resource.get("tpu", {}).get("nodeSpec", [])
-    return Request(
-        name=resource["name"].rsplit("/", 1)[-1],
-        state=state.get("state", "STATE_UNSPECIFIED"),
-        initiator=state.get("stateInitiator", ""),
-        error=error.get("message", ""),
-        created=parse_time(resource.get("createTime", "")),
-        labels=specs[0].get("node", {}).get("labels", {}) if specs else {},
-    )
-
-
-def describe(config: Config, machine: Workstation) -> Request | None:
-    """Returns the request, or None when there is none."""
-    try:
-        return parse(call_gcloud(machine, describe_command(config), timeout=_SECONDS))
-    except ResourceNotFound:
-        return None
 
 
 class Acquisition:
@@ -131,31 +33,24 @@ class Acquisition:
 
     Args:
         labels: Labels of a new node.
-        node: Describes the node; returns None when there is none.
         say: Is given lines for the user; also told that Ctrl-C leaves the request in the queue.
     """
 
     def __init__(
-        self,
-        config: Config,
-        labels: dict[str, str],
-        node: Callable[[], SliceState | None],
-        say: Callable[[str], None],
-        machine: Workstation,
+        self, config: Config, labels: dict[str, str], say: Callable[[str], None], machine: Workstation
     ) -> None:
         """Describes the request that an earlier command may have made; its age counts against the time limit."""
         assert config.slice.queued is not None
-        self.config, self.labels, self.node, self.say, self.machine = config, labels, node, say, machine
+        self.config, self.labels, self.say, self.machine = config, labels, say, machine
         self.retry = Retry(machine, say, f"request {config.slice.name}")
         # Retry the first look: the request of an earlier command may be there, and be granted.
         first_look = Retry(machine, say, f"request {config.slice.name}", retry_denied=False)
         look_until = machine.clock.monotonic() + _FIRST_LOOK_SECONDS
-        self.request = first_look.call(lambda: describe(config, machine), look_until)
+        self.request = first_look.call(lambda: slices.describe_request(config, machine), look_until)
         self.requested = False  # by this command, and not described yet
         self.replacements = 0
         self.backoff = Backoff(machine, _FIRST_PAUSE, _LONGEST_PAUSE)  # between replacements
-        self.lost_answers = 0
-        self.lost: LaunchError | None = None  # why the last answer is not known
+        self.lost: list[LaunchError] = []  # why the last answers in a row are not known
         self.node_missing_since: float | None = None
         self.begin = machine.clock.monotonic() - self._age()
         self.deadline = self.begin + config.slice.queued.valid_until_hours * 3600
@@ -186,21 +81,24 @@ class Acquisition:
             ) from None
 
     def _wait_until_ready(self) -> None:
-        """Returns when the node is READY. Replaces a lost request or node; raises NotOurs for another's request."""
-        self._wait_for_deletion()
+        """Returns when the node is READY. Waits out a request that is being deleted, replaces a lost request or node;
+        raises NotOurs for another's request."""
+        if self.request is not None and self.request.state == "DELETING":
+            self.say(f"request {self.request.name} is DELETING: waiting until it is gone, then making a new one")
+            self._remove()
         while True:
             request = self.request
             if request is None:
                 self._check_deadline()  # first, or the new request would be left in the queue
                 self._make_request()
             else:
-                ownership.require_ours(self.config, request.labels, self.machine.owner)
+                slices.require_ours(self.config, request.labels, self.machine.owner)
                 if request.state == "ACTIVE":
-                    state = self.retry.call(self.node, self._retry_until())
-                    if state is not None and state.ready:
+                    node = self.retry.call(lambda: slices.describe_node(self.config, self.machine), self._retry_until())
+                    if node is not None and node.ready:
                         return
-                    if self._is_lost(state):
-                        reason = state.state if state else "gone"
+                    if self._is_lost(node):
+                        reason = node.state if node else "gone"
                         self.say(
                             f"the node of request {request.name} is {reason}: deleting the request, then a new one"
                         )
@@ -212,12 +110,6 @@ class Acquisition:
                 self._check_deadline()
             self._poll()
 
-    def _wait_for_deletion(self) -> None:
-        """Waits until a request that is being deleted at the first look is gone."""
-        if self.request is not None and self.request.state == "DELETING":
-            self.say(f"request {self.request.name} is DELETING: waiting until it is gone, then making a new one")
-            self._remove()
-
     def _is_lost(self, node: SliceState | None) -> bool:
         """Returns whether an ACTIVE request's node is preempted, or missing for 20 s. Records when that began."""
         if node is not None:
@@ -226,7 +118,7 @@ class Acquisition:
         now = self.machine.clock.monotonic()
         if self.node_missing_since is None:
             self.node_missing_since = now
-        return now - self.node_missing_since >= _LAG_SECONDS
+        return now - self.node_missing_since >= slices.LAG_SECONDS
 
     def _retry_until(self) -> float:
         """Returns until when (monotonic clock) errors are retried: create_minutes after the deadline, or after now."""
@@ -246,26 +138,26 @@ class Acquisition:
 
     def _make_request(self) -> None:
         """Requests the slice. A Conflict or a lost answer is kept, and raised instead of a fourth request in a row."""
-        if self.lost is not None and self.lost_answers >= _MOST_LOST_ANSWERS:
-            raise self.lost
+        if len(self.lost) >= _MOST_LOST_ANSWERS:
+            raise self.lost[-1]
         slice_, left = self.config.slice, self._left()
         self.say(
             f"requesting a {slice_.accelerator_type} in {self.config.zone}: waiting {costs.duration(left)} at most"
         )
         try:
-            command = create_command(self.config, self.labels, max(1.0, left))
+            command = commands.create_request_command(self.config, self.labels, max(1.0, left))
             with slice_hints.mark_create_in_flight(self.config) as descriptors:
                 call_gcloud(self.machine, command, timeout=_SECONDS, pass_fds=descriptors)
         except Conflict as error:
             # An earlier try of ours arrived after all, or another `up` was quicker; or a node has the name.
-            self.lost, self.lost_answers = error, self.lost_answers + 1
+            self.lost.append(error)
         except LaunchError as error:
             if not error.transient:
                 raise
-            self.lost, self.lost_answers = error, self.lost_answers + 1
+            self.lost.append(error)
             self.say(f"{str(error).splitlines()[0]}: checking whether the request was made nevertheless")
         else:
-            self.lost_answers = 0
+            self.lost.clear()
         self.requested = True
         self.told = ""  # tell its state, even if it is the one told last
 
@@ -276,11 +168,12 @@ class Acquisition:
         self._remove()
         if request.state == "FAILED":
             if request.error:
-                error = explain_error(request.error, create_command(self.config, self.labels, max(1.0, left)))
+                command = commands.create_request_command(self.config, self.labels, max(1.0, left))
+                error = explain_error(request.error, command)
                 if not error.transient:
                     raise error
             if left <= _LATE_SECONDS / 2:
-                raise Stockout(_too_late(self.config, request))
+                raise self._too_late(request)
         wait = min(self.backoff.next(), max(0.0, self._left())) if self.replacements else 0.0
         reason = request.error or f"by {request.initiator}"
         self.say(f"request {request.name} was {request.state} ({reason}): deleted it; making a new one in {wait:.0f} s")
@@ -300,14 +193,27 @@ class Acquisition:
         if self._left() < -grace:
             request = self.request
             self._remove()
-            raise Stockout(_too_late(self.config, request))
+            raise self._too_late(request)
+
+    def _too_late(self, request: Request | None) -> Stockout:
+        """Returns the error for a request that was not granted in time."""
+        assert self.config.slice.queued is not None
+        reason = f"\n  Google said: {request.error}" if request is not None and request.error else ""
+        hours = self.config.slice.queued.valid_until_hours
+        return Stockout(
+            f"no capacity for a {self.config.slice.accelerator_type} in {self.config.zone} within {hours:g} h "
+            f"(slice.queued.valid_until_hours); the request was deleted{reason}\n"
+            "  ask for longer, in another zone, or for another accelerator type"
+        )
 
     def _poll(self) -> None:
         """Sleeps, describes the request again and reports its state. Raises Conflict when it has disappeared."""
         before = self.request
         for _ in range(2):  # one answer that there is none may be stale
             self.machine.clock.sleep(_POLL_SECONDS)
-            self.request = self.retry.call(lambda: describe(self.config, self.machine), self._retry_until())
+            self.request = self.retry.call(
+                lambda: slices.describe_request(self.config, self.machine), self._retry_until()
+            )
             if self.request is not None or before is None:
                 break
         if self.request is None and before is not None:
@@ -330,18 +236,6 @@ class Acquisition:
         self.told, self.told_at = request.state, now
 
 
-def _too_late(config: Config, request: Request | None) -> str:
-    """Returns the message of the Stockout for a request that was not granted in time."""
-    assert config.slice.queued is not None
-    reason = f"\n  Google said: {request.error}" if request is not None and request.error else ""
-    hours = config.slice.queued.valid_until_hours
-    return (
-        f"no capacity for a {config.slice.accelerator_type} in {config.zone} within {hours:g} h "
-        f"(slice.queued.valid_until_hours); the request was deleted{reason}\n"
-        "  ask for longer, in another zone, or for another accelerator type"
-    )
-
-
 def remove(config: Config, doomed: Request, say: Callable[[str], None], machine: Workstation) -> None:
     """Deletes the request, with its node if it has one, and returns when the API does not show it any more. Leaves a
     request alone that was recreated under its name. Raises CommandTimeout after 15 minutes."""
@@ -352,12 +246,12 @@ def remove(config: Config, doomed: Request, say: Callable[[str], None], machine:
     def look() -> Look | None:
         """Returns the request's state and, unless it is being deleted, its deletion; None when it is gone."""
         nonlocal asked
-        request = retry.call(lambda: describe(config, machine), deadline) or (None if asked else doomed)
+        request = retry.call(lambda: slices.describe_request(config, machine), deadline) or (None if asked else doomed)
         asked = True
         if request is None or request.created != doomed.created:
             return None
         # A request must end SUSPENDING before it can be deleted. The API sometimes forgets a deletion: repeat it.
         wait = request.state in ("DELETING", "SUSPENDING")
-        return f"request {request.name} is {request.state}", None if wait else delete_command(config)
+        return f"request {request.name} is {request.state}", None if wait else commands.delete_request_command(config)
 
     delete_until_gone(machine, say, look, deadline)

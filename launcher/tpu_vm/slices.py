@@ -1,42 +1,77 @@
-"""The state of a slice, as gcloud describes it: its node, its queued resource, or both, in each of its zones.
+"""The slices that Google describes: their nodes and queued resources ("requests"), and the labels that tell the owner.
 
-`creation` and `deletion` change it. They start from what the API says and may be repeated at any point. A slice may
-come from a queued resource (queued.py) and may be in one of several zones (slice_hints.py).
+`creation` and `deletion` change a slice. They start from what the API says and may be repeated at any point. A slice
+may come from a queued resource (queued.py) and may be in one of several zones (slice_hints.py). Its labels are written
+at creation, and checked before use or deletion:
+
+    tpu-launch=1              created by this program
+    tpu-launch-owner          the user who created it
+    tpu-launch-account        hash of the user's Google account; absent where gcloud has none
+    tpu-launch-run            the prefix of its runs' ids
+    tpu-launch-expires        Unix seconds after which `gc` removes it
+
+Without these labels nothing is used or deleted, unless the command says `--any-owner`.
 """
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.config import Config
 from launcher.gcloud.calls import call_gcloud
-from launcher.gcloud.errors import PermissionDenied, ResourceNotFound
+from launcher.gcloud.errors import Conflict, PermissionDenied, ResourceNotFound
 from launcher.provider import SliceState
-from launcher.tpu_vm import commands, ownership, queued, slice_hints
-from launcher.workstation import Workstation
+from launcher.tpu_vm import commands, slice_hints
+from launcher.workstation import Owner, Workstation
+from training.machine import parse_time
 
-_SECONDS = 60.0  # for one question to the API
+_SECONDS, _REQUEST_SECONDS = 60.0, 120.0  # for one question to the API
 LAG_SECONDS = 20.0  # the API may show a new node this late
 
+LABEL = "tpu-launch"
+OWNER, ACCOUNT, RUN, EXPIRES = (f"{LABEL}-{name}" for name in ("owner", "account", "run", "expires"))
 
-def parse_state(text: str) -> SliceState:
-    """Returns the slice in the output of `describe --format=json`."""
-    node: dict[str, Any] = json.loads(text)
-    symptoms = [
-        f"{symptom.get('symptomType')} on host {symptom.get('workerId')}: {symptom.get('details', '')}"
-        for symptom in node.get("symptoms", [])
-    ]
-    return SliceState(
-        name=node["name"].rsplit("/", 1)[-1],
-        state=node.get("state", "STATE_UNSPECIFIED"),
-        health=node.get("health", "HEALTH_UNSPECIFIED"),
-        accelerator_type=node.get("acceleratorType", ""),
-        hosts=tuple(endpoint.get("ipAddress", "") for endpoint in node.get("networkEndpoints", [])),
-        detail="; ".join(filter(None, [node.get("healthDescription", ""), *symptoms])),
-        created=node.get("createTime", ""),
-        uid=node.get("id", ""),
-        labels=node.get("labels", {}),
-        request=node.get("queuedResource", "").rsplit("/", 1)[-1],
-    )
+
+class NotOurs(Conflict):
+    """Raised when a slice or a queued resource has our name but not our labels."""
+
+
+def make_labels(config: Config, owner: Owner, now: float) -> dict[str, str]:
+    """Returns the labels of a slice created at `now` (Unix seconds): tpu-launch's own, user, run, a hash of the Google
+    account if it is known, and with slice.expires_hours the time at which the slice expires."""
+    labels = {LABEL: "1", OWNER: owner.user, RUN: config.run_name}
+    if owner.account:
+        labels[ACCOUNT] = owner.account
+    if config.slice.expires_hours is not None:
+        labels[EXPIRES] = str(round(now + config.slice.expires_hours * 3600))
+    return labels
+
+
+def why_not_ours(labels: Mapping[str, str], owner: Owner, *, deletion: bool = False) -> str:
+    """Returns why the labels do not prove that `owner` created the slice; "" when they do. For a `deletion` a user name
+    is no proof without an account: everybody is root or ubuntu on some VM."""
+    if labels.get(LABEL) != "1":
+        return f"tpu-launch did not create it (it has no label {LABEL}=1)"
+    made_by, account = labels.get(OWNER) or "an unknown user", labels.get(ACCOUNT, "")
+    if made_by != owner.user:
+        return f"{made_by} created it, and you are {owner.user} (label {OWNER})"
+    if account != owner.account:
+        return f"another Google account than the one that gcloud uses here created it, or none (label {ACCOUNT})"
+    if deletion and not account:
+        return f"{made_by} without a Google account created it (no label {ACCOUNT}), which may be another {made_by}"
+    return ""
+
+
+def require_ours(config: Config, labels: Mapping[str, str], owner: Owner, *, deletion: bool = False) -> None:
+    """Raises NotOurs unless the labels prove that `owner` created the slice (`why_not_ours`), or --any-owner is set."""
+    if config.any_owner:
+        return
+    if reason := why_not_ours(labels, owner, deletion=deletion):
+        raise NotOurs(
+            f"slice {config.slice.name} in {config.zone} is not yours: {reason}\n"
+            "  choose another slice.name; to use or delete it nevertheless, add --any-owner to `up` or `down`"
+        )
 
 
 def describe(config: Config, machine: Workstation) -> SliceState | None:
@@ -48,7 +83,7 @@ def describe(config: Config, machine: Workstation) -> SliceState | None:
     found = _describe_in_zone(config.placed(current), machine)
 
     def is_ours(state: SliceState | None) -> bool:
-        return state is not None and (config.any_owner or not ownership.why_not_ours(state.labels, machine.owner))
+        return state is not None and (config.any_owner or not why_not_ours(state.labels, machine.owner))
 
     if len(config.candidates) == 1 or is_ours(found):
         if known is None:
@@ -71,7 +106,7 @@ def _describe_in_zone(config: Config, machine: Workstation) -> SliceState | None
     node = describe_node(config, machine)
     if config.slice.queued is None or (node is not None and node.state != "DELETING"):
         return node
-    request = queued.describe(config, machine)
+    request = describe_request(config, machine)
     if request is None or (node is not None and not (request.lost and request.initiator == "SERVICE")):
         return node  # a user deletes it
     if request.lost and request.initiator == "USER":
@@ -86,17 +121,76 @@ def _describe_in_zone(config: Config, machine: Workstation) -> SliceState | None
 
 def describe_node(config: Config, machine: Workstation) -> SliceState | None:
     """Returns the node of the configuration's candidate, or None when it does not exist."""
+    node = read_resource(machine, commands.node_command(config, "describe", "--format=json"), _SECONDS)
+    if node is None:
+        return None
+    symptoms = [
+        f"{symptom.get('symptomType')} on host {symptom.get('workerId')}: {symptom.get('details', '')}"
+        for symptom in node.get("symptoms", [])
+    ]
+    return SliceState(
+        name=node["name"].rsplit("/", 1)[-1],
+        state=node.get("state", "STATE_UNSPECIFIED"),
+        health=node.get("health", "HEALTH_UNSPECIFIED"),
+        accelerator_type=node.get("acceleratorType", ""),
+        hosts=tuple(endpoint.get("ipAddress", "") for endpoint in node.get("networkEndpoints", [])),
+        detail="; ".join(filter(None, [node.get("healthDescription", ""), *symptoms])),
+        created=node.get("createTime", ""),
+        uid=node.get("id", ""),
+        labels=node.get("labels", {}),
+        request=node.get("queuedResource", "").rsplit("/", 1)[-1],
+    )
+
+
+def read_resource(machine: Workstation, command: list[str], seconds: float) -> dict[str, Any] | None:
+    """Returns the JSON that a describing command prints within `seconds`; None when there is no such resource."""
     try:
-        return parse_state(call_gcloud(machine, commands.describe_command(config), timeout=_SECONDS))
+        found: dict[str, Any] = json.loads(call_gcloud(machine, command, timeout=seconds))
     except ResourceNotFound:
         return None
+    return found
 
 
-def describe_request(config: Config, machine: Workstation) -> queued.Request | None:
+@dataclass(frozen=True)
+class Request:
+    """A queued resource as the API describes it."""
+
+    name: str
+    # CREATING, ACCEPTED, WAITING_FOR_RESOURCES, PROVISIONING, ACTIVE, SUSPENDING, SUSPENDED, FAILED or DELETING
+    state: str
+    initiator: str  # USER or SERVICE: which of them suspended it
+    error: str  # the API's message about a failure
+    created: float | None  # Unix seconds
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)  # of the node that it becomes
+
+    @property
+    def lost(self) -> bool:
+        """Returns whether its node was taken away."""
+        return self.state in ("SUSPENDING", "SUSPENDED")
+
+
+def describe_request(config: Config, machine: Workstation) -> Request | None:
+    """Returns the queued resource of the slice's name, with the labels of its first node; None when there is none."""
+    resource = read_resource(machine, commands.request_command(config, "describe", "--format=json"), _REQUEST_SECONDS)
+    if resource is None:
+        return None
+    state: dict[str, Any] = resource.get("state", {})
+    specs = resource.get("tpu", {}).get("nodeSpec", [])
+    return Request(
+        name=resource["name"].rsplit("/", 1)[-1],
+        state=state.get("state", "STATE_UNSPECIFIED"),
+        initiator=state.get("stateInitiator", ""),
+        error=state.get("failedData", {}).get("error", {}).get("message", ""),
+        created=parse_time(resource.get("createTime", "")),
+        labels=specs[0].get("node", {}).get("labels", {}) if specs else {},
+    )
+
+
+def find_request(config: Config, machine: Workstation) -> Request | None:
     """Returns the queued resource of the slice's name; None without one, or if the account may not see any and
     slice.queued is not set."""
     try:
-        return queued.describe(config, machine)
+        return describe_request(config, machine)
     except PermissionDenied:
         if config.slice.queued is not None:
             raise

@@ -28,8 +28,8 @@ from launcher.run.session import begin_run
 from launcher.run.specification import Specification
 from launcher.tpu_vm import candidates, commands, deletion, requests, slice_hints
 from launcher.tpu_vm.connections import SliceConnections
-from launcher.tpu_vm.ownership import NotOurs
 from launcher.tpu_vm.requests import RequestRecord
+from launcher.tpu_vm.slices import NotOurs
 from tests.bucket_server import BucketServer
 from tests.gcloud_commands import UnknownCommand
 from tests.launcher.emulated_gcloud import ANN, BOB, Clock, Cloud, InOrder

@@ -23,7 +23,7 @@ from launcher.run.ledger import RunRecord
 from launcher.run.session import begin_run
 from launcher.run.specification import describe
 from launcher.run.verdict import Kind
-from launcher.tpu_vm import ownership
+from launcher.tpu_vm import slices
 from launcher.workstation import Owner
 from tests.launcher.run_files import launch, load_text
 from tests.launcher.test_preflight import write_inputs
@@ -82,8 +82,8 @@ def test_age_and_cost_are_counted_from_the_time_of_creation(tmp_path: Path) -> N
 
 
 def test_an_expiry_is_a_label_in_unix_seconds(tmp_path: Path) -> None:
-    assert "tpu-launch-expires" not in ownership.make_labels(config(tmp_path), Owner("ann"), 1000.0)
-    labels = ownership.make_labels(config(tmp_path, expires_hours=1.5), Owner("ann"), 1000.0)
+    assert "tpu-launch-expires" not in slices.make_labels(config(tmp_path), Owner("ann"), 1000.0)
+    labels = slices.make_labels(config(tmp_path, expires_hours=1.5), Owner("ann"), 1000.0)
     assert labels["tpu-launch-expires"] == "6400"
 
 

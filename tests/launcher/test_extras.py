@@ -75,7 +75,7 @@ def test_with_iap_ssh_goes_through_it_and_nothing_else_changes(tmp_path: Path) -
     through = config(tmp_path, "iap: true")
     assert commands.ssh_command(through, "true")[:3] == ["gcloud", "alpha", "compute"]
     assert "--tunnel-through-iap" in commands.shell_command(through, 0)
-    assert "alpha" not in commands.describe_command(through)
+    assert "alpha" not in commands.node_command(through, "describe")
     assert "alpha" not in commands.ssh_command(config(tmp_path), "true")
 
 

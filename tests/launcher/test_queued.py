@@ -14,8 +14,8 @@ from launcher.emulator.state import Fault
 from launcher.errors import BadInput
 from launcher.gcloud.errors import Conflict, PermissionDenied, QuotaExceeded, Stockout, Unavailable
 from launcher.provider import SliceState
-from launcher.tpu_vm import commands, creation, deletion, ownership, queued, slice_hints, slices
-from launcher.tpu_vm.ownership import NotOurs
+from launcher.tpu_vm import commands, creation, deletion, slice_hints, slices
+from launcher.tpu_vm.slices import NotOurs
 from launcher.workstation import Owner
 from tests.launcher.emulated_gcloud import ANN, BOB, DENIED, OFFLINE, UNAVAILABLE, Cloud
 from tests.launcher.run_files import SLICE, load_text
@@ -32,14 +32,14 @@ def zoned(tmp_path: Path) -> Config:
 
 
 def test_a_request_always_names_zone_type_and_end(zoned: Config) -> None:
-    command = queued.create_command(zoned, {"tpu-launch": "1"}, 21600)
+    command = commands.create_request_command(zoned, {"tpu-launch": "1"}, 21600)
     assert command[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "s"], "alpha contradicts itself"
     for flag in ("--zone=us-west1-c", "--node-id=s", "--accelerator-type=v5litepod-8",
                  "--runtime-version=v2-alpha-tpuv5-lite",
                  "--valid-until-duration=21600s", "--reserved", "--labels=tpu-launch=1"):  # fmt: skip
         assert flag in command
     assert not any(flag.startswith("--reservation") for flag in command)
-    assert "--force" in queued.delete_command(zoned)
+    assert "--force" in commands.delete_request_command(zoned)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_kinds_of_capacity_that_only_alpha_has_are_asked_for_with_it(
     tmp_path: Path, capacity: str, flags: list[str]
 ) -> None:
     text = f"project: p\nzone: us-west1-c\nslice: {ZONED.replace('reserved', capacity)}\n"
-    command = queued.create_command(load_text(tmp_path, text), {}, 60)
+    command = commands.create_request_command(load_text(tmp_path, text), {}, 60)
     assert command[:2] == ["gcloud", "alpha"]
     assert set(flags) <= set(command)
 
@@ -65,14 +65,14 @@ def test_zones_are_tried_in_order_and_each_once(zoned: Config) -> None:
 
 
 def test_every_command_goes_to_the_zone_where_the_slice_is(zoned: Config) -> None:
-    assert "--zone=us-west1-c" in commands.describe_command(zoned)
+    assert "--zone=us-west1-c" in commands.node_command(zoned, "describe")
     slice_hints.save_place(zoned, zoned.candidates[2])
-    describe, ssh = commands.describe_command(zoned), commands.ssh_command(zoned, "true")
-    for command in (describe, ssh, queued.delete_command(zoned)):
+    describe, ssh = commands.node_command(zoned, "describe"), commands.ssh_command(zoned, "true")
+    for command in (describe, ssh, commands.delete_request_command(zoned)):
         assert "--zone=us-west4-a" in command
     assert slice_hints.in_current_place(zoned).zone == "us-west4-a"
     slice_hints.forget(zoned)
-    assert "--zone=us-west1-c" in commands.describe_command(zoned)
+    assert "--zone=us-west1-c" in commands.node_command(zoned, "describe")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"zone": "mars-west1-a"}', '{"zone": 3}'])
@@ -112,8 +112,8 @@ def create(config: Config, cloud: Cloud, seed: int = 1) -> tuple[SliceState, lis
 
 
 def make_request(config: Config, cloud: Cloud, owner: Owner = ANN) -> None:
-    labels = ownership.make_labels(config, owner, 0.0)
-    made = cloud.machine(owner).run(queued.create_command(config, labels, 6 * HOUR), timeout=60)
+    labels = slices.make_labels(config, owner, 0.0)
+    made = cloud.machine(owner).run(commands.create_request_command(config, labels, 6 * HOUR), timeout=60)
     assert made.ok, made.stderr
 
 
@@ -159,7 +159,7 @@ def test_the_age_of_a_request_that_is_over_does_not_count(
     config: Config, cloud: Cloud, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     make_request(config, cloud)
-    describe, old = queued.describe, queued.describe(config, cloud.machine())
+    describe, old = slices.describe_request, slices.describe_request(config, cloud.machine())
     answers = [replace(old, state=state)] * (2 if state == "DELETING" else 0)
     cloud.clock.sleep(5.9 * HOUR)
     cloud.at(1.1 * HOUR, cloud.state.faults.clear)
@@ -167,7 +167,7 @@ def test_the_age_of_a_request_that_is_over_does_not_count(
         request.state = state
     if answers:
         cloud.state.queued.clear()
-    monkeypatch.setattr(queued, "describe", lambda *words: answers.pop() if answers else describe(*words))
+    monkeypatch.setattr(slices, "describe_request", lambda *words: answers.pop() if answers else describe(*words))
     assert create(config, cloud)[0].ready
 
 
@@ -337,7 +337,7 @@ def test_a_node_that_outlives_its_request_is_deleted_and_one_in_its_place_is_not
     config: Config, cloud: Cloud, replaced: bool
 ) -> None:
     make_request(config, cloud)
-    ours, bobs = ownership.make_labels(config, ANN, 0.0), {"tpu-launch": "1", "tpu-launch-owner": "bob"}
+    ours, bobs = slices.make_labels(config, ANN, 0.0), {"tpu-launch": "1", "tpu-launch-owner": "bob"}
     cloud.made_by(ours, zone=config.zone, name="s")
     kept = copy.deepcopy(cloud.state.nodes)
 
@@ -380,7 +380,7 @@ def test_a_node_that_a_user_deletes_does_not(config: Config, cloud: Cloud, monke
     create(config, cloud)
     cloud.delete(config.zone, config.slice.name)
     with monkeypatch.context() as patch:
-        patch.setattr(queued, "describe", lambda *_: queued.Request("s", "ACTIVE", "SERVICE", "", None))
+        patch.setattr(slices, "describe_request", lambda *_: slices.Request("s", "ACTIVE", "SERVICE", "", None))
         assert slices.describe(config, cloud.machine()).state == "DELETING", "SERVICE made it, and took nothing away"
     assert slices.describe(config, cloud.machine()).state == "DELETING"
     for _ in range(4):

@@ -12,7 +12,7 @@ from launcher.errors import BadInput, CommandTimeout, Exit, LaunchError
 from launcher.gcloud.errors import Conflict, Stockout, Unavailable
 from launcher.provider import SliceState
 from launcher.tpu_vm import candidates, creation, deletion, slice_hints, slices
-from launcher.tpu_vm.ownership import NotOurs
+from launcher.tpu_vm.slices import NotOurs
 from launcher.workstation import Owner
 from tests.launcher.emulated_gcloud import ANN, BOB, BUSY, DENIED, UNAVAILABLE, Cloud
 from tests.launcher.run_files import SLICE, load_text

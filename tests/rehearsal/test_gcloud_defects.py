@@ -26,9 +26,9 @@ from launcher.emulator.state import EmulatorState, Host, Store
 from launcher.emulator.vm import metadata
 from launcher.gcloud.calls import call_gcloud
 from launcher.providers import this_machine
-from launcher.tpu_vm import commands, creation, deletion, inventory, queued, slices
+from launcher.tpu_vm import commands, creation, deletion, inventory, slices
 from launcher.tpu_vm.connections import SliceConnections, parse_dry_run
-from launcher.tpu_vm.ownership import NotOurs
+from launcher.tpu_vm.slices import NotOurs
 from launcher.workstation import hash_account, this_owner
 from tests.emulator.conftest import BODY
 from tests.launcher.run_files import SLICE, load_text
@@ -147,7 +147,7 @@ def test_reserved_without_a_zone_asks_for_a_reservation_in_none_and_we_always_sa
     shell.run([*words, "--runtime-version=tpu-ubuntu2204-base", "--reserved", "--quiet"], timeout=600)
     assert "/locations/None/" in body(asked, "queuedResources")["reservationName"]
     reserved = replace(config, slice=config.slice.model_copy(update={"capacity": "reserved"}))
-    shell.run(queued.create_command(reserved, {}, 3600), timeout=600)
+    shell.run(commands.create_request_command(reserved, {}, 3600), timeout=600)
     assert body(asked, "queuedResources")["reservationName"] == "projects/p/locations/us-central2-b/reservations/-"
 
 
@@ -169,7 +169,7 @@ def test_gcloud_requests_each_kind_of_capacity_in_the_fields_of_googles_api(
 ) -> None:
     text = f"project: p\nzone: {zone}\nslice: {{name: kind, {slice_}, queued: {{valid_until_hours: 1}}}}\n"
     (tmp_path / "kind.yaml").write_text(text)
-    requested = shell.run(queued.create_command(load(tmp_path / "kind.yaml"), {}, 3600), timeout=600)
+    requested = shell.run(commands.create_request_command(load(tmp_path / "kind.yaml"), {}, 3600), timeout=600)
     assert requested.ok, requested.stderr
     found = body(asked, "queuedResources")
     assert {key: found.get(key) for key in fields} == fields

@@ -15,7 +15,7 @@ from launcher.emulator import faults
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api import queued_resources
 from launcher.emulator.state import EmulatorState, Fault, Node, Operation, QueuedResource
-from launcher.tpu_vm.ownership import EXPIRES
+from launcher.tpu_vm.slices import EXPIRES
 from tests.gcloud_commands import Command
 from tests.simulation.launcher.hosts import EPOCH, Host
 from tests.simulation.launcher.jobs import SUPERVISORS

@@ -21,11 +21,11 @@ from launcher.run import ledger
 from launcher.run.events import RunEvent
 from launcher.run.ledger import Ledger
 from launcher.run.session import list_runs
-from launcher.tpu_vm import queued, requests
-from launcher.tpu_vm.commands import create_command, delete_command
+from launcher.tpu_vm import requests
+from launcher.tpu_vm.commands import create_command, create_request_command, node_command
 from launcher.tpu_vm.host_scripts import LOG_BYTES
-from launcher.tpu_vm.ownership import make_labels
 from launcher.tpu_vm.requests import create_only
+from launcher.tpu_vm.slices import make_labels
 from launcher.workstation import Owner, hash_account
 from tests import gcloud_commands
 from tests.simulation.launcher import claims, full_disk, promises, records, scenarios, slice_promises
@@ -258,7 +258,7 @@ class SimulatedRun:
         zone = self.leftover_zone = self.rng.choice(self.scenario.setting.zones)
         placed = self.config.placed(replace(self.config.candidates[0], zone=zone))
         queues = kind == "preempted" and self.scenario.setting.queued
-        command = queued.create_command(placed, labels, 7200.0) if queues else create_command(placed, labels)
+        command = create_request_command(placed, labels, 7200.0) if queues else create_command(placed, labels)
         google.call(gcloud_commands.parse(command), creator)
         self.scheduler.sleep(0.0 if kind == "creating" else 100.0)
         slice_ = google.slice_of(gcloud_commands.parse(command))
@@ -274,7 +274,7 @@ class SimulatedRun:
             slice_.node.resource["state"] = "STOPPED"
         if kind == "deleting":
             with contextlib.suppress(ApiError):  # the API may be busy
-                google.call(gcloud_commands.parse([*delete_command(self.config), f"--zone={zone}"]), "ann")
+                google.call(gcloud_commands.parse([*node_command(self.config, "delete"), f"--zone={zone}"]), "ann")
 
     def _get_slice(self) -> bool:
         for round_ in range(6):
