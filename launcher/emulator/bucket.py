@@ -32,16 +32,10 @@ from launcher.home import write_private
 
 _NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]$")
 # Fields of an object that a client may set.
-SETTABLE = (
-    "cacheControl",
-    "contentDisposition",
-    "contentEncoding",
-    "contentLanguage",
-    "contentType",
-    "customTime",
-    "metadata",
-    "storageClass",
-)
+_SETTABLE = frozenset((
+    "cacheControl", "contentDisposition", "contentEncoding", "contentLanguage", "contentType", "customTime",
+    "metadata", "storageClass",
+))  # fmt: skip
 _BLOCK = 1 << 20
 
 
@@ -192,7 +186,7 @@ class Bucket:
             require_generation(expected, current)
             now = time.time()
             self._last = generation = max(self._last + 1, int(now * 1e6))
-            kept = {key: value for key, value in settings.items() if key in SETTABLE and value is not None}
+            kept = {key: value for key, value in settings.items() if key in _SETTABLE and value is not None}
             new = StoredObject(name, generation, bytes_.size, bytes_.crc32c, bytes_.md5, now, kept)
             os.rename(bytes_.path, self._data(generation))
             write_private(self.folder / "objects" / f"{generation}.json", json.dumps(asdict(new)))

@@ -13,10 +13,10 @@ import shutil
 import signal
 import socket
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,9 +212,9 @@ def emulated(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _launch(home: Path, state: EmulatorState, engine: Engine, image: str, tpu_volume: str) -> None:
-    """Writes the state, starts the server, and waits until it answers; else kills it and raises LaunchError."""
-    state.engine, state.pid = engine.path, 0
-    state.sockets = str(_make_socket_folder(home))
+    """Writes the state, starts the server, and waits until it answers; kills it and raises LaunchError when it does not
+    within START_TIMEOUT."""
+    state.engine, state.sockets = engine.path, str(_make_socket_folder(home))
     write_private(home / "state.json", to_json(state))
     (home / "user" / "gcloud").mkdir(mode=0o700, parents=True, exist_ok=True)
     log = home / "server.log"
@@ -224,26 +224,21 @@ def _launch(home: Path, state: EmulatorState, engine: Engine, image: str, tpu_vo
         log=log,
         env={"PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])},
     )
+    deadline = time.monotonic() + START_TIMEOUT
     try:
-        _wait_for_server(state, process, log)
+        while not _answers(state):
+            ended = process.poll() is not None
+            if ended or time.monotonic() > deadline:
+                last = log.read_text(errors="replace").strip().splitlines()[-1:]
+                failure = "ended at once" if ended else f"did not answer within {START_TIMEOUT:.0f} s"
+                raise LaunchError(
+                    f"the emulator's server {failure}: {''.join(last)} (all of it in {log}); "
+                    "`tpu-launch emulator stop` clears everything"
+                )
+            time.sleep(0.03)
     except BaseException:  # Ctrl-C too: else the server would come up during a later command
         process.kill()
         raise
-
-
-def _wait_for_server(state: EmulatorState, process: subprocess.Popen[Any], log: Path) -> None:
-    """Waits until the server answers. Raises LaunchError when it ended or does not answer in START_TIMEOUT."""
-    deadline = time.monotonic() + START_TIMEOUT
-    while not _answers(state):
-        ended = process.poll() is not None
-        if ended or time.monotonic() > deadline:
-            last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
-            failure = "ended at once" if ended else f"did not answer within {START_TIMEOUT:.0f} s"
-            raise LaunchError(
-                f"the emulator's server {failure}: {''.join(last)} (all of it in {log}); "
-                "`tpu-launch emulator stop` clears everything"
-            )
-        time.sleep(0.03)
 
 
 @contextlib.contextmanager
@@ -319,11 +314,7 @@ def _make_socket_folder(home: Path) -> Path:
 def _make_images(engine: Engine) -> tuple[str, str]:
     """Returns the name of the hosts' image and the volume of the virtual TPU; makes what is missing, or whose sources
     changed. Raises LaunchError when that fails."""
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr)
-
-    images = shared_folder("images")
+    images, say = shared_folder("images"), partial(print, file=sys.stderr)
     with shell.environment({"DOCKER_HOST": f"unix://{engine.path}"}):  # never an emulator's socket
         spec = folder_spec(IMAGE, images / "host")
         ensure_image(spec, say)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.message import Message
-from http.client import responses as REASONS
 from http.server import BaseHTTPRequestHandler
 from typing import Any, BinaryIO
 from urllib.parse import parse_qs, unquote
@@ -113,7 +112,7 @@ class HttpRequest:
         """Returns the user and the password of a Basic authorization, ("", "") without one."""
         kind, _, value = self.headers.get("Authorization", "").partition(" ")
         try:
-            user, _, password = base64.b64decode(value).decode().partition(":") if kind == "Basic" else ("", "", "")
+            user, _, password = base64.b64decode(value if kind == "Basic" else "").decode().partition(":")
         except ValueError:
             return "", ""
         return user, password
@@ -172,6 +171,7 @@ class _Connection(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     rbufsize = BLOCK
+    wbufsize = -1  # head and body of a small response are one packet
     timeout = _IDLE_SECONDS
 
     def __init__(self, connection: socket.socket, handler: Handler) -> None:
@@ -211,27 +211,22 @@ class _Connection(BaseHTTPRequestHandler):
 
     def _send(self, response: HttpResponse) -> None:
         """Sends head and body (no body for HEAD and 204), and closes the file of a FileRegion."""
-        head = self._head(response).encode("latin-1", "replace")
-        without_body = self.command == "HEAD" or response.status == 204
-        if isinstance(response.body, FileRegion):
-            region = response.body
-            with region.file as file:
-                self.connection.sendall(head)
-                if self.command != "HEAD" and region.length:
-                    self.connection.sendfile(file, region.start, region.length)
-        else:
-            self.connection.sendall(head if without_body else head + response.body)
-
-    def _head(self, response: HttpResponse) -> str:
-        """Returns the status line and the headers of a response, with Content-Length unless the status is 204."""
-        length = response.body.length if isinstance(response.body, FileRegion) else len(response.body)
-        head = [f"HTTP/1.1 {response.status} {REASONS.get(response.status, '')}", f"Date: {self.date_time_string()}"]
-        head += [f"{name}: {value}" for name, value in response.headers.items()]
+        body, has_body = response.body, self.command != "HEAD" and response.status != 204
+        self.send_response_only(response.status)
+        for name, value in {"Date": self.date_time_string(), **response.headers}.items():
+            self.send_header(name, value)
         if response.status != 204:
-            head.append(f"Content-Length: {response.headers.get('Content-Length', length)}")
+            self.send_header("Content-Length", str(body.length if isinstance(body, FileRegion) else len(body)))
         if self.close_connection:
-            head.append("Connection: close")
-        return "\r\n".join(dict.fromkeys(head)) + "\r\n\r\n"
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if isinstance(body, FileRegion):
+            with body.file as file:
+                if has_body and body.length:
+                    self.wfile.flush()
+                    self.connection.sendfile(file, body.start, body.length)
+        elif has_body:
+            self.wfile.write(body)
 
 
 class _UnbufferedConnection(_Connection):

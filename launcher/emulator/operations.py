@@ -10,13 +10,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from launcher.emulator.api import catalogue
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.state import Host, Node, Operation, Store
-from launcher.emulator.vm.host_containers import HostContainers
+from launcher.emulator.vm.host_containers import HostContainers, in_parallel
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +80,12 @@ class OperationRunner:
         match operation.verb:
             case "create" | "start":
                 if operation.failure is None:
-                    self._for_each_host(node, lambda host: self._boot(operation, node, host))
+                    in_parallel(lambda host: self._boot(operation, node, host), node.hosts)
                     self._store.wait(lambda _: operation.cancelled or all(map(_booted, node.hosts)), BOOT_TIMEOUT)
                 self._wait_until_due(operation)
                 return _describe_missing(node)
             case "stop":
-                self._for_each_host(node, self._containers.power_off)
+                in_parallel(self._containers.power_off, node.hosts)
             case "delete":
                 self._delete(node)
         return ""
@@ -114,12 +112,7 @@ class OperationRunner:
 
         # A creation or start that was cancelled may still be making hosts.
         self._store.wait(lambda state: not any(map(makes_hosts, state.operations.values())), BOOT_TIMEOUT)
-        self._for_each_host(node, self._containers.remove)
-
-    def _for_each_host(self, node: Node, act: Callable[[Host], Any]) -> None:
-        """Calls `act` for all hosts of a node, up to 16 at a time, and waits for all."""
-        with ThreadPoolExecutor(max(1, min(16, len(node.hosts)))) as pool:
-            list(pool.map(act, node.hosts))
+        in_parallel(self._containers.remove, node.hosts)
 
     def _wait_until_due(self, operation: Operation) -> None:
         """Waits until the operation's `ends_at`, or until it is cancelled."""

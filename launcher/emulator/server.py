@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from launcher.emulator.vm import metadata
 from launcher.emulator.vm.engine_client import LABEL, Engine, EngineError
 from launcher.emulator.vm.engine_images import EngineImages
 from launcher.emulator.vm.engine_proxy import EngineProxy
-from launcher.emulator.vm.host_containers import HostContainers
+from launcher.emulator.vm.host_containers import HostContainers, in_parallel
 from launcher.emulator.vm.hosts import Hosts, unix_listener
 from launcher.file_lock import lock
 from launcher.home import write_private
@@ -95,7 +94,6 @@ class Server:
         with self.store.change() as state:
             state.registry_port = registry_listener.getsockname()[1]
             state.subnet = self.containers.ensure_network(state.subnet)
-            state.pid = os.getpid()
             nodes, hosts = list(state.nodes.values()), state.hosts
         self.acceptor.start()
         for host in hosts:
@@ -330,9 +328,7 @@ class Server:
                     setattr(host, _FLAGS[kind], True)
                     host.restore_at = time.time() + arguments["seconds"] if arguments.get("seconds") else None
         acts = {"cut-host": self.containers.cut, "hang-host": self.containers.hang, "restore-host": self.hosts.restore}
-        act = acts.get(kind, self.containers.kill)
-        with ThreadPoolExecutor(max(1, len(hosts))) as pool:
-            list(pool.map(act, hosts))
+        in_parallel(acts.get(kind, self.containers.kill), hosts)
         return {"fault": kind, "node": node.name, "hosts": [host.hostname for host in hosts]}
 
 

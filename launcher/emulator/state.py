@@ -16,6 +16,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,9 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from launcher.home import write_private_bytes
 
-
-def _new_token() -> str:
-    return secrets.token_hex(16)
+_new_token = partial(secrets.token_hex, 16)
 
 
 @dataclass
@@ -97,7 +96,6 @@ class QueuedResource:
     resource: dict[str, Any]  # as the API shows it, without its state
     node: str  # full name of the node that it becomes
     state: str  # ACCEPTED, WAITING_FOR_RESOURCES, ...
-    created: float
     until: float | None  # when it expires
     initiator: str = "USER"
     error: dict[str, Any] | None = None
@@ -131,7 +129,6 @@ class EmulatorState:
     token: str = field(default_factory=_new_token)  # the access token of the workstation's account
     full_pushes: bool = False  # whether docker's pushes send an image's bytes, and not only its name
     subnet: str = ""
-    pid: int = 0
     nodes: dict[str, Node] = field(default_factory=dict)
     operations: dict[str, Operation] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)

@@ -28,7 +28,7 @@ from launcher.emulator.http_server import FileRegion, HttpRequest, HttpResponse,
 from launcher.home import write_private
 
 NAMES = ("storage.googleapis.com", "www.googleapis.com")
-EXPECTED = "ifGenerationMatch"  # the parameter with the generation that the request expects
+_EXPECTED = "ifGenerationMatch"  # the parameter with the generation that the request expects
 # Conditions and bounds of Cloud Storage that are refused: ignored, they would delete or list too much.
 _NOT_EMULATED = {"endOffset", "ifGenerationNotMatch", "ifSourceGenerationNotMatch", "startOffset"}
 _PREFIXES = {"storage": 2, "upload": 3, "download": 3, "resumable": 4}  # how many parts of the path come before "b"
@@ -88,7 +88,7 @@ class StorageApi:
     def _object(self, request: HttpRequest, bucket: Bucket, name: str, rest: list[str], base: str) -> HttpResponse:
         """Reads, deletes or (`rest` of the path) copies an object. `base`: the server's URL. Raises StorageApiError."""
         generation = integer(request.query, "generation")
-        expected = integer(request.query, EXPECTED)
+        expected = integer(request.query, _EXPECTED)
         match (request.method, rest):
             case ("GET" | "HEAD", []) if request.query.get("alt") == "media":
                 return self._download(request, bucket, name, generation, expected)
@@ -158,7 +158,7 @@ class StorageApi:
             while data := file.read(1 << 20):
                 new.write(data)
             settings = {**source.settings, **request.json()}
-            copied = object_json(target, target.commit(new_name, new, settings, integer(query, EXPECTED)), base)
+            copied = object_json(target, target.commit(new_name, new, settings, integer(query, _EXPECTED)), base)
         sizes = dict.fromkeys(("totalBytesRewritten", "objectSize"), str(source.size))
         return json_response({"kind": "storage#rewriteResponse", **sizes, "done": True, "resource": copied})
 
@@ -182,16 +182,13 @@ class Uploads:
             return self._continue(request, bucket, request.query["upload_id"])
         match request.query.get("uploadType"):
             case "media":
-                return self._media(request, bucket)
+                settings = {"contentType": request.headers.get("Content-Type", "application/octet-stream")}
+                return self._whole(request, bucket, request.query["name"], settings, request.body.blocks())
             case "multipart":
                 return self._multipart(request, bucket)
             case "resumable":
                 return self._begin(request, bucket, base)
         raise StorageApiError(400, "invalid", f"Invalid upload type: {request.query.get('uploadType')!r}")
-
-    def _media(self, request: HttpRequest, bucket: Bucket) -> _Made:
-        settings = {"contentType": request.headers.get("Content-Type", "application/octet-stream")}
-        return self._whole(request, bucket, request.query["name"], settings, request.body.blocks())
 
     def _multipart(self, request: HttpRequest, bucket: Bucket) -> _Made:
         """Stores a small object of a multipart/related body: first JSON with name and settings, then the bytes."""
@@ -218,7 +215,7 @@ class Uploads:
             for block in blocks:
                 incoming.write(block)
             _verify(request, incoming, settings)
-            return bucket, bucket.commit(name, incoming, settings, integer(request.query, EXPECTED))
+            return bucket, bucket.commit(name, incoming, settings, integer(request.query, _EXPECTED))
 
     # -- resumable
 
@@ -228,7 +225,7 @@ class Uploads:
         if kind := request.headers.get("X-Upload-Content-Type"):
             settings.setdefault("contentType", kind)
         name = request.query.get("name") or str(settings["name"])
-        expected = integer(request.query, EXPECTED)
+        expected = integer(request.query, _EXPECTED)
         require_generation(expected, bucket.find(name))  # refuse early; checked again at the end
         identifier = os.urandom(16).hex()
         session = {"name": name, "settings": settings, "expected": expected, "made": None}

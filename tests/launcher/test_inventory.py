@@ -183,7 +183,7 @@ def test_gc_deletes_nothing_for_a_user_name_without_an_account(
 def dead_request() -> QueuedResource:
     name, spec = f"{PARENT}/queuedResources/demo", {"acceleratorType": "v4-16", "labels": EXPIRED}
     resource = {**queued("SUSPENDED"), "name": name, "tpu": {"nodeSpec": [{"nodeId": "demo", "node": spec}]}}
-    return QueuedResource(name, resource, f"{PARENT}/nodes/demo", "SUSPENDED", 0.0, None)
+    return QueuedResource(name, resource, f"{PARENT}/nodes/demo", "SUSPENDED", None)
 
 
 def test_a_dead_request_is_not_deleted_under_a_live_slice_of_its_name(cloud: Cloud) -> None:

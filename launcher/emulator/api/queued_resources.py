@@ -164,7 +164,7 @@ def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operat
     faults.refuse_create(state, requested, zone)
     resource = {**call.body, "name": name, "createTime": timestamp(now)}
     until = _until(call.body.get("queueingPolicy", {}), now)
-    queued = state.queued[name] = QueuedResource(name, resource, node, "ACCEPTED", now, until)
+    queued = state.queued[name] = QueuedResource(name, resource, node, "ACCEPTED", until)
     operation = tpu_api.start_operation(state, "create-queued", name, now, 0)
     _end(operation, {"@type": "type.googleapis.com/google.cloud.tpu.v2.QueuedResource", **to_json(queued)}, now)
     return operation

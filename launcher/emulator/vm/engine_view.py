@@ -61,17 +61,10 @@ def create_on_host(
     ca: str,
     tpu_volume: str | None = None,
 ) -> dict[str, Any]:
-    """Returns the body of containers/create for the workstation's engine, from the host's.
-
-    Args:
-        bind: maps a folder of the host to a folder of the workstation; may raise EngineRefusal.
-        volume: maps the host's name of a volume to its name on the workstation's engine.
-        image: the image to run: an image id when the host named a registry's image.
-        ca: a file of the workstation with the certificates that the container trusts.
-        tpu_volume: the volume of the virtual TPU, for a container that gets TPU devices; None: it gets the CPU.
-
-    Raises EngineRefusal for a setting that is not emulated.
-    """
+    """Returns the body of containers/create for the workstation's engine, from the host's. `bind` and `volume` map a
+    folder or a volume of the host to the workstation's. The container runs `image`, trusts the certificates in the file
+    `ca`, and gets the virtual TPU of `tpu_volume` (None: the CPU). Raises EngineRefusal for a setting that is not
+    emulated, or from `bind`."""
     new = copy.deepcopy(body)
     host = new["HostConfig"] = new.get("HostConfig") or {}
     requested = {
@@ -175,11 +168,8 @@ def _set_privileges(host: dict[str, Any]) -> None:
     """Gives privileged containers all capabilities but one; drops memlock limits. Raises EngineRefusal for devices."""
     for device in host.get("Devices") or []:
         path = device.get("PathOnHost", "")
-        raise EngineRefusal(
-            400,
-            f'error gathering device information while adding custom device "{path}": '
-            "an emulated TPU VM has no devices",
-        )
+        doing = f'gathering device information while adding custom device "{path}"'
+        raise EngineRefusal(400, f"error {doing}: an emulated TPU VM has no devices")
     if host.pop("Privileged", False):
         host["CapAdd"] = ["ALL"]
         # Many sandboxes and rootless engines lack this capability, and requesting it fails there.

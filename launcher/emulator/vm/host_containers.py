@@ -12,14 +12,16 @@ import contextlib
 import ipaddress
 import logging
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher.emulator.state import Host, Node
 from launcher.emulator.storage import NAMES as STORAGE_NAMES
 from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL, Engine, EngineError, filters
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 # Folder of a host -> options of its volume. The tmpfs volumes are lost when the host goes down.
@@ -51,7 +53,7 @@ class HostContainers:
             network = self.engine.call("GET", f"/networks/{self.network}")
             return str(network["IPAM"]["Config"][0]["Subnet"])
         error: EngineError | None = None
-        for candidate in ([subnet] if subnet else []) + free_subnets(self.emulator, self._taken_subnets()):
+        for candidate in ([subnet] if subnet else []) + free_subnets(self.emulator, _routed_subnets()):
             body = {
                 "Name": self.network,
                 "CheckDuplicate": True,
@@ -65,20 +67,6 @@ class HostContainers:
             except EngineError as refused:
                 error = refused
         raise EngineError(500, f"no free network for the emulated hosts: {error}")
-
-    def _taken_subnets(self) -> list[str]:
-        """Returns the subnets of the engine's networks and of the workstation's routes, as CIDR."""
-        networks = self.engine.call("GET", "/networks")
-        taken = [
-            config["Subnet"] for network in networks for config in network["IPAM"]["Config"] or [] if "Subnet" in config
-        ]
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/net/route").read_text().splitlines()[1:]:
-                _, destination, _, _, _, _, _, mask, *_ = line.split()
-                if destination != "00000000":
-                    address = ipaddress.IPv4Address(int.from_bytes(bytes.fromhex(destination)[::-1], "big"))
-                    taken.append(f"{address}/{bin(int(mask, 16)).count('1')}")
-        return taken
 
     def folder(self, host: Host) -> Path:
         """Returns the workstation's folder of the host's control socket."""
@@ -196,10 +184,25 @@ class HostContainers:
                 log.warning("%s", error)
 
     def _call_all(self, method: str, paths: list[str], query: dict[str, Any] | None = None) -> None:
-        """Makes a call for each path, up to 16 at a time. Ignores errors that mean "already done" and logs others."""
-        if paths:
-            with ThreadPoolExecutor(min(16, len(paths))) as pool:
-                list(pool.map(lambda path: self._call(method, path, query), paths))
+        in_parallel(lambda path: self._call(method, path, query), paths)
+
+
+def in_parallel(act: Callable[[T], Any], items: Iterable[T]) -> None:
+    """Calls `act` for all items, up to 16 at a time, and waits for all. Raises the exception of one that failed."""
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(act, items))
+
+
+def _routed_subnets() -> list[str]:
+    """Returns the subnets to which the workstation has routes, those of the engine's networks included, as CIDR."""
+    taken = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/route").read_text().splitlines()[1:]:
+            _, destination, _, _, _, _, _, mask, *_ = line.split()
+            if destination != "00000000":
+                address = ipaddress.IPv4Address(int.from_bytes(bytes.fromhex(destination)[::-1], "big"))
+                taken.append(f"{address}/{bin(int(mask, 16)).count('1')}")
+    return taken
 
 
 def free_subnets(emulator: str, taken: list[str]) -> list[str]:

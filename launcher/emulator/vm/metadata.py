@@ -73,7 +73,6 @@ def tree(node: Node, host: Host) -> dict[str, Any]:
     return {
         "instance": {
             "attributes": attributes(node, host),
-            "guest-attributes": _nest_by_namespace(host.guest_attributes),
             "hostname": f"{host.hostname}.{node.zone}.c.{node.project}.internal",
             "id": host.instance_id,
             "machine-type": f"projects/{PROJECT_NUMBER}/machineTypes/n1-standard-96",
@@ -160,15 +159,6 @@ def _value_at(value: Any, path: str) -> Any:
             return None
         value = value[part]
     return value
-
-
-def _nest_by_namespace(values: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Returns {"NAMESPACE/KEY": value, ...} as {NAMESPACE: {KEY: value}}."""
-    result: dict[str, dict[str, str]] = {}
-    for path, value in values.items():
-        namespace, _, key = path.partition("/")
-        result.setdefault(namespace, {})[key] = value
-    return result
 
 
 def _compute_etag(value: Any) -> str:
