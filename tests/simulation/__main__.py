@@ -49,14 +49,17 @@ def first_seed(today: date | None = None) -> int:
     return (today or datetime.now(UTC).date()).toordinal() % 1000 * SEEDS_A_DAY
 
 
-def simulate_all(side: str, seeds: Iterable[int], *, until_broken: bool = False) -> Broken:
-    """Simulates a run for each seed. Prints each broken promise, with the command that replays it, to stderr."""
+def simulate_and_report(side: str, seeds: range) -> Broken:
+    """Simulates a run for each seed. Prints the seeds, each broken promise with the command that replays it (to stderr
+    at once), and the time taken."""
+    print(f"{side}: simulating runs with seeds {seeds.start} to {seeds.stop - 1}", flush=True)
     simulate = load(side).simulate
     gc.collect()
     gc.freeze()  # a run leaves little garbage; scanning all modules after each would take a third of the time
     gc.set_threshold(200_000, 20, 100)
     broken: Broken = {}
-    shown = time.monotonic()
+    began, cpu = time.monotonic(), time.process_time()
+    shown = began
     for count, seed in enumerate(seeds):
         for promise, seen in simulate(seed).broken:
             found = broken.setdefault(promise, [])
@@ -64,19 +67,9 @@ def simulate_all(side: str, seeds: Iterable[int], *, until_broken: bool = False)
                 found.append((seed, seen))
                 replay = f"make simulate SIDE={side} SEED={seed}"
                 print(f"{side}: seed {seed}: {promise}: {seen}\n  replay: {replay}", file=sys.stderr, flush=True)
-        if broken and until_broken:
-            break
         if time.monotonic() - shown > _PROGRESS_SECONDS:
             shown = time.monotonic()
             print(f"{side}: {count + 1} runs, {sum(map(len, broken.values()))} broken", file=sys.stderr, flush=True)
-    return broken
-
-
-def simulate_and_report(side: str, seeds: range, *, until_broken: bool = False) -> Broken:
-    """Simulates runs and prints the seeds, the time taken and the broken promises."""
-    print(f"{side}: simulating runs with seeds {seeds.start} to {seeds.stop - 1}", flush=True)
-    began, cpu = time.monotonic(), time.process_time()
-    broken = simulate_all(side, seeds, until_broken=until_broken)
     print(
         f"{side}: {len(seeds)} simulated runs in {time.monotonic() - began:.0f} s "
         f"({time.process_time() - cpu:.0f} s of the processor), {len(broken)} promises broken"
@@ -130,7 +123,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--trace", action="store_true", help="with --seed: print what happens, line by line")
     parser.add_argument("--shrink", action="store_true", help="with --seed: the same, without unnecessary faults")
     parser.add_argument("--reach", metavar="FILE:FUNCTION", help="print the seeds whose runs call this function")
-    parser.add_argument("--until-broken", action="store_true", help="stop at the first broken promise")
     options = parser.parse_args(arguments)
     if (options.seed is not None or options.reach) and options.side is None:
         parser.error("--seed and --reach need --side")
@@ -141,7 +133,7 @@ def main(arguments: list[str]) -> int:
     if options.reach:
         return print_reach(options.side, options.reach, seeds)
     chosen = [options.side] if options.side else sides()
-    broken = [simulate_and_report(side, seeds, until_broken=options.until_broken) for side in chosen]
+    broken = [simulate_and_report(side, seeds) for side in chosen]
     return int(any(broken))
 
 

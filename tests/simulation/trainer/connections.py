@@ -231,11 +231,9 @@ class Selector:
         return self._keys.pop(fileobj)
 
     def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
-        scheduler, keys = self._scheduler, self._keys
-        end = None if timeout is None else scheduler.now + timeout
-        while not (ready := [(key, 1) for fileobj, key in keys.items() if fileobj.readable]):
-            left = None if end is None else max(0.0, end - scheduler.now)
-            if not scheduler.wait(self.waiters, left, "any connection"):
+        deadline = Deadline(self._scheduler, timeout)
+        while not (ready := [(key, 1) for fileobj, key in self._keys.items() if fileobj.readable]):
+            if not self._scheduler.wait(self.waiters, deadline.left(), "any connection"):
                 return []
         return ready
 

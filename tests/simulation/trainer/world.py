@@ -3,9 +3,8 @@
 import math
 import random
 from collections.abc import Callable
-from functools import lru_cache
 
-from tests.simulation.scheduler import Process, Scheduler, Task
+from tests.simulation.scheduler import Deadline, Process, Scheduler, Task
 from tests.simulation.trainer.bucket import WRITE, Bucket, Request, Stored, Treatment
 from tests.simulation.trainer.connections import Wire
 from tests.simulation.trainer.features import HUB_SECONDS, SimulatedHub, is_export, put_strange_records, put_tokenizer
@@ -24,31 +23,24 @@ FINAL_ATTEMPTS = 4  # in which the run must finish without faults
 LONGEST = 20_000.0  # seconds of a simulated run
 
 
-@lru_cache(maxsize=4096)
-def config_of(
-    steps: int, batch: int, every_steps: int | None, keep_last: int, keep_every: int | None,
-    evaluate_every: int | None, best: bool, background: bool, stop_seconds: float, rendezvous_seconds: float,
-    skip: bool, export: bool, hub: str,
-) -> TrainerConfig:  # fmt: skip
-    checkpoint: dict[str, object] = {
-        "every_steps": every_steps, "keep_last": keep_last, "keep_every": keep_every, "background": background,
-        "stop_seconds": stop_seconds,
-    }  # fmt: skip
-    if best and evaluate_every:
+def config_of(plan: Plan) -> TrainerConfig:
+    names = ("every_steps", "keep_last", "keep_every", "background", "stop_seconds")
+    checkpoint = {name: getattr(plan, name) for name in names}
+    if plan.best and plan.evaluate_every:
         checkpoint["best"] = {"metric": "loss", "mode": "min"}
-    every = "checkpoint" if hub == "checkpoint" else None
-    upload = {"hub": {"repository": "a/b", "every": every, "wait_seconds": HUB_SECONDS}} if hub else {}
-    train = {"steps": steps, "global_batch_size": batch, "learning_rate": 0.1, "log_every": 2}
+    every = "checkpoint" if plan.hub == "checkpoint" else None
+    upload = {"hub": {"repository": "a/b", "every": every, "wait_seconds": HUB_SECONDS}} if plan.hub else {}
+    train = {"steps": plan.steps, "global_batch_size": plan.batch, "learning_rate": 0.1, "log_every": 2}
     return TrainerConfig.model_validate(
         {
             **upload,
             "model": {"name": "bert-tiny"},
             "data": {"train": "gs://data/train", "evaluation": "gs://data/evaluation", "tokenizer": "gs://data/t"},
-            "train": {**train, "on_nonfinite": "skip" if skip else "stop"},
-            "evaluation": {"every": evaluate_every},
+            "train": {**train, "on_nonfinite": "skip" if plan.skip else "stop"},
+            "evaluation": {"every": plan.evaluate_every},
             "checkpoint": checkpoint,
-            "rendezvous": {"start_seconds": 60.0, "seconds": rendezvous_seconds, "lost_seconds": 4.0},
-            "export": {"at_end": export},
+            "rendezvous": {"start_seconds": 60.0, "seconds": plan.rendezvous_seconds, "lost_seconds": 4.0},
+            "export": {"at_end": plan.export},
             "output": "gs://bucket/runs",
         }
     )
@@ -63,10 +55,7 @@ class World:
         self.scheduler = Scheduler(random.Random(f"order {plan.seed}"))
         if trace:
             self.scheduler.trace = []
-        self.config = config_of(
-            plan.steps, plan.batch, plan.every_steps, plan.keep_last, plan.keep_every, plan.evaluate_every,
-            plan.best, plan.background, plan.stop_seconds, plan.rendezvous_seconds, plan.skip, plan.export, plan.hub,
-        )  # fmt: skip
+        self.config = config_of(plan)
         self.curriculum = curriculum(plan.records, plan.batch, plan.steps, 0, plan.skipped)
         self.promises = Promises(self)
         self.hub = SimulatedHub(self)
@@ -95,7 +84,7 @@ class World:
         # of them that a restore has passed over for that.
         self.suspects: dict[int, int] = {}
         self.given_up: set[int] = set()
-        self.finished = False
+        self.finished = self._done = False
         self._hosts: dict[Process, Host] = {}
         self._waiting: dict[Task, None] = {}  # launchers that wait for a change
         self._launchers = 0
@@ -119,10 +108,8 @@ class World:
         scheduler.spawn(self._run, name="life", process=scheduler.world)
         scheduler.run(until=lambda: self._done, seconds=LONGEST)
 
-    _done = False
-
     def _run(self) -> None:
-        self._launch(0.0)
+        self._launch()
         self.wait_until(lambda: self._launchers == 0)
         if self.scheduler.now < HOSTILE_SECONDS and not self._is_quiet:
             self.scheduler.sleep(HOSTILE_SECONDS - self.scheduler.now)
@@ -152,7 +139,7 @@ class World:
         self._awaited.clear()
         self.disturbed = False
         self.scheduler.note("there are no more faults")
-        self._launch(0.0, attempts=FINAL_ATTEMPTS)
+        self._launch(FINAL_ATTEMPTS)
         self.wait_until(lambda: self._launchers == 0)
         if not self.finished and not self.rotten:
             last = self.groups[-1]
@@ -166,11 +153,9 @@ class World:
 
     def wait_until(self, is_so: Callable[[], bool], timeout: float | None = None) -> None:
         """Waits until a condition holds, at most `timeout` seconds."""
-        end = None if timeout is None else self.scheduler.now + timeout
-        while not is_so():
-            left = None if end is None else max(0.0, end - self.scheduler.now)
-            if not self.scheduler.wait(self._waiting, left, "a change") and left is not None:
-                return
+        deadline = Deadline(self.scheduler, timeout)
+        while not is_so() and (self.scheduler.wait(self._waiting, deadline.left(), "a change") or timeout is None):
+            pass
 
     def group(self, label: str) -> Group:
         return next(group for group in self.groups if group.label == label)
@@ -180,13 +165,13 @@ class World:
 
     # --- launchers
 
-    def _launch(self, delay: float, attempts: int = ATTEMPTS) -> None:
+    def _launch(self, attempts: int = ATTEMPTS) -> None:
         self._launchers += 1
-        self.scheduler.spawn(self._launcher, delay, attempts, self._launchers, name="launcher")
+        self.scheduler.spawn(self._launcher, attempts, self._launchers, name="launcher")
 
-    def _launcher(self, delay: float, attempts: int, number: int) -> None:
+    def _launcher(self, attempts: int, number: int) -> None:
         """Starts attempt after attempt, until the run has finished or must not be retried."""
-        self.scheduler.sleep(delay)
+        self.scheduler.sleep(0.0)
         self._slices += 1
         slice_number = self._slices
         for attempt in range(attempts):
@@ -255,54 +240,52 @@ class World:
             group.disturbed = True
         if fault.kind in ("storm", "slow", "full", "forbidden", "quota"):
             self.disturbed = True
-        if fault.kind == "bad write":
-            self.disturbed = self._flips_next = True
-        if fault.kind in ("storm", "slow", "full", "telemetry", "forbidden", "quota"):
-            self._active.append((until, fault))
-        elif fault.kind == "kill":
-            host.kill()
-        elif fault.kind == "power":
-            for each in group.hosts:
-                each.kill()
-        elif fault.kind == "freeze":
-            host.freeze()
-            scheduler.call_at(until, host.thaw)
-        elif fault.kind == "hang":
-            host.hang()
-            scheduler.call_at(until, host.thaw)
-        elif fault.kind == "cut":
-            host.hurt, host.cut_until = True, until
-            self.wire.cut(host.address)
-            scheduler.call_at(until, lambda: self.restore_network(host))
-        elif fault.kind == "part" and group.size > 1:
-            self._part(host, group.hosts[host.worker - 1], until)
-        elif fault.kind.startswith("sigterm"):
-            self._ask_to_stop(fault, group, host)
-        elif fault.kind == "interrupt twice":
-            host.interrupt()
-            scheduler.call_at(scheduler.now + fault.seconds, host.interrupt)
-            check = self.promises.features.a_second_interrupt_ends_at_once
-            scheduler.call_at(scheduler.now + fault.seconds + 1, lambda: check(host))
-        elif fault.kind == "second start":
-            self._launch(0.0)
-        elif fault.kind == "late host":
-            self._late = min(fault.seconds, 40.0)
-        elif fault.kind == "nan":
-            number, tells = self.random.randrange(self.plan.steps), self.random.random() < 0.5
-            if not group.has_glitched:
-                group.glitch = (number, tells and not self.plan.skip)
-        elif fault.kind == "drift":
-            host.drifts = True
-        elif fault.kind == "block":
-            self._block(group)
-        elif fault.kind == "poison":
-            self._poison()
-        elif fault.kind == "clock":
-            host.clock.wall += self.random.choice((-1e6, 1e6))
-        elif fault.kind == "rot":
-            self._rot()
-        elif fault.kind == "cut line":
-            self._cut_line()
+        match fault.kind:
+            case "bad write":
+                self.disturbed = self._flips_next = True
+            case "storm" | "slow" | "full" | "telemetry" | "forbidden" | "quota":
+                self._active.append((until, fault))
+            case "kill":
+                host.kill()
+            case "power":
+                for each in group.hosts:
+                    each.kill()
+            case "freeze" | "hang":
+                (host.freeze if fault.kind == "freeze" else host.hang)()
+                scheduler.call_at(until, host.thaw)
+            case "cut":
+                host.hurt, host.cut_until = True, until
+                self.wire.cut(host.address)
+                scheduler.call_at(until, lambda: self.restore_network(host))
+            case "part" if group.size > 1:
+                self._part(host, group.hosts[host.worker - 1], until)
+            case "sigterm" | "sigterm twice" | "sigterm all" | "sigterm all twice":
+                self._ask_to_stop(fault, group, host)
+            case "interrupt twice":
+                host.interrupt()
+                scheduler.call_at(scheduler.now + fault.seconds, host.interrupt)
+                check = self.promises.features.a_second_interrupt_ends_at_once
+                scheduler.call_at(scheduler.now + fault.seconds + 1, lambda: check(host))
+            case "second start":
+                self._launch()
+            case "late host":
+                self._late = min(fault.seconds, 40.0)
+            case "nan":
+                number, tells = self.random.randrange(self.plan.steps), self.random.random() < 0.5
+                if not group.has_glitched:
+                    group.glitch = (number, tells and not self.plan.skip)
+            case "drift":
+                host.drifts = True
+            case "block":
+                self._block(group)
+            case "poison":
+                self._poison()
+            case "clock":
+                host.clock.wall += self.random.choice((-1e6, 1e6))
+            case "rot":
+                self._rot()
+            case "cut line":
+                self._cut_line()
         self.changed()
 
     def _block(self, group: Group) -> None:
