@@ -155,9 +155,7 @@ def test_a_users_own_base_gets_only_the_code_and_is_not_sent(server: RegistrySer
         make(load_text(config.folder, text.replace(", code: own", "")))
 
 
-def test_sync_goes_where_the_base_has_the_code_and_sees_edits_during_builds(
-    server: RegistryServer, config: Config
-) -> None:
+def test_sync_goes_where_the_base_has_code_and_sees_edits_during_builds(server: RegistryServer, config: Config) -> None:
     push_base(f"{OTHER_HOST}/p/images/mine:1", folder="/srv/app")
     config = load_text(config.folder, FILE.replace("build: registry", f"base: {OTHER_HOST}/p/images/mine:1"))
     code, home = config.folder / "own", config.folder / "home"
@@ -203,9 +201,7 @@ def test_doctor_looks_for_the_base(server: RegistryServer, config: Config) -> No
     assert "refuses these credentials" in refused.message
 
 
-def test_without_an_engine_and_with_a_repository_the_registry_is_taken(
-    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_engine_the_registry_is_taken(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no docker, and nothing else
     auto = FILE.replace("build: registry, ", "")
     assert not local.needs_engine(load_text(config.folder, auto))

@@ -75,9 +75,7 @@ def nodes(cloud: Cloud) -> list[str]:
     return ["/".join(name.split("/")[3::2]) for name in cloud.state.nodes]
 
 
-def test_candidates_are_all_combinations_each_once_in_the_order_of_the_file_where_google_has_them(
-    tmp_path: Path,
-) -> None:
+def test_candidates_are_all_combinations_once_in_the_files_order_where_google_has_them(tmp_path: Path) -> None:
     more = "  - {accelerator_type: [v4-8, v2-8], capacity: [spot, on-demand], zones: [us-central2-b]}\n"
     config = make(tmp_path, more)
     assert config.candidates[:3] == [V4, SMALL, V3]
@@ -184,9 +182,7 @@ def run_race(
         ({"v4-8": [(10, True)], "v3-8": [(20, True)], "v4-16": [(40, False)]}, "v4-8", 40),
     ],
 )
-def test_the_best_that_is_granted_within_two_minutes_of_the_first_is_kept(
-    cloud: Cloud, config: Config, plan: Plan, kept: str, seconds: float
-) -> None:
+def test_the_best_of_two_minutes_is_kept(cloud: Cloud, config: Config, plan: Plan, kept: str, seconds: float) -> None:
     withdrawn: dict[str, float] = {}
     state, took, _ = run_race(cloud, config, plan, withdrawn)
     assert state.accelerator_type == kept
@@ -195,9 +191,7 @@ def test_the_best_that_is_granted_within_two_minutes_of_the_first_is_kept(
         assert withdrawn["v3-8"] <= 12, "what can't become the slice is withdrawn at once"
 
 
-def test_a_request_that_is_being_withdrawn_is_neither_made_nor_withdrawn_again(
-    cloud: Cloud, config: Config, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_withdrawal_is_made_once(cloud: Cloud, config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     """Its answer was lost: Google may have accepted it. One that Google refuses needs no withdrawal."""
     withdrawn: dict[str, float] = {}
     plan: Plan = {"v4-16": [(10, Unavailable("lost"))], "v4-8": [(5, QuotaExceeded("TPUs"))], "v3-8": [(300, True)]}
@@ -208,9 +202,7 @@ def test_a_request_that_is_being_withdrawn_is_neither_made_nor_withdrawn_again(
     assert capsys.readouterr().out.count("withdrawing") == 1
 
 
-def test_an_interrupt_keeps_the_slice_that_is_granted_and_withdraws_the_others(
-    cloud: Cloud, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_keeps_a_granted_slice_only(cloud: Cloud, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     withdrawn: dict[str, float] = {}
     monkeypatch.setattr(slice_hints, "save_place", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -227,9 +219,7 @@ def test_nothing_is_asked_for_again_after_a_down_or_an_error_of_this_machine(clo
         run_race(cloud, config, {"v4-16": [(10, OSError("full"))]}, {})
 
 
-def test_a_slice_is_kept_although_its_grant_can_not_be_recorded_yet(
-    cloud: Cloud, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slice_of_an_unrecorded_grant_is_kept(cloud: Cloud, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process has recorded it in a bucket that does not answer now."""
     monkeypatch.setattr(RequestRecord, "grant", lambda *_: None)
     withdrawn: dict[str, float] = {}
@@ -263,9 +253,7 @@ def test_a_withdrawal_looks_once_more_after_its_thread_has_ended(cloud: Cloud, c
     assert (over.is_set(), looks[-1] >= end) == (True, True)
 
 
-def test_a_request_without_capacity_gives_way_after_ten_minutes_where_the_limit_leaves_no_room(
-    cloud: Cloud, tmp_path: Path
-) -> None:
+def test_a_request_without_capacity_gives_way_after_ten_minutes_without_room(cloud: Cloud, tmp_path: Path) -> None:
     """Makes it again ten minutes later."""
     plan = {"v4-16": [(1e9, False), (5, True)]}
     state, _, asked = run_race(cloud, make(tmp_path, "  price_limit: 8.0\n"), plan, {})
@@ -285,9 +273,7 @@ def test_a_better_request_gives_way_to_none_while_a_granted_slice_waits_for_it(c
     assert V4 in starting.entries, "its answer came after the last look"
 
 
-def test_a_request_has_ten_minutes_again_after_a_sleep_of_the_computer(
-    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_sleep_a_request_has_its_time(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sleep, long = cloud.clock.sleep, iter([2000.0])
     monkeypatch.setattr(cloud.clock, "sleep", lambda seconds: sleep(next(long, seconds)))
     _, _, asked = run_race(cloud, make(tmp_path, "  price_limit: 8.0\n"), {"v4-16": [(2004, True)]}, {})
@@ -314,9 +300,7 @@ def test_after_a_stockout_everywhere_the_first_that_is_due_is_asked_for_again(cl
     assert not RequestRecord(config).open()
 
 
-def test_requests_that_a_killed_command_left_are_withdrawn_but_not_the_one_whose_slice_is_used(
-    cloud: Cloud, config: Config
-) -> None:
+def test_requests_of_a_killed_command_are_withdrawn_but_that_of_the_used_slice(cloud: Cloud, config: Config) -> None:
     create(cloud, config)
     record = RequestRecord(config)
     record.ask(V3, "demo-3", cloud.clock.time())
@@ -335,9 +319,7 @@ def test_requests_that_a_killed_command_left_are_withdrawn_but_not_the_one_whose
 
 
 @pytest.mark.parametrize(("state", "granted"), [("READY", False), ("CREATING", True)])
-def test_the_slice_of_a_killed_command_is_used_and_its_other_requests_are_withdrawn(
-    cloud: Cloud, config: Config, state: str, granted: bool
-) -> None:
+def test_the_slice_of_a_killed_command_is_used_alone(cloud: Cloud, config: Config, state: str, granted: bool) -> None:
     record = RequestRecord(config)
     cloud.made_by(OURS, state)
     used, _ = record.ask(V4, "demo", 1.0), record.ask(V3, "demo", 2.0)
@@ -372,9 +354,7 @@ def test_a_slice_of_another_type_is_not_deleted_with_the_request_of_its_name(clo
 
 
 @pytest.mark.parametrize("state", ["READY", "CREATING"])
-def test_a_slice_of_a_command_that_died_at_once_is_used_if_it_was_granted(
-    cloud: Cloud, config: Config, state: str
-) -> None:
+def test_the_slice_of_a_killed_command_counts_if_it_is_ready(cloud: Cloud, config: Config, state: str) -> None:
     cloud.made_by(OURS, state)
     RequestRecord(config).ask(V4, "demo", cloud.clock.time())
     candidates.withdraw_unused(config, lambda text: None, cloud.machine())
@@ -452,9 +432,7 @@ def test_no_request_is_made_beyond_the_price_limit(cloud: Cloud, tmp_path: Path)
 
 @pytest.mark.parametrize("granted", [False, True])
 @pytest.mark.parametrize("verb", ["describe", "create"])
-def test_nothing_is_left_of_requests_that_a_down_ends_meanwhile(
-    cloud: Cloud, config: Config, granted: bool, verb: str
-) -> None:
+def test_nothing_is_left_of_requests_that_a_down_ends(cloud: Cloud, config: Config, granted: bool, verb: str) -> None:
     record = RequestRecord(config)
     if granted:
         create(cloud, config)
@@ -637,9 +615,7 @@ def test_the_command_shows_requests_that_another_machine_made_for_a_run_of_a_buc
     assert "v3-8" in output.out
 
 
-def test_two_processes_that_record_the_same_request_do_not_share_a_scratch_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_share_no_scratch_file_of_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, link = tmp_path / "000001.asked.json", os.link
 
     def the_other_first(source: Path, target: Path) -> None:

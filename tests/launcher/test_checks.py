@@ -134,9 +134,7 @@ def refuse(*paths: str) -> Callable[[HttpRequest], HttpResponse | None]:
     [("US-CENTRAL2", ""), ("US", ""), ("US-EAST1", "us-central2 $0.02"), ("EUROPE-WEST4", "us-central2 $0.05"),
      ("ASIA-EAST1", "us-central2 $0.08"), ("SOUTHAMERICA-EAST1", "us-central2 $0.14")],
 )  # fmt: skip
-def test_a_bucket_in_another_region_is_named_with_dollars(
-    server: BucketServer, tmp_path: Path, location: str, warned: str
-) -> None:
+def test_a_bucket_elsewhere_costs_dollars(server: BucketServer, tmp_path: Path, location: str, warned: str) -> None:
     def place(request: HttpRequest) -> HttpResponse | None:
         return json_response({"name": "bucket", "location": location}) if request.path.endswith("/bucket") else None
 
@@ -201,9 +199,7 @@ def test_a_run_whose_dataset_is_not_there_starts_nothing(server: BucketServer, w
     assert not work.hosts.attempts
 
 
-def test_a_bucket_that_can_not_be_read_now_is_no_bad_input(
-    server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_outage_is_no_bad_input(server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = gcs.Timeouts(connect=2, silence=1, deadline=2, first_delay=0.01, longest_delay=0.1)
     monkeypatch.setattr(gcs, "timeouts", quick)
     server.fault = lambda _: error_response(StorageApiError(503, "backendError", "try again"))

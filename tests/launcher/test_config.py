@@ -116,9 +116,7 @@ SECRET_NAMES = (
     ],
 )
 @pytest.mark.parametrize("place", ["run.environment", "image.build_args"])
-def test_a_variable_that_looks_like_a_secret_is_refused_where_it_would_be_visible(
-    tmp_path: Path, place: str, name: str, value: str, refused: bool
-) -> None:
+def test_a_variable_like_a_secret_is_refused(tmp_path: Path, place: str, name: str, value: str, refused: bool) -> None:
     section, key = place.split(".")
     text = GOOD + f"{section}:\n  {key}:\n    {name}: '{value}'\n"
     if not refused:
@@ -236,9 +234,7 @@ def test_every_key_of_the_file_has_a_comment_or_stands_below_one(tmp_path: Path)
 
 @settings(max_examples=60)
 @given(st.text(min_size=1, max_size=12), st.text(min_size=1, max_size=12))
-def test_no_answer_makes_another_key_or_a_broken_file(
-    tmp_path_factory: pytest.TempPathFactory, project: str, bucket: str
-) -> None:
+def test_no_answer_breaks_the_file(tmp_path_factory: pytest.TempPathFactory, project: str, bucket: str) -> None:
     path = tmp_path_factory.mktemp("init") / "run.yaml"
     try:
         init.write(path, Answers(project, "v4-8", "us-central2-b", "s", "on-demand", bucket))

@@ -102,9 +102,7 @@ finally:
         (60.0, TimeoutError, 1),
     ],
 )
-def test_only_a_connection_that_was_idle_is_tried_again_when_it_breaks(
-    idle: float, error: Exception | type[Exception], tries: int
-) -> None:
+def test_only_an_idle_connection_is_retried(idle: float, error: Exception | type[Exception], tries: int) -> None:
     clock, commands, closed = Clock(), list[str](), list[int]()
 
     class Host:
@@ -245,9 +243,7 @@ def test_what_is_remembered_holds_until_the_slice_is_seen_to_be_another(tmp_path
     assert load_addresses(config(tmp_path)) is None
 
 
-def test_a_long_command_finds_the_hosts_of_the_slice_that_replaced_the_one_it_saw(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_command_finds_the_hosts_of_a_replaced_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `top` does while a run is recovered; one answer without the slice may be old."""
     first = seen(remembered(tmp_path))
     forget_addresses(config(tmp_path))
@@ -265,9 +261,7 @@ def test_a_long_command_finds_the_hosts_of_the_slice_that_replaced_the_one_it_sa
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_gcloud_is_asked_once_where_hosts_are_that_do_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, moved: bool
-) -> None:
+def test_gcloud_is_asked_once_for_silent_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, moved: bool) -> None:
     known = remembered(tmp_path)
     asked = gcloud_says(tmp_path, monkeypatch, [f"127.9.{8 if moved else 9}.{worker + 1}" for worker in range(2)])
     connections = SliceConnections(config(tmp_path), this_machine())
@@ -282,9 +276,7 @@ def test_gcloud_is_asked_once_where_hosts_are_that_do_not_answer(
     assert (load_addresses(config(tmp_path)) == known) == (not moved)
 
 
-def test_gcloud_is_asked_in_moderation_while_it_does_not_find_the_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gcloud_is_asked_in_moderation_while_it_finds_no_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, clock = gcloud_says(tmp_path, monkeypatch, []), Clock()
     connections = SliceConnections(config(tmp_path), replace(this_machine(), clock=clock))
     counts = []
@@ -460,9 +452,7 @@ def test_evidence_of_a_failed_attempt_never_raises_while_gcloud_fails(tmp_path: 
     assert all("network" in text for text in files.values())
 
 
-def test_a_host_that_was_missed_when_secrets_were_delivered_gets_the_same_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_missed_the_secrets_gets_the_same_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every attempt of several hosts has one: a connection that breaks once must not keep it from starting."""
     sent: list[tuple[list[int], str | None]] = []
 
@@ -494,9 +484,7 @@ def test_a_host_that_refuses_ssh_is_stopped_through_gcloud(tmp_path: Path, monke
     assert len(gcloud.calls) == 1, "host 0 is not tried again over ssh, and host 1 not stopped again"
 
 
-def test_commands_to_all_hosts_at_once_share_one_client_which_reads_its_key_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_to_all_hosts_share_a_client_with_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first commands of a process go to all hosts at once. What listens here is no sshd."""
     read: list[str] = []
 
@@ -567,9 +555,7 @@ class Channel:
 
 @pytest.mark.parametrize("follows", [True, False])
 @pytest.mark.parametrize(("timeout", "ends"), [(10.0, True), (5.0, False)])
-def test_a_command_may_be_silent_until_its_deadline(
-    monkeypatch: pytest.MonkeyPatch, timeout: float, ends: bool, follows: bool
-) -> None:
+def test_a_command_may_be_silent(monkeypatch: pytest.MonkeyPatch, timeout: float, ends: bool, follows: bool) -> None:
     channel, lines = Channel((3.0, b"a\nb"), (3.0, b"c\r\nd"), (0.0, b"")), list[str]()
     opened = SimpleNamespace(open_session=lambda **_: contextlib.nullcontext(channel))
     connection = ssh.SshConnection(SimpleNamespace(client=SimpleNamespace(get_transport=lambda: opened)))
@@ -585,9 +571,7 @@ def test_a_command_may_be_silent_until_its_deadline(
 
 
 @pytest.mark.parametrize("follows", [True, False])
-def test_a_command_whose_status_does_not_come_ends_at_its_deadline(
-    monkeypatch: pytest.MonkeyPatch, follows: bool
-) -> None:
+def test_a_command_without_a_status_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch, follows: bool) -> None:
     channel = Channel((6.0, b"a\n"), (0.0, b""), (0.0, b""))
     channel.status_event.clear()
     opened = SimpleNamespace(open_session=lambda **_: contextlib.nullcontext(channel))
@@ -609,9 +593,7 @@ def test_a_command_whose_connection_closes_has_not_ended(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("opens", [True, False])
-def test_a_connection_checks_host_keys_and_notices_a_host_that_is_gone(
-    monkeypatch: pytest.MonkeyPatch, opens: bool
-) -> None:
+def test_a_connection_checks_host_keys_and_misses_a_lost_host(monkeypatch: pytest.MonkeyPatch, opens: bool) -> None:
     link, made = Mock(), Mock()
     made.open.side_effect = None if opens else EOFError
     monkeypatch.setattr(ssh.socket, "create_connection", lambda *_, **__: link)

@@ -85,9 +85,7 @@ def test_on_v2_and_v3_the_older_torch_xla_is_named() -> None:
     ("user", "capabilities", "as_root"),
     [(1000, "0000000000000000", True), (0, "00000000a80425fb", True), (0, "000001ffffffffff", False)],
 )
-def test_a_refusal_shows_user_and_device_files_and_advises_root_first(
-    user: int, capabilities: str, as_root: bool
-) -> None:
+def test_a_refusal_shows_user_and_device_files_and_advises_root(user: int, capabilities: str, as_root: bool) -> None:
     access = {"user": user, "capabilities": capabilities, "device_files": ["crw-rw---- 0:0 /dev/accel0"]}
     failed = host(0, 1, phase="opening the devices", error="Couldn't mmap", **access)
     finding = judge_hosts([failed], "v3-8", 300)[0].findings[0]
@@ -205,9 +203,7 @@ def test_the_bucket_is_measured_and_left_clean(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_the_command_prints_a_row_a_host_and_ends_with_its_code(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch, *, as_json: bool
-) -> None:
+def test_the_command_prints_a_row_a_host(work: Workstation, monkeypatch: pytest.MonkeyPatch, *, as_json: bool) -> None:
     work.config()
     monkeypatch.setattr("launcher.device_check.check_devices", lambda *_: judged(host(2, devices=6)))
     words = ["doctor", "--devices", "-f", str(work.folder / "run.yaml"), *(["--json"] if as_json else [])]

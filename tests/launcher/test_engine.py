@@ -38,9 +38,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, *scripts: str) -> lis
     return found
 
 
-def test_a_client_without_buildx_is_passed_over_for_an_older_one_or_is_bad_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_without_buildx_is_passed_over_or_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Older ones have BuildKit built in."""
     for others in ([client_script("20.10.24+dfsg1")], [client_script(buildx=True), client_script("20.10.24")]):
         _, taken, *_ = install(monkeypatch, tmp_path / str(len(others)), client_script(), *others)
@@ -52,9 +50,7 @@ def test_a_client_without_buildx_is_passed_over_for_an_older_one_or_is_bad_input
     assert caught.value.exit_code == Exit.BAD_INPUT
 
 
-def test_an_engine_that_does_not_run_is_told_from_one_that_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_is_down_is_told_from_one_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     words = rf"no container engine answers at unix://{tmp_path}/none\.sock \(DOCKER_HOST\)"
     with pytest.raises(BadInput, match=words) as caught:
@@ -141,9 +137,7 @@ def test_an_interrupted_push_is_done_again(docker: Path, spec: ImageSpec) -> Non
     assert count_pushes(docker) == 2
 
 
-def test_a_push_is_repeated_for_another_image_of_the_same_tag_or_a_damaged_record_only(
-    docker: Path, spec: ImageSpec, tmp_path: Path
-) -> None:
+def test_only_another_image_or_a_damaged_record_is_pushed_again(docker: Path, spec: ImageSpec, tmp_path: Path) -> None:
     """The image was removed and built again: other bytes, the same sources."""
     ensure_image(spec, print)
     assert ensure_image(spec, print).reference == REFERENCE
@@ -158,9 +152,7 @@ def test_a_push_is_repeated_for_another_image_of_the_same_tag_or_a_damaged_recor
     assert count_pushes(docker) == 3
 
 
-def test_a_push_through_another_engine_does_not_count(
-    docker: Path, spec: ImageSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_engines_push_does_not_count(docker: Path, spec: ImageSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """An emulated slice's engine pushes to an emulated registry of the same name."""
     with monkeypatch.context() as emulated:
         emulated.setenv("DOCKER_HOST", "unix:///emulated/engine.sock")
@@ -173,9 +165,7 @@ def test_a_push_through_another_engine_does_not_count(
 
 
 @pytest.mark.parametrize("lost", ["deleted", "unreachable"])
-def test_an_image_that_the_registry_does_not_confirm_is_pushed_again(
-    docker: Path, spec: ImageSpec, monkeypatch: pytest.MonkeyPatch, lost: str
-) -> None:
+def test_a_doubtful_push_is_repeated(docker: Path, spec: ImageSpec, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     ensure_image(spec, print)
     (docker / "stored").unlink()
     if lost == "unreachable":
@@ -200,9 +190,7 @@ def test_an_image_that_the_registry_does_not_confirm_is_pushed_again(
         ("ERROR: failed to fetch oauth token: unexpected status: 403 Forbidden", 22),
     ],
 )
-def test_only_a_registrys_refusal_is_reported_as_one_during_a_build(
-    docker: Path, spec: ImageSpec, output: str, code: int
-) -> None:
+def test_a_build_tells_of_a_registrys_refusal_only(docker: Path, spec: ImageSpec, output: str, code: int) -> None:
     (docker / "failure").write_text(output + "\n")
     with pytest.raises(LaunchError, match="could not be built") as bad:
         ensure_image(spec, print)

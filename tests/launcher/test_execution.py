@@ -161,9 +161,7 @@ def marks(pattern: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("ended_by", ["a script of its own", "a repetition by gcloud"])
-def test_a_command_through_gcloud_runs_once_and_is_ended_by_a_later_script(
-    host: ScriptHost, shell: str, mark: str, ended_by: str
-) -> None:
+def test_a_command_through_gcloud_runs_once_and_ends(host: ScriptHost, shell: str, mark: str, ended_by: str) -> None:
     command = ["sh", "-c", f"echo ran >>{host.folder}/ran; exec sleep 5435.1"]
     script = host_scripts.execute_script("demo-0", command, mark, seconds=60, held=False)
     process = host.popen(script, shell)

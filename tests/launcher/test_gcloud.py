@@ -114,9 +114,7 @@ def test_a_denied_permission_is_retried_for_ten_minutes_and_told_once(retry_deni
         (CommandTimeout("no answer"), CommandTimeout, "or the network to it, does not answer"),
     ],
 )
-def test_a_failed_call_says_what_gcloud_printed_or_that_nothing_answers(
-    outcome: Result | CommandTimeout, error: type[LaunchError], words: str
-) -> None:
+def test_a_failed_call_tells_why(outcome: Result | CommandTimeout, error: type[LaunchError], words: str) -> None:
     with pytest.raises(error, match=words):
         run_gcloud(["gcloud"], timeout=5, run=Mock(side_effect=[outcome]))
 

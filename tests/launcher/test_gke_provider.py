@@ -106,9 +106,7 @@ def show_jobsets(folder: Path, *names: str, run: str = ATTEMPT.run_id, **status:
 
 
 @pytest.mark.parametrize(("there", "deleted", "created"), [(0, True, True), (1, False, False)])
-def test_a_start_removes_earlier_attempts_of_its_run_and_finds_its_own(
-    kubectl: Path, there: int, deleted: bool, created: bool
-) -> None:
+def test_a_start_removes_earlier_attempts_of_its_run(kubectl: Path, there: int, deleted: bool, created: bool) -> None:
     show(kubectl, "a", "b")
     attempt = replace(ATTEMPT, number=1)
     show_jobsets(kubectl, name := f"{attempt.run_id}-{there}")

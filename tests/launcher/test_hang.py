@@ -426,9 +426,7 @@ def test_explain_takes_stacks_from_a_live_run_and_changes_nothing(work: Workstat
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_a_host_whose_silence_ended_the_others_is_explained_alone_if_it_still_runs(
-    work: Workstation, silent: int
-) -> None:
+def test_a_silent_host_that_ended_the_others_is_explained_if_it_still_runs(work: Workstation, silent: int) -> None:
     detach(work, work.config())
     message = f"UNAVAILABLE: Task /job:worker/replica:0/task:{silent} heartbeat timeout. This indicates that"
     (ledger := work.ledger).log_file(0, 1 - silent).write_text(f"2026-01-01T00:00:00Z {message}\n")

@@ -68,9 +68,7 @@ def test_a_look_that_was_cut_short_keeps_only_whole_lines(status: str) -> None:
     ("records", "first", "whole"),
     [(0, "12", False), (1, "12", True), (9, "11", True), (10, "11", False), (9, "13", False)],
 )
-def test_the_last_records_of_a_log_are_all_new_ones_if_they_begin_at_a_known_line(
-    records: int, first: str, whole: bool
-) -> None:
+def test_the_last_records_are_all_new_ones_if_they_begin_at_a_known_line(records: int, first: str, whole: bool) -> None:
     """Lines from second 11 on are asked for: those from 12 on are new."""
     window = LogWindow(first=f"2026-01-01T00:00:{first}.000000000Z", records=records)
     assert covers(window, "2026-01-01T00:00:11.000000000Z", tail=10) == whole
@@ -98,9 +96,7 @@ def test_a_log_is_read_again_where_its_last_lines_do_not_reach_back(
 
 
 @pytest.mark.parametrize(("status", "kept"), [("running", True), ("exited", False)])
-def test_a_host_whose_long_log_can_not_be_read_counts_as_one_that_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, kept: bool
-) -> None:
+def test_an_unread_log_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, kept: bool) -> None:
     """But the end of its container waits for its lines."""
     seen = HostResult(0, 0, f"{summary({'Status': status})}\n2026-01-01T00:00:13.5Z x\n")
     provider = TpuVm(load_text(tmp_path, SLICE), print, this_machine())

@@ -80,9 +80,7 @@ def test_scripts_are_valid_posix_shell_and_never_end_with_255(script: str) -> No
     st.dictionaries(st.sampled_from(["A", "B_1"]), TEXT.filter(lambda text: "\n" not in text)),
     st.sampled_from(SHELLS),
 )
-def test_any_command_and_value_reaches_the_engine_as_it_was_written(
-    command: list[str], values: dict[str, str], shell: str
-) -> None:
+def test_any_command_and_value_reaches_the_engine(command: list[str], values: dict[str, str], shell: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         host = ScriptHost(Path(folder) / "host")
         host.run(start(command=tuple(command), environment=values), shell)
@@ -111,9 +109,7 @@ def test_a_host_that_shuts_down_gives_the_container_its_time_to_save(host: Scrip
 
 @pytest.mark.parametrize("may", [True, False])
 @pytest.mark.parametrize(("kind", "wanted"), [("v4-8", False), ("v5litepod-8", True), ("v5p-8", True), ("v6e-8", True)])
-def test_huge_pages_are_switched_on_where_they_help_and_a_refusal_is_only_told(
-    host: ScriptHost, shell: str, kind: str, *, wanted: bool, may: bool
-) -> None:
+def test_huge_pages_are_on_where_they_help(host: ScriptHost, shell: str, kind: str, *, wanted: bool, may: bool) -> None:
     path = host.folder / "pages"
     path.write_text("always [madvise] never\n")
     if not may:
@@ -136,9 +132,7 @@ def test_huge_pages_are_switched_on_where_they_help_and_a_refusal_is_only_told(
         ("curl=exit 7", "failed the metadata server does not tell the worker index"),
     ],
 )
-def test_a_host_that_can_not_take_the_run_tells_why_and_is_left_alone(
-    host: ScriptHost, shell: str, setting: str, report: str
-) -> None:
+def test_a_host_that_can_not_take_the_run_tells_why(host: ScriptHost, shell: str, setting: str, report: str) -> None:
     """A preparation may also come after that of a later attempt: this one ended while the host was unreachable."""
     program, _, lines = setting.partition("=")
     (host.answer if program == "ps" else host.replace)(program, lines)
@@ -157,9 +151,7 @@ def test_earlier_attempts_go_and_an_ended_container_of_another_run_stays(host: S
 
 
 @pytest.mark.parametrize(("image", "shown"), [("us-docker.pkg.dev/p/r/i", True), ("registry.example.com/i", False)])
-def test_hosts_show_their_token_to_googles_registries_only(
-    host: ScriptHost, image: str, shell: str, *, shown: bool
-) -> None:
+def test_hosts_show_their_token_to_google_only(host: ScriptHost, image: str, shell: str, *, shown: bool) -> None:
     host.answer("--config", 'case "$*" in *" login "*) cat >"$HOST/token" ;; esac')
     host.run(start(image=image + DIGEST), shell)
     login = "login --username oauth2accesstoken --password-stdin https://us-docker.pkg.dev"
@@ -199,9 +191,7 @@ def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> N
 
 
 @pytest.mark.parametrize("meanwhile", [False, True])
-def test_a_preparation_that_arrives_after_the_end_of_its_attempt_touches_nothing(
-    host: ScriptHost, shell: str, meanwhile: bool
-) -> None:
+def test_a_start_that_comes_after_its_attempts_end_does_nothing(host: ScriptHost, shell: str, meanwhile: bool) -> None:
     """The delayed ssh command of a killed launcher must not remove the next attempt's container."""
     run = f"test-{host.folder.parent.name}-{shell}-{meanwhile}"
     over = Path(f"/var/tmp/tpu-launch-{run}-0.3.over")
@@ -297,9 +287,7 @@ def test_a_host_pulls_once_after_it_knows_that_the_run_may_start(host: ScriptHos
         (host_scripts.secrets_script(attempt()), "delivered"),
     ],
 )
-def test_a_host_that_is_connected_to_need_not_ask_which_worker_it_is(
-    host: ScriptHost, shell: str, script: str, report: str
-) -> None:
+def test_a_connected_host_need_not_ask_its_number(host: ScriptHost, shell: str, script: str, report: str) -> None:
     host.answer_container({"Status": "exited"})
     host.replace("curl", "echo the metadata server is asked >&2; printf 9")
     machine = replace(this_machine(), connect=lambda _: Connected(host, shell))
@@ -338,7 +326,7 @@ def test_an_observation_asks_for_the_lines_that_are_wanted(host: ScriptHost, she
 
 
 @pytest.mark.parametrize("second", [9, 10, 11])  # in the second that was asked for, more lines than needed do no harm
-def test_a_host_whose_clock_stepped_back_gives_its_last_lines(
+def test_a_clocks_step_costs_no_line(
     host: ScriptHost, shell: str, monkeypatch: pytest.MonkeyPatch, second: int
 ) -> None:
     options = "--tail 10" if second <= 10 else "--tail 10 --since 2026-01-01T00:00:10.5Z"

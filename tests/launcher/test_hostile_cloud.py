@@ -78,9 +78,7 @@ def hold_lock(work: Workstation, monkeypatch: pytest.MonkeyPatch, *recorded: eve
 
 
 @pytest.mark.parametrize("option", ["overlay", "sync", "env-file"])
-def test_files_for_hosts_are_refused_where_the_platform_has_none(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch, option: str
-) -> None:
+def test_files_are_refused_if_hosts_take_none(work: Workstation, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     without = replace(FakeProvider.capabilities, overlays=False, sends_secrets=False)
     monkeypatch.setattr(FakeProvider, "capabilities", without)
     monkeypatch.setattr(launch, "read_extras", lambda *_: ({}, None))
@@ -91,9 +89,7 @@ def test_files_for_hosts_are_refused_where_the_platform_has_none(
 # -- an attempt that was not seen to end ------------------------------------------------------------------------------
 
 
-def test_hosts_that_answer_are_observed_at_once_although_another_is_out_of_reach(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_that_answer_are_observed_beside_a_silent_one(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     start_and_lose_sight(work)
     observe, note, seen = FakeProvider.observe, Ledger.note, threading.Event()
 
@@ -125,9 +121,7 @@ def test_a_start_that_made_no_jobset_was_interrupted_although_no_host_answers(wo
 
 
 @pytest.mark.parametrize(("code", "kind"), [(0, Kind.FINISHED), (75, Kind.SAVED), (3, Kind.FAILED)])
-def test_the_recorded_end_of_a_host_counts_although_the_host_is_out_of_reach_later(
-    work: Workstation, code: int, kind: Kind
-) -> None:
+def test_the_recorded_end_of_a_host_counts_though_it_is_silent_later(work: Workstation, code: int, kind: Kind) -> None:
     start_and_lose_sight(work)
     work.ledger.append(events.HostEnded(0, 1, code, False, "as seen", "2026-01-01T00:00:00Z"))
     work.hosts.silent = {1}
@@ -140,9 +134,7 @@ def test_the_recorded_end_of_a_host_counts_although_the_host_is_out_of_reach_lat
 
 
 @pytest.mark.parametrize("later", [ContainerState("exited", 76, rebooted=True), ContainerState("absent")])
-def test_the_recorded_end_of_a_host_counts_although_it_rebooted_or_its_container_was_removed_later(
-    work: Workstation, later: ContainerState
-) -> None:
+def test_the_recorded_end_of_a_host_outlasts_reboot_and_removal(work: Workstation, later: ContainerState) -> None:
     start_and_lose_sight(work)
     for worker, code in enumerate((76, 3)):
         work.ledger.append(events.HostEnded(0, worker, code, False, "as seen", f"2026-01-01T00:00:0{code % 7}Z"))
@@ -154,9 +146,7 @@ def test_the_recorded_end_of_a_host_counts_although_it_rebooted_or_its_container
 
 
 @pytest.mark.parametrize(("code", "stands"), [(143, True), (75, True), (None, True), (0, False)])
-def test_a_verdict_stands_although_its_supervisor_was_killed_while_it_ended_the_attempt(
-    work: Workstation, code: int | None, stands: bool
-) -> None:
+def test_a_verdict_outlasts_the_supervisor_that_acts_on_it(work: Workstation, code: int | None, stands: bool) -> None:
     """Unless it was killed before any container had ended. On GKE, an ended pod (None) is gone."""
     start_and_lose_sight(work)
     lost = Cause(1, "did not answer")
@@ -240,9 +230,7 @@ def test_a_start_that_was_interrupted_is_ended_and_restarted(work: Workstation, 
 # -- recovery ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_attempt_whose_start_could_not_be_recorded_is_watched_and_not_started_again(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attempt_with_an_unrecorded_start_is_watched(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine's disk is full for longer than an event waits."""
     work.hosts.exits[:2] = [75, 0]
     write, refusals = Ledger._write, iter(range(65))
@@ -278,9 +266,7 @@ def test_the_end_of_a_program_counts_although_its_log_can_not_be_read(work: Work
     [(PermissionDenied("permission"), Exit.PERMISSION), (QuotaExceeded("quota"), Exit.QUOTA)],
     ids=["permission", "quota"],
 )
-def test_a_permanent_error_ends_the_recovery_at_once_and_says_what_is_billed(
-    work: Workstation, error: LaunchError, code: Exit
-) -> None:
+def test_a_permanent_error_ends_a_recovery_and_tells_a_bill(work: Workstation, error: LaunchError, code: Exit) -> None:
     work.hosts.exits[0] = 75
     work.hosts.fail("create", error)
     with pytest.raises(
@@ -294,9 +280,7 @@ def test_a_permanent_error_ends_the_recovery_at_once_and_says_what_is_billed(
 @pytest.mark.parametrize(
     ("method", "state"), [("create", "PREEMPTED"), ("create", None), ("start", "READY"), ("start", "PREEMPTED")]
 )
-def test_run_goes_on_with_a_recovery_whose_launcher_was_killed_at_no_cost(
-    work: Workstation, method: str, state: str | None
-) -> None:
+def test_run_goes_on_with_the_recovery_of_a_killed_launcher(work: Workstation, method: str, state: str | None) -> None:
     def be_killed() -> None:
         work.hosts.slice_state = state
         raise KeyboardInterrupt
@@ -343,9 +327,7 @@ def test_a_slice_that_is_deleted_while_a_recovery_starts_its_hosts_is_not_recrea
 
 
 @pytest.mark.parametrize("unanswered", [0, 1], ids=["the next answer", "the answer after the next round began"])
-def test_a_slice_that_is_deleted_while_the_api_does_not_answer_a_recovery_is_not_recreated(
-    work: Workstation, unanswered: int
-) -> None:
+def test_a_slice_that_is_deleted_while_the_api_is_silent_is_not_recreated(work: Workstation, unanswered: int) -> None:
     def be_deleted() -> None:
         work.hosts.slice_state = None
         work.hosts.fail("describe", *[UNAVAILABLE] * unanswered)
@@ -379,9 +361,7 @@ def test_a_preempted_slice_is_recreated_although_the_api_did_not_answer_before(w
 
 
 @pytest.mark.parametrize("replaces", [True, False])
-def test_replacing_a_slice_is_advised_only_where_a_provider_can(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch, replaces: bool
-) -> None:
+def test_replacing_is_advised_if_possible(work: Workstation, monkeypatch: pytest.MonkeyPatch, replaces: bool) -> None:
     monkeypatch.setattr(FakeProvider, "capabilities", replace(FakeProvider.capabilities, replaces_hosts=replaces))
     work.hosts.exits = [1, 1, 0]
     assert work.run(work.config("run.failure_retries=2")).verdict.kind is Kind.FINISHED
@@ -430,9 +410,7 @@ FILES = [Stat("gs://b/runs/metrics.jsonl", 9, 1)]
         (True, {"slice_state": "CREATING"}),
     ],
 )
-def test_a_slice_that_another_workstation_has_replaced_is_not_replaced_again(
-    work: Workstation, anew: bool, change: dict[str, str]
-) -> None:
+def test_a_slice_that_was_replaced_elsewhere_stays(work: Workstation, anew: bool, change: dict[str, str]) -> None:
     work.hosts.exits[0] = 1
     work.hosts.hooks["observe"] = [work.hosts.change(**change)]
     work.hosts.fail("create", *[HostsUnreachable("no ssh")] * anew)  # its host's failure is no proof against a new one
@@ -496,9 +474,7 @@ def stop_elsewhere(work: Workstation) -> None:
 
 
 @pytest.mark.parametrize("is_pulled", [False, True])
-def test_a_stop_before_the_first_start_keeps_it_from_starting(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch, is_pulled: bool
-) -> None:
+def test_a_stop_before_any_start_counts(work: Workstation, monkeypatch: pytest.MonkeyPatch, is_pulled: bool) -> None:
     """Another machine's stop is known when it is pulled from the bucket."""
     if is_pulled:
         monkeypatch.setattr(start, "pull_known", lambda ledger, machine: stop_elsewhere(work))
@@ -516,9 +492,7 @@ def test_a_stop_before_the_first_start_keeps_it_from_starting(
     assert work.ledger.state.outcome == "stopped"
 
 
-def test_no_host_is_asked_to_start_an_attempt_that_began_just_after_a_stop_which_saw_none(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_host_is_asked_to_start_what_begins_after_a_stop(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     append = Ledger.append
 
     def stop_just_before(ledger: Ledger, event: events.RunEvent, **options: float) -> None:
@@ -561,9 +535,7 @@ def test_a_stop_while_run_asks_hosts_for_an_earlier_attempt_counts(work: Worksta
     assert not any(": attempt 1 on" in message for message in work.messages), "an image may take long to build"
 
 
-def test_a_stop_whose_command_died_is_repeated_by_the_supervisor_until_every_host_has_stopped(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_is_repeated_until_every_host_has_stopped(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     stop, missed = FakeProvider.stop, [HostReport(0, True, ""), HostReport(1, False, "can't be reached")]
     answers: list[Callable[..., list[HostReport]]] = [lambda *_, **options: missed, *[stop] * 10]
     monkeypatch.setattr(FakeProvider, "stop", lambda *words, **options: answers.pop(0)(*words, **options))
@@ -632,9 +604,7 @@ def test_a_start_that_fails_on_one_host_is_tried_again_once(work: Workstation, m
         ({"address": "10.0.9.9"}, Kind.FINISHED),  # it was stopped and started
     ],
 )
-def test_a_slice_that_was_created_again_is_not_the_one_of_the_attempt(
-    work: Workstation, change: dict[str, str], kind: Kind
-) -> None:
+def test_a_recreated_slice_is_not_the_one_of_the_attempt(work: Workstation, change: dict[str, str], kind: Kind) -> None:
     work.hosts.exits[0] = None
 
     def answer_again() -> None:
@@ -653,9 +623,7 @@ def test_a_slice_that_was_created_again_is_not_the_one_of_the_attempt(
     ["", "no host answers", "preempted", "no slice", "stale answer", "interrupted start", "host lost",
      "launcher killed meanwhile", "launcher works on it"],
 )  # fmt: skip
-def test_down_of_a_detached_run_lets_it_save_before_the_slice_is_deleted(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch, trouble: str
-) -> None:
+def test_down_lets_a_detached_run_save_first(work: Workstation, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
     if trouble == "interrupted start":
         interrupt_start(work, {0, 1})
         work.hosts.hooks["stop"] = [work.hosts.state.clear]
@@ -732,9 +700,7 @@ def test_where_files_can_not_be_locked_down_deletes_the_slice_and_run_is_refused
 
 
 @pytest.mark.parametrize("still", [1.0, 5.0, 10.0, 3600.0])  # a bucket that does not answer; a machine that sleeps
-def test_the_time_that_a_process_stood_still_is_no_time_for_hosts_to_be_asked_again(
-    work: Workstation, still: float
-) -> None:
+def test_time_in_which_this_process_stood_still_counts_against_no_host(work: Workstation, still: float) -> None:
     """A host that was not seen since another failed counts as lost, whatever it had to say."""
     work.run(work.config())
     supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
@@ -840,9 +806,7 @@ def test_hosts_are_not_silent_while_a_poll_of_one_is_open(work: Workstation, mon
     assert work.run(work.config("run.stall_minutes=0.5")).verdict.kind is Kind.FINISHED
 
 
-def test_a_look_waits_on_the_host_for_the_end_of_a_container_that_runs_and_for_no_other(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_waits_for_ends_of_running_containers_only(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     """So an end is seen at once, and hosts that have ended are not asked all the time."""
     waited = dict[str, set[bool]]()
     looks = itertools.count()
@@ -857,9 +821,7 @@ def test_a_look_waits_on_the_host_for_the_end_of_a_container_that_runs_and_for_n
     assert waited == {"0": {False, True}, "1": {False}}
 
 
-def test_a_host_that_is_waited_on_is_asked_again_when_another_fails_and_does_not_count_as_lost(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_is_waited_on_is_not_lost_by_a_failure(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slice of many hosts a look waits for longer than a verdict does."""
     over = threading.Event()
 

@@ -107,9 +107,7 @@ def test_base_images_are_read_from_the_dockerfile(dockerfile: str, found: tuple[
     assert parse_bases(dockerfile, {"OVERRIDDEN": "mine"}) == found
 
 
-def test_commands_are_shown_without_an_engine_and_touch_nothing(
-    spec: ImageSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_are_shown_without_an_engine(spec: ImageSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     bundle = tmp_path / "ca.pem"
     bundle.write_text("certificates")
@@ -142,9 +140,7 @@ def test_only_steps_that_really_run_are_shown() -> None:
     assert shown == ["  [base 2/2] RUN pip"]
 
 
-def test_a_command_whose_image_can_not_be_made_starts_and_removes_no_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_without_an_image_touches_no_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The removal could take a minute and replace the error that says what to do."""
     calls: list[object] = []
     monkeypatch.setattr(engine, "require_engine", lambda: "docker")
@@ -272,9 +268,7 @@ def test_files_that_hold_a_private_key_are_left_out_and_named_once(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["state", "st[a]te*"])
-def test_the_launchers_own_folder_is_left_out_whatever_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_launchers_own_folder_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     make_folder(tmp_path, "train.py", "states/a", f"sub/{name}/runs/r/run.json")
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "sub" / name))
     assert [path for path, _ in build_context.folder(tmp_path)] == ["states/a", "train.py"]

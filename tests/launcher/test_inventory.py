@@ -122,9 +122,7 @@ def test_a_slice_that_was_deleted_or_recreated_since_the_list_is_left_alone(clou
         ({"tpu-launch": "0"}, "its label tpu-launch changed since it was listed"),
     ],
 )
-def test_a_slice_whose_labels_changed_meanwhile_is_left_alone(
-    cloud: Cloud, change: dict[str, str], reason: str
-) -> None:
+def test_a_slice_whose_labels_have_changed_is_left_alone(cloud: Cloud, change: dict[str, str], reason: str) -> None:
     cloud.made_by(EXPIRED)
     listed = leftover(cloud)
     found = cloud.node()
@@ -165,9 +163,7 @@ def test_a_node_stands_for_its_living_request_and_never_hides_a_dead_one(cloud: 
     assert listed.state == kept
 
 
-def test_gc_deletes_nothing_for_a_user_name_without_an_account(
-    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gc_deletes_nothing_without_an_account(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cloud.made_by(dict(EXPIRED))
     cloud.node().resource["labels"].pop("tpu-launch-account", None)
     monkeypatch.setattr(commands, "machine", lambda: cloud.machine(Owner("ann")))
@@ -215,9 +211,7 @@ def test_a_dead_request_is_not_deleted_under_a_live_slice_of_its_name(cloud: Clo
         ("echo broken; exit 1", ""),
     ],
 )
-def test_the_account_is_the_one_that_gcloud_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, account: str
-) -> None:
+def test_the_account_is_gclouds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, account: str) -> None:
     write_program(tmp_path / "bin", "gcloud", f'[ "$*" = "config get account --quiet" ] || exit 9\n{answer}')
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     monkeypatch.delenv("CLOUDSDK_CORE_ACCOUNT")

@@ -204,9 +204,7 @@ def interleave(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Mach
 @pytest.mark.parametrize(
     "block", [pytest.param(block, marks=[pytest.mark.nightly] if block else []) for block in range(10)]
 )
-def test_of_two_supervisors_one_makes_each_decision(
-    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_of_two_supervisors_makes_a_decision(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1,000 interleavings, of which the fast tests run 100."""
     lost = 0
     for seed in range(block * 100, block * 100 + 100):
@@ -237,9 +235,7 @@ def play(machines: Machines, *scenes: tuple[Process, Callable[[], object]]) -> N
 
 
 @pytest.mark.parametrize("tells_time", [True, False])
-def test_a_lease_expires_by_the_bucket_s_clock_whatever_those_of_the_machines_say(
-    prompt: Machines, tells_time: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_ends_by_the_buckets_clock(prompt: Machines, tells_time: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the bucket tells no time, a lease expires that its holder does not renew."""
     scheduler = prompt.scheduler
     waits = 0 if tells_time else LEASE_SECONDS
@@ -277,9 +273,7 @@ def test_a_lease_expires_by_the_bucket_s_clock_whatever_those_of_the_machines_sa
     assert taken[1] < taken[0] + 5, "one that was released does not need to expire"
 
 
-def test_a_lease_is_taken_at_once_when_it_was_released_or_its_holder_in_the_same_folder_is_dead(
-    prompt: Machines,
-) -> None:
+def test_a_lease_is_taken_at_once_that_was_released_or_whose_holder_in_this_folder_is_dead(prompt: Machines) -> None:
     a, of_a = prompt.make("a")
     again, of_again = prompt.make("a")
     b, of_b = prompt.make("b")
@@ -300,9 +294,7 @@ def test_a_lease_is_taken_at_once_when_it_was_released_or_its_holder_in_the_same
 @pytest.mark.parametrize(
     "act", [lambda s: s.ledger.append(AttemptBegan(0)), lambda s: s.ledger.pull(), Session.check_stop]
 )
-def test_a_supervisor_ends_although_another_command_of_its_machine_has_pulled_who_follows_it(
-    prompt: Machines, act: Callable[[Any], None]
-) -> None:
+def test_a_supervisor_ends_that_another_commands_pull_has_shown(prompt: Machines, act: Callable[[Any], None]) -> None:
     scheduler = prompt.scheduler
     a, of_a = prompt.make("a")
     b, of_b = prompt.make("b")
@@ -324,9 +316,7 @@ def test_a_supervisor_ends_although_another_command_of_its_machine_has_pulled_wh
     assert [event["event"] for event in recorded(prompt)] == [Supervised.kind] * 2
 
 
-def test_a_supervisor_whose_bucket_refuses_decides_nothing_until_it_answers(
-    prompt: Machines, server: BucketServer
-) -> None:
+def test_a_supervisor_decides_nothing_while_its_bucket_refuses(prompt: Machines, server: BucketServer) -> None:
     scheduler = prompt.scheduler
     a, of_a = prompt.make("a")
     server.fault = lambda request: HttpResponse(403) if 20 < scheduler.now % 300 < 200 else None
@@ -356,9 +346,7 @@ def test_a_supervisor_whose_bucket_refuses_decides_nothing_until_it_answers(
     assert [event["event"] for event in recorded(prompt)] == [Supervised.kind, AttemptBegan.kind]
 
 
-def test_a_process_whose_lease_is_not_renewed_waits_says_so_once_and_ends_if_the_lease_is_gone(
-    prompt: Machines, server: BucketServer
-) -> None:
+def test_a_process_without_renewals_waits_and_without_lease_ends(prompt: Machines, server: BucketServer) -> None:
     scheduler = prompt.scheduler
     a, of_a = prompt.make("a")
 
@@ -382,9 +370,7 @@ def test_a_process_whose_lease_is_not_renewed_waits_says_so_once_and_ends_if_the
     assert "supervised by another process now" in prompt.said[-1]
 
 
-def test_a_supervisor_goes_on_with_a_lease_whose_renewal_it_was_never_told(
-    prompt: Machines, server: BucketServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_answer_ends_no_lease(prompt: Machines, server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gcs, "timeouts", gcs.Timeouts(deadline=0.3, first_delay=0.01, longest_delay=0.1))
     scheduler = prompt.scheduler
     a, of_a = prompt.make("a")
@@ -408,9 +394,7 @@ def test_a_supervisor_goes_on_with_a_lease_whose_renewal_it_was_never_told(
     assert any("lease can't be renewed" in text for text in prompt.said)
 
 
-def test_a_lease_is_renewed_while_the_run_s_files_are_copied_and_released_if_that_fails(
-    prompt: Machines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_is_renewed_while_files_are_copied(prompt: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     a, of_a = prompt.make("a")
     b, of_b = prompt.make("b")
 
@@ -460,9 +444,7 @@ def test_a_stopped_process_that_is_recording_an_event_ends_no_renewals(prompt: M
     assert sum("events.lock is locked" in text for text in prompt.said) == 1
 
 
-def test_events_that_a_full_disk_can_not_hold_end_no_renewals(
-    prompt: Machines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_that_do_not_fit_on_a_disk_end_no_renewals(prompt: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = prompt.scheduler
     a, of_a = prompt.make("a")
     c, _ = prompt.make("c")

@@ -111,9 +111,7 @@ def test_threads_that_read_the_events_at_once_count_none_twice(tmp_path: Path, m
     assert run.events() == [AttemptBegan(0), Ended(0, "saved")]
 
 
-def test_an_event_that_does_not_fit_on_the_disk_is_one_message_and_the_next_one_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_event_that_does_not_fit_on_the_disk_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
     run = new_run(tmp_path)
@@ -134,9 +132,7 @@ def test_an_event_that_does_not_fit_on_the_disk_is_one_message_and_the_next_one_
 
 
 @pytest.mark.parametrize("room", [1, -1], ids=["the first byte", "all but the line's end"])
-def test_an_event_of_which_a_part_fitted_is_recorded_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
-) -> None:
+def test_an_event_written_in_part_is_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     run, write = new_run(tmp_path), ledger_module.write_whole
 
     def fill(file: FileIO, data: bytes) -> None:
@@ -312,9 +308,7 @@ def test_an_overlay_that_was_changed_or_removed_is_refused(tmp_path: Path, spec:
         specification.read_overlay(tmp_path, spec)
 
 
-def test_values_of_secrets_come_from_this_command_line_the_runs_env_file_and_the_environment(
-    tmp_path: Path, spec: Specification
-) -> None:
+def test_secrets_come_from_command_line_env_file_and_environment(tmp_path: Path, spec: Specification) -> None:
     assert spec.secrets == ["HF_TOKEN", "FROM_FILE"]
     environment = {"HF_TOKEN": "environment", "FROM_FILE": "environment", "OTHER": "x"}
     assert SecretSource(environment, {}).values(spec) == {"HF_TOKEN": "y", "FROM_FILE": "x"}
@@ -364,9 +358,7 @@ def test_no_form_of_a_secret_is_in_the_archive(ledger: Ledger) -> None:
     assert kept.count(b"***") == 3
 
 
-def test_a_secret_that_the_cut_of_a_long_log_divides_is_not_in_the_archive(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secret_that_a_cut_divides_is_not_in_the_archive(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "0123456789abcdefghij"
     ledger.log_file(0, 0).write_text("x" * 5000 + secret + "y" * 1000)
     for size in range(900, 1000 + len(secret) + 1):  # before the cut, as many bytes are read as a masked form may have

@@ -71,9 +71,7 @@ def test_a_log_is_read_in_pieces_and_repaired_in_blocks(
     assert offset == path.stat().st_size
 
 
-def test_lines_that_do_not_fit_on_the_disk_stay_new_and_come_before_those_behind_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_that_do_not_fit_on_the_disk_stay_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = HostLog(tmp_path / "host-0.log")
     history = [LogLine(stamp(number), f"line {number}") for number in range(6)]
     assert log.append_new(history[:2], None) == history[:2]
@@ -95,9 +93,7 @@ def test_lines_that_do_not_fit_on_the_disk_stay_new_and_come_before_those_behind
     assert read_from(log.path, 0)[0] == history
 
 
-def test_a_line_that_ends_while_the_disk_is_full_is_delivered_to_the_next_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_ends_on_a_full_disk_comes_once_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = HostLog(tmp_path / "host-0.log")
     long, later, last = LogLine(stamp(0), "long"), LogLine(stamp(5000), "later"), LogLine(stamp(9000), "last")
     log.append_new([later], None, open=[long.timestamp])
@@ -275,9 +271,7 @@ def test_lines_of_two_streams_in_parts_are_delivered_once(  # type: ignore[no-un
         assert any(line.startswith(text.removesuffix(CUT).rstrip("\ufffd")) for line in missing)
 
 
-def test_lines_that_fill_the_last_records_come_although_the_hosts_clock_stepped_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_in_the_last_records_come_after_a_clocks_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docker, log = Docker(now=100_000), HostLog(tmp_path / "host-0.log")
     monkeypatch.setattr(provider, "_TAIL", 4)
     monkeypatch.setattr(host_scripts, "observe_script", lambda _, since, tail=None, **__: (since, tail))

@@ -104,9 +104,7 @@ def test_time_in_which_the_launcher_stood_still_does_not_count() -> None:
     st.floats(1.0, 15.0),
     st.sampled_from([LINE, replace(LINE, step_seconds=0.0)]),
 )
-def test_no_run_whose_steps_stay_below_twenty_medians_and_five_minutes_is_called_a_stall(
-    factors: list[float], every: float, line: ProgressLine
-) -> None:
+def test_no_run_stalls_whose_steps_keep_to_the_limits(factors: list[float], every: float, line: ProgressLine) -> None:
     """Steps of any length up to the limit, read at any interval."""
     now, read, seen = 0.0, 0.0, update(None, line, 0.0)
     for step, factor in enumerate(factors, line.step + 1):

@@ -50,9 +50,7 @@ def test_a_request_always_names_zone_type_and_end(zoned: Config) -> None:
         ("flex-start, max_run_hours: 2", ["--provisioning-model=flex-start", "--max-run-duration=7200s"]),
     ],
 )
-def test_kinds_of_capacity_that_only_alpha_has_are_asked_for_with_it(
-    tmp_path: Path, capacity: str, flags: list[str]
-) -> None:
+def test_capacity_that_only_alpha_has_is_asked_for_with_it(tmp_path: Path, capacity: str, flags: list[str]) -> None:
     text = f"project: p\nzone: us-west1-c\nslice: {ZONED.replace('reserved', capacity)}\n"
     command = commands.create_request_command(load_text(tmp_path, text), {}, 60)
     assert command[:2] == ["gcloud", "alpha"]
@@ -155,9 +153,7 @@ def test_a_request_is_made_once_and_told_of_once_a_minute(config: Config, cloud:
 
 
 @pytest.mark.parametrize("state", ["SUSPENDED", "DELETING"])  # it lost its node, or goes away
-def test_the_age_of_a_request_that_is_over_does_not_count(
-    config: Config, cloud: Cloud, monkeypatch: pytest.MonkeyPatch, state: str
-) -> None:
+def test_an_ended_request_has_no_age(config: Config, cloud: Cloud, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     make_request(config, cloud)
     describe, old = slices.describe_request, slices.describe_request(config, cloud.machine())
     answers = [replace(old, state=state)] * (2 if state == "DELETING" else 0)
@@ -179,9 +175,7 @@ def test_one_that_is_being_provided_at_the_end_gets_the_time_of_a_creation(confi
 
 
 @pytest.mark.parametrize("seconds", [2 * HOUR, 600.0])
-def test_one_that_is_being_provided_for_longer_or_is_then_taken_away_is_deleted(
-    config: Config, cloud: Cloud, seconds: float
-) -> None:
+def test_one_that_is_provided_for_longer_or_taken_away_is_deleted(config: Config, cloud: Cloud, seconds: float) -> None:
     cloud.state.create_seconds = seconds
     preempt_first(cloud)
     cloud.at(6 * HOUR - 300, cloud.state.faults.clear)
@@ -198,9 +192,7 @@ def test_a_request_that_another_command_deletes_is_not_made_again_and_not_billed
 
 
 @pytest.mark.parametrize("looks", [0, 2, -2])  # at the request, before one is refused; -2: at one made before
-def test_an_error_after_a_request_says_that_it_may_be_granted_and_billed(
-    config: Config, cloud: Cloud, looks: int
-) -> None:
+def test_an_error_after_a_request_says_that_it_may_be_billed(config: Config, cloud: Cloud, looks: int) -> None:
     seen, words, look = itertools.count(), "stays" if looks else "may be", "queued-resources describe"
     if looks < 0:
         make_request(config, cloud)
@@ -269,9 +261,7 @@ def test_waiting_survives_minutes_of_failures_and_says_so(config: Config, cloud:
     assert requests(cloud) == 1
 
 
-def test_a_request_is_made_three_times_and_looked_for_after_the_last_lost_answer_too(
-    config: Config, cloud: Cloud
-) -> None:
+def test_a_request_is_made_three_times_and_looked_for_after_each_lost_answer(config: Config, cloud: Cloud) -> None:
     """Otherwise `up` ends without naming a request that Google received, when only the answer was lost."""
     cloud.state.faults.clear()
     asks = "queued-resources create"
@@ -285,9 +275,7 @@ def test_a_request_is_made_three_times_and_looked_for_after_the_last_lost_answer
 
 
 @pytest.mark.parametrize("stale", ["tpu-vm describe", "queued-resources describe"])
-def test_one_answer_that_it_is_missing_does_not_delete_a_granted_slice(
-    config: Config, cloud: Cloud, stale: str
-) -> None:
+def test_one_answer_without_it_does_not_delete_a_granted_slice(config: Config, cloud: Cloud, stale: str) -> None:
     cloud.state.faults.clear()
     answers: list[float] = []
 
@@ -312,9 +300,7 @@ def test_a_request_of_another_owner_is_neither_waited_for_nor_deleted(config: Co
     assert request_state(cloud) == ""
 
 
-def test_down_needs_no_permission_for_a_queue_that_the_file_does_not_use(
-    config: Config, cloud: Cloud, tmp_path: Path
-) -> None:
+def test_down_needs_no_permission_for_a_queue_that_is_not_used(config: Config, cloud: Cloud, tmp_path: Path) -> None:
     cloud.trouble = lambda zone, command, now: DENIED if command == "queued-resources describe" else None
     with pytest.raises(PermissionDenied):
         deletion.delete(config, print, cloud.machine())
@@ -333,9 +319,7 @@ def test_a_request_that_one_look_does_not_show_goes_with_its_node(config: Config
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_a_node_that_outlives_its_request_is_deleted_and_one_in_its_place_is_not(
-    config: Config, cloud: Cloud, replaced: bool
-) -> None:
+def test_a_node_that_outlives_its_request_is_deleted_but_no_other(config: Config, cloud: Cloud, replaced: bool) -> None:
     make_request(config, cloud)
     ours, bobs = slices.make_labels(config, ANN, 0.0), {"tpu-launch": "1", "tpu-launch-owner": "bob"}
     cloud.made_by(ours, zone=config.zone, name="s")

@@ -59,9 +59,7 @@ def ended(worker: int, kind: Kind = Kind.FAILED) -> RunEvent:
         ([ended(1), Ended(1, NOT_STARTED, Cause(-1, "503")), ended(1)], (1, 2)),
     ],
 )
-def test_a_host_is_bad_that_is_the_first_cause_again_and_again_on_one_slice(
-    events: list[RunEvent], found: tuple[int, int]
-) -> None:
+def test_a_host_is_bad_that_is_the_first_cause_on_one_slice(events: list[RunEvent], found: tuple[int, int]) -> None:
     assert recovery.bad_host(events) == found
 
 

@@ -339,9 +339,7 @@ def test_an_env_file_is_for_the_command_and_not_for_the_launcher(work: Workstati
     assert work.hosts.attempts[0].secrets == {"PATH": "/app/bin", "HOME": "/app"}
 
 
-def test_what_is_kept_of_a_failure_masks_the_secrets_of_its_attempt_though_the_env_file_changed(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_of_a_failure_masks_its_secrets(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     work.hosts.exits[0] = None
     env_file = work.folder / "some.env"
     env_file.write_text("TOKEN=s3cret-of-the-start\n")
@@ -439,9 +437,7 @@ def test_a_slice_that_another_run_uses_is_asked_once(work: Workstation) -> None:
     assert (refused.value.exit_code, work.hosts.calls.count("start")) == (Exit.CONFLICT, 1)
 
 
-def test_a_slice_that_is_known_to_be_ready_is_not_described_again(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slice_known_to_be_ready_is_not_described_again(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeProvider, "known_ready", lambda provider: True)
     monkeypatch.setattr(FakeProvider, "describe", lambda provider: pytest.fail("its state is known"))
     work.hosts.exits[0] = None
@@ -451,9 +447,7 @@ def test_a_slice_that_is_known_to_be_ready_is_not_described_again(
     assert (outcome.attempt, outcome.verdict.kind) == (0, Kind.FINISHED)
 
 
-def test_a_run_that_is_attached_to_takes_no_other_files_and_has_been_started(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attach_takes_no_other_files_and_a_started_run(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     for option in "overlay", "sync":
         with pytest.raises(BadInput, match=f"--{option}: a run that is there keeps the files"):
             launch.attach(launch.RunRequest(work.config(), **{option: "code=/app"}), work.context())
@@ -493,9 +487,7 @@ def test_a_secret_that_the_file_names_must_be_there_before_anything_starts(work:
     assert not list(work.home.glob("runs/*"))
 
 
-def test_an_overlay_that_is_kept_stays_over_its_image_which_no_recovery_builds(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kept_overlay_stays_over_its_image_in_recoveries(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = itertools.count()
     monkeypatch.setattr(local, "image", lambda config, say: Image(f"image-{next(numbers)}"))
     work.hosts.exits[:3] = [75, 3, 3]

@@ -59,9 +59,7 @@ def _first(cloud: Cloud, command: str) -> bool:
 
 
 @pytest.mark.parametrize(("labels", "reason"), FOREIGN)
-def test_down_deletes_nothing_that_is_not_provably_ours(
-    cloud: Cloud, config: Config, labels: dict[str, str], reason: str
-) -> None:
+def test_down_deletes_nothing_of_others(cloud: Cloud, config: Config, labels: dict[str, str], reason: str) -> None:
     cloud.made_by(labels)
     for owner in (Owner("ann"), ANN):
         with pytest.raises(NotOurs, match=reason) as refusal:
@@ -106,9 +104,7 @@ def test_a_slice_that_a_stale_answer_denies_is_deleted_all_the_same(cloud: Cloud
 
 
 @pytest.mark.parametrize("seconds", range(5, 70, 5))
-def test_a_slice_that_takes_the_place_of_ours_while_down_waits_is_left_alone(
-    cloud: Cloud, config: Config, seconds: float
-) -> None:
+def test_a_slice_that_takes_the_place_of_ours_is_left_alone(cloud: Cloud, config: Config, seconds: float) -> None:
     cloud.made_by(OURS)
     bobs = {"tpu-launch": "1", "tpu-launch-owner": "bob"}
     cloud.at(seconds, lambda: (cloud.state.nodes.clear(), cloud.made_by(bobs)))
@@ -306,9 +302,7 @@ def test_a_zone_that_does_not_answer_keeps_no_other_slice_alive(cloud: Cloud, zo
     assert not cloud.state.nodes
 
 
-def test_a_slice_is_made_and_deleted_where_no_hint_can_be_kept(
-    cloud: Cloud, zones: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_need_no_hints(cloud: Cloud, zones: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "full").write_text("")
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "full" / "home"))  # below a file: nothing can be written
     cloud.trouble = lambda zone, command, now: FULL if (zone, command) == ("us-west1-c", "tpu-vm create") else None

@@ -112,9 +112,7 @@ def test_a_run_has_to_go_on_unless_it_is_over(tmp_path: Path, recorded: list[Run
         ([BEGAN, RUNS_NOW, PREEMPTED, AGAIN], "absent", 1),  # while it recovered the run
     ],
 )
-def test_a_run_is_finished_elsewhere_wherever_its_launcher_was_killed(
-    tmp_path: Path, recorded: list[RunEvent], running: str, attempts: int
-) -> None:
+def test_a_dead_launchers_run_goes_on(tmp_path: Path, recorded: list[RunEvent], running: str, attempts: int) -> None:
     url = f"{RUNS}/r/launcher"
     begin(tmp_path / "laptop", "r", *recorded, url=url)
     hosts = Hosts([0], state={container_name("r", 0): ContainerState(running)})
@@ -158,9 +156,7 @@ def test_a_supervisor_deletes_the_slice_of_a_run_whose_launcher_died_after_its_b
 
 @pytest.mark.parametrize("created", ["2026-01-01T00:00:00Z", "2026-02-02T00:00:00Z"])
 @pytest.mark.parametrize("why", ["stopped", "spent", "replaced"])
-def test_a_deletion_that_a_kill_interrupted_is_finished_for_the_recorded_slice_only(
-    tmp_path: Path, created: str, why: str
-) -> None:
+def test_an_interrupted_deletion_goes_on_for_the_recorded_slice_only(tmp_path: Path, created: str, why: str) -> None:
     first, replaces = "2026-01-01T00:00:00Z", why == "replaced"
     recorded = {
         "stopped": [BEGAN, RUNS_NOW, replace(SPENT, slice_created=first), Ended(0, "saved")],
@@ -206,9 +202,7 @@ def test_a_lease_means_that_another_machine_supervises_the_run(tmp_path: Path, o
     assert ledger.supervised() == other
 
 
-def test_a_decision_that_only_the_bucket_has_room_for_is_recorded_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decision_that_only_the_bucket_can_hold_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger, write = begin(tmp_path, "r", url=f"{RUNS}/r/launcher"), ledger_module.write_whole
 
     def refuse(file: object, data: bytes) -> None:
@@ -265,9 +259,7 @@ def watch(home: Path, said: list[str], clock: _Clock, stream: Callable[..., Resu
         Supervisor(RUNS, context, require_programs).watch()
 
 
-def test_a_supervisor_starts_a_process_for_each_unfinished_run_and_again_after_a_pause(
-    tmp_path: Path, server: BucketServer
-) -> None:
+def test_a_supervisor_starts_a_process_for_each_unfinished_run(tmp_path: Path, server: BucketServer) -> None:
     begin(tmp_path / "laptop", "live", BEGAN, RUNS_NOW, url=f"{RUNS}/live/launcher")
     begin(tmp_path / "laptop", "over", BEGAN, RUNS_NOW, Ended(0, "finished"), url=f"{RUNS}/over/launcher")
     begin(tmp_path / "laptop", "damaged", BEGAN, RUNS_NOW, url=f"{RUNS}/damaged/launcher")
@@ -316,9 +308,7 @@ def test_ctrl_c_ends_the_processes_that_run(tmp_path: Path, monkeypatch: pytest.
     assert {"run live: watched", "run gone: no slice", "ending: 1 runs continue without this supervisor"} <= {*said}
 
 
-def test_a_supervisor_without_a_program_that_a_run_needs_leaves_its_lease_to_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_supervisor_without_the_programs_leaves_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"{RUNS}/gke/launcher"
     begin(tmp_path / "laptop", "gke", BEGAN, RUNS_NOW, url=url, provider="gke")
     before = RunBucket(url).read_lease().generation
@@ -334,9 +324,7 @@ def test_a_supervisor_without_a_program_that_a_run_needs_leaves_its_lease_to_oth
     assert RunBucket(url).read_lease().generation == before
 
 
-def test_a_look_at_a_stopped_run_costs_one_request_beside_those_of_others_and_no_overlay(
-    tmp_path: Path, server: BucketServer
-) -> None:
+def test_a_look_at_a_stopped_run_costs_one_request_and_no_overlay(tmp_path: Path, server: BucketServer) -> None:
     for number in range(16):
         url = f"{RUNS}/{number}/launcher"
         begin(tmp_path / "laptop", str(number), BEGAN, RUNS_NOW, STOPPED, Ended(0, "saved"), url=url)
@@ -362,9 +350,7 @@ def test_a_look_at_a_stopped_run_costs_one_request_beside_those_of_others_and_no
     assert not any("overlay-0" in path for _, path, _ in server.requests[looks[0] :])
 
 
-def test_commands_take_a_run_of_a_bucket_on_a_machine_that_has_nothing_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_take_a_run_of_a_bucket_on_any_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begin(tmp_path / "laptop", "r", BEGAN, RUNS_NOW, PREEMPTED, AGAIN, url=f"{RUNS}/r/launcher")
 
     def call(*arguments: str) -> Any:

@@ -62,9 +62,7 @@ def test_only_files_that_changed_since_the_image_was_made_travel(tmp_path: Path,
     assert overlays.find_changes(str(code), own_code, tmp_path, IMAGE).changed == ("train.py",), "it is a program now"
 
 
-def test_all_files_travel_over_an_image_that_is_not_known_or_has_another_folder(
-    tmp_path: Path, code: Path, own_code: Config
-) -> None:
+def test_all_files_travel_over_an_unknown_image_or_another_folder(tmp_path: Path, code: Path, own_code: Config) -> None:
     record(tmp_path, code)
     both = ("part/model.py", "train.py")
     assert overlays.find_changes(str(code), own_code, tmp_path, "r/i@sha256:other").changed == both
@@ -139,9 +137,7 @@ def test_no_files_are_sent_while_hosts_or_the_process_of_the_attempt_go_on(tmp_p
 @pytest.mark.parametrize(
     ("wrong", "words"), [({"sync": "nowhere=/app"}, "is not a folder"), ({"overlay": "CODE=/app"}, "one of the two")]
 )
-def test_nothing_is_stopped_for_a_request_that_is_refused(
-    tmp_path: Path, code: Path, wrong: dict[str, str], words: str
-) -> None:
+def test_a_refused_request_stops_nothing(tmp_path: Path, code: Path, wrong: dict[str, str], words: str) -> None:
     work = Workstation(tmp_path, Hosts([None, 0]))
     other = start_in_background(work, work.config())
     options = {"sync": f"{code}=/app", **{key: value.replace("CODE", str(code)) for key, value in wrong.items()}}
