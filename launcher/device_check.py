@@ -1,8 +1,7 @@
 """`tpu-launch doctor --devices`: every host of a slice tries its devices, in the run's image, in some seconds.
 
 One container a host runs `tpu-train check-devices`, on all hosts at once, as an attempt does, and is removed in any
-case. Its id is that of a run, so no run starts beside it; and it does not start beside a run. `judge_hosts` and what
-follows it are pure.
+case. Its id is that of a run, so no run starts beside it; and it does not start beside a run.
 """
 
 import contextlib
@@ -130,10 +129,9 @@ def _run(config: Config, provider: Provider, attempt: Attempt, context: Context,
 def _refused(report: HostReport) -> DeviceReport:
     """Returns a host's report after a start that failed: a failure, or a warning if it failed on other hosts only."""
     where = f"host {report.worker}"
-    if report.ok:
-        return DeviceReport(report.worker, {}, (warning(where, "not tried, because of another host"),))
-    message = f"could not start the container: {report.detail}"
-    return DeviceReport(report.worker, {}, (failure(where, message, RECREATE),))
+    failed = failure(where, f"could not start the container: {report.detail}", RECREATE)
+    finding = warning(where, "not tried, because of another host") if report.ok else failed
+    return DeviceReport(report.worker, {}, (finding,))
 
 
 def judge_hosts(observations: Sequence[Observation], accelerator_type: str, seconds: float) -> list[DeviceReport]:

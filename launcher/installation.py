@@ -12,7 +12,6 @@ from launcher import shell
 from launcher.errors import CommandTimeout, LaunchError
 
 _PACKAGE = Path(__file__).resolve().parent
-_GIT_SECONDS = 20.0
 
 
 def version() -> str:
@@ -61,7 +60,7 @@ def _commit() -> str | None:
         return None
     command = [git, "-C", str(_PACKAGE.parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
     try:
-        answer = shell.run(command, timeout=_GIT_SECONDS)
+        answer = shell.run(command, timeout=20.0)
     except CommandTimeout:  # a slow disk
         return None
     return answer.stdout.strip() if answer.ok else None

@@ -21,8 +21,8 @@ from launcher.tpu_vm.provider import TpuVm
 from launcher.workstation import Address, ConnectionFailed, HostConnection
 from training.machine import Clock
 
-_TOKEN_COMMAND = ["gcloud", "auth", "print-access-token", "--quiet"]
-_PURPOSES = {
+_PURPOSES = {  # any other command runs a script on the hosts
+    "--dry-run": "find out how to reach the hosts",
     "tpu-vm describe": "look for the slice",
     "tpu-vm create": "create the slice",
     "tpu-vm delete": "delete the slice",
@@ -53,27 +53,24 @@ def list_commands(config: Config) -> list[PlannedCommand]:
     later = [config.placed(other) for other in config.candidates if other != slice_hints.current(config)]
     when = "asked for at the same time" if config.slice.candidates else "if the zones before have no capacity"
     steps = list(_record_commands(current))
-    end_of_up = next(number for number, step in enumerate(steps) if step.verb != "up")
-    steps[end_of_up:end_of_up] = [
+    up = [step for step in steps if step.verb == "up"]
+    creations = [
         replace(step, what=f"{step.what}, {when}")
         for zoned in later
         for step in _record_commands(zoned)
         if "create" in step.command
     ]
-    first_of_run = next(number for number, step in enumerate(steps) if step.verb == "run")
-    steps[first_of_run:first_of_run] = _list_image_commands(config)
-    return steps
+    return [*up, *creations, *_list_image_commands(config), *steps[len(up) :]]
 
 
 def _list_image_commands(config: Config) -> list[PlannedCommand]:
     """Returns the commands that make the image; only the one for the registry's token if no engine is needed. Returns
     [] if the configuration names an image."""
     if not config.image.reference and not local.needs_engine(config):
-        return [PlannedCommand("run", "get the token of the registry, in which the image is made", _TOKEN_COMMAND)]
-    return [
-        PlannedCommand("run", "build the image, if it does not exist", command)
-        for command in local.build_commands(config)
-    ]
+        command = ["gcloud", "auth", "print-access-token", "--quiet"]
+        return [PlannedCommand("run", "get the token of the registry, in which the image is made", command)]
+    what = "build the image, if it does not exist"
+    return [PlannedCommand("run", what, command) for command in local.build_commands(config)]
 
 
 def _record_commands(config: Config) -> Iterator[PlannedCommand]:
@@ -105,16 +102,10 @@ def _record_commands(config: Config) -> Iterator[PlannedCommand]:
             known = len(recorder.commands)
             act()
             for command in recorder.commands[known:]:
-                yield PlannedCommand(verb, _purpose(command) or what, command)
+                key = "--dry-run" if "--dry-run" in command else _group_and_verb(command)
+                yield PlannedCommand(verb, _PURPOSES.get(key, what), command)
                 if verb == "stop":
                     yield PlannedCommand("down", f"if a detached run goes on: {what}", command)
-
-
-def _purpose(command: Sequence[str]) -> str:
-    """Returns what a command is for; "" for a script on the hosts."""
-    if "--dry-run" in command:
-        return "find out how to reach the hosts"
-    return _PURPOSES.get(_group_and_verb(command), "")
 
 
 def _group_and_verb(command: Sequence[str]) -> str:

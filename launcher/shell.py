@@ -63,18 +63,9 @@ def run(
     env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> Result:
-    """Runs a command to its end, without a terminal and in a session of its own. A non-zero exit code raises nothing.
-
-    Args:
-        timeout: seconds, after which the command's whole process group is ended.
-        input: its standard input; None for an empty one.
-        env: variables to add to this process's environment.
-        pass_fds: file descriptors that it inherits.
-
-    Raises:
-        CommandMissing: there is no such program.
-        CommandTimeout: it did not end in time.
-    """
+    """Runs a command to its end, without a terminal and in a session of its own; it inherits `pass_fds`, and gets the
+    variables `env` beside those of this process. A non-zero exit code raises nothing. Raises CommandMissing without the
+    program, CommandTimeout after `timeout` seconds, when the command's whole process group is ended."""
     data = input.encode() if isinstance(input, str) else input
     begun, stdin = time.monotonic(), subprocess.DEVNULL if data is None else subprocess.PIPE
     options = _prepare(argv, env, stdin=stdin, stderr=subprocess.PIPE, pass_fds=pass_fds)

@@ -30,8 +30,7 @@ PERMISSIONS = (
     "compute.projects.get",
 )
 _NAMESPACE = "default"
-_USER = 1000  # of images/launcher
-_HOME = "/home/launcher"
+_USER, _HOME = 1000, "/home/launcher"  # of images/launcher
 _MEMORY = "512Mi"
 
 
@@ -49,25 +48,16 @@ class SupervisorSpec:
     zone: str
     """The VM's zone; the Cloud Run job is in its region."""
 
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"gs://[a-z0-9][-a-z0-9_.]+(/[^\s,'\"$`\\]+)?", self.folder):
-            raise BadInput(f"{self.folder}: name the folder with the runs as gs://BUCKET/FOLDER")
-
     @property
     def account(self) -> str:
         return f"{NAME}@{self.project}.iam.gserviceaccount.com"
 
-    @property
-    def region(self) -> str:
-        return self.zone.rpartition("-")[0]
-
-    @property
-    def command(self) -> list[str]:
-        return ["supervise", self.folder]
-
 
 def render(kind: str, supervisor: SupervisorSpec) -> str:
-    """Returns the shell script for `kind`, one of KINDS. Raises BadInput for an image without a digest."""
+    """Returns the shell script for `kind`, one of KINDS. Raises BadInput for an image without a digest, or a folder
+    that is in no bucket or needs quotes."""
+    if not re.fullmatch(r"gs://[a-z0-9][-a-z0-9_.]+(/[^\s,'\"$`\\]+)?", supervisor.folder):
+        raise BadInput(f"{supervisor.folder}: name the folder with the runs as gs://BUCKET/FOLDER")
     if not re.fullmatch(IMAGE_BY_DIGEST, supervisor.image):
         raise BadInput(f"{supervisor.image}: name the image by digest, REPOSITORY@sha256:...")
     steps = {"gke": _on_gke, "cloud-run": _on_cloud_run, "vm": _on_vm}[kind](supervisor)
@@ -126,7 +116,7 @@ def _objects(supervisor: SupervisorSpec) -> list[dict[str, Any]]:
     container = {
         "name": "supervisor",
         "image": supervisor.image,
-        "args": supervisor.command,
+        "args": ["supervise", supervisor.folder],
         "resources": {"requests": {"cpu": "250m", "memory": _MEMORY}, "limits": {"memory": "1Gi"}},
         "securityContext": confined,
         "volumeMounts": [{"name": "home", "mountPath": _HOME}, {"name": "tmp", "mountPath": "/tmp"}],
@@ -153,12 +143,12 @@ def _objects(supervisor: SupervisorSpec) -> list[dict[str, Any]]:
 
 
 def _on_cloud_run(supervisor: SupervisorSpec) -> list[str]:
-    place = (f"--project={supervisor.project}", f"--region={supervisor.region}")
+    place = (f"--project={supervisor.project}", f"--region={supervisor.zone.rpartition('-')[0]}")
     return [
         "# One task of at most 168 hours; Cloud Run retries it when it fails or times out.",
         _gcloud(
             *("run jobs deploy", NAME, *place, f"--image={supervisor.image}"),
-            *(f"--service-account={supervisor.account}", f"--args={','.join(supervisor.command)}"),
+            *(f"--service-account={supervisor.account}", f"--args=supervise,{supervisor.folder}"),
             *("--tasks=1", "--task-timeout=168h", "--max-retries=10", "--cpu=1", f"--memory={_MEMORY}"),
         ),
         _gcloud("run jobs execute", NAME, *place, "--async"),
@@ -183,7 +173,7 @@ def _on_vm(supervisor: SupervisorSpec) -> list[str]:
         f"    ExecStartPre=/usr/bin/docker-credential-gcr configure-docker --registries={registry}",
         f"    ExecStartPre=-/usr/bin/docker rm --force {NAME}",
         f"    ExecStart=/usr/bin/docker run --rm --init --name={NAME} --network=host {supervisor.image} "
-        + shlex.join(supervisor.command),
+        f"supervise {shlex.quote(supervisor.folder)}",
         f"    ExecStop=/usr/bin/docker stop --time=30 {NAME}",
         "    Restart=always",
         "    RestartSec=10",

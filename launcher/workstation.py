@@ -87,21 +87,12 @@ class HostConnection(Protocol):
 
     def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
         """Runs a command line. Returns its exit code, output and error output, with surrogates for bytes that are not
-        UTF-8.
-
-        Raises:
-            TimeoutError: The command did not end within `timeout` seconds.
-            ConnectionFailed: The connection broke; the command may have run.
-        """
+        UTF-8. Raises TimeoutError after `timeout` seconds, ConnectionFailed if the connection broke: the command may
+        have run."""
 
     def follow(self, command: str, *, timeout: float, on_line: Callable[[str], None]) -> int:
         """Runs a command line whose standard input stays open until its end, and passes each line of its output and
-        error output to `on_line` as it comes. Returns its exit code.
-
-        Raises:
-            TimeoutError: The command did not end within `timeout` seconds.
-            ConnectionFailed: The connection broke; the command may have run.
-        """
+        error output to `on_line` as it comes. Returns its exit code. Raises as `run`."""
 
     def close(self) -> None:
         """Closes the connection; commands that run on it fail."""

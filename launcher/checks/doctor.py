@@ -126,9 +126,8 @@ def check_version(info: dict[str, Any]) -> Finding:
         defects = "--output-directory, subsets of --worker, commands run again after exit code 255"
         return ok("gcloud", f"{version}, which this was tested with: its known defects are avoided ({defects})")
     if _numbers(version) < _numbers(_TESTED):
-        return warning(
-            "gcloud", f"{version} is older than {_TESTED}, the version this was tested with", "gcloud components update"
-        )
+        message = f"{version} is older than {_TESTED}, the version this was tested with"
+        return warning("gcloud", message, "gcloud components update")
     return ok("gcloud", f"{version} (tested with {_TESTED}; the defects known there are avoided)")
 
 
@@ -152,14 +151,12 @@ def _zone(config: Config) -> list[Finding]:
         offered = run_gcloud(commands.offers_command(config, "accelerator-types"), timeout=_SECONDS).split()
     except LaunchError as error:
         return [failure("project, API, zone", str(error).splitlines()[0], _fix_of(config, error))]
-    rows = [ok("project, API, zone", f"{config.project}: the Cloud TPU API answers for {config.zone}")]
+    answers = ok("project, API, zone", f"{config.project}: the Cloud TPU API answers for {config.zone}")
     if accelerator_type in offered:
-        return [*rows, ok("accelerator", f"{place} (capacity shows only when the slice is created)")]
+        return [answers, ok("accelerator", f"{place} (capacity shows only when the slice is created)")]
     zones = ", ".join(config.accelerator.zones(Api.CLOUD_TPU))
-    return [
-        *rows,
-        failure("accelerator", f"no {place}; the zone has {', '.join(offered) or 'none'}", f"zone: one of {zones}"),
-    ]
+    message = f"no {place}; the zone has {', '.join(offered) or 'none'}"
+    return [answers, failure("accelerator", message, f"zone: one of {zones}")]
 
 
 def _fix_of(config: Config, error: LaunchError) -> str:
@@ -191,9 +188,8 @@ _QUOTA_PREFIX = {"v5e": "TPUV5s"}
 
 
 def check_quota(config: Config) -> Finding:
-    """Returns a warning that names the quotas that the slice needs and the command that shows them. Does not call the
-    Cloud Quotas API, for which most accounts have no rights. There is one quota a zone and one a region; pods of some
-    generations have their own."""
+    """Returns a warning that names the quotas that the slice needs, one a zone and one a region, and the command that
+    shows them: most accounts have no rights for the Cloud Quotas API."""
     generation = config.accelerator.generation.name
     begin = _QUOTA_PREFIX.get(generation, f"TPU{generation.upper()}")
     preemptible = ".*Preemptible" if config.slice.capacity == "spot" else ""
@@ -213,11 +209,8 @@ def check_quota(config: Config) -> Finding:
 def _ssh_key(path: Path) -> Finding:
     """Checks that gcloud's key is private and asks for no passphrase; only warns if it does not exist yet."""
     if not path.exists():
-        return warning(
-            "ssh key",
-            f"{path} does not exist yet: gcloud makes one at the first connection",
-            f"ssh-keygen -t rsa -N '' -f {path}",
-        )
+        message = f"{path} does not exist yet: gcloud makes one at the first connection"
+        return warning("ssh key", message, f"ssh-keygen -t rsa -N '' -f {path}")
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
         return failure("ssh key", f"{path} can be read by others: ssh refuses it", f"chmod 600 {path}")
     try:
@@ -228,9 +221,8 @@ def _ssh_key(path: Path) -> Finding:
             return ok("ssh key", f"{path}, held by the ssh agent")
     except LaunchError as error:
         return failure("ssh key", str(error))
-    return failure(
-        "ssh key", f"{path} asks for a passphrase (or is damaged), which `tpu-launch` can't type", f"ssh-add {path}"
-    )
+    message = f"{path} asks for a passphrase (or is damaged), which `tpu-launch` can't type"
+    return failure("ssh key", message, f"ssh-add {path}")
 
 
 def _engine(config: Config) -> Finding:
@@ -254,11 +246,9 @@ def _registry(config: Config) -> Finding:
     if config.image.repository is None:
         if config.image.reference:
             return ok("registry", "not pushed to: image.reference is given")
-        return warning(
-            "registry",
-            "image.repository is not given: only emulated hosts have this machine's images",
-            f"image.repository: REGION-docker.pkg.dev/{config.project}/REPOSITORY/NAME",
-        )
+        message = "image.repository is not given: only emulated hosts have this machine's images"
+        fix = f"image.repository: REGION-docker.pkg.dev/{config.project}/REPOSITORY/NAME"
+        return warning("registry", message, fix)
     if not local.needs_engine(config):
         return check_base_image(config)
     host = config.image.repository.split("/")[0]
@@ -288,15 +278,12 @@ def check_registry(host: str, settings: dict[str, Any]) -> Finding:
     for kind in ("credHelpers", "auths"):
         if host in settings.get(kind, {}):
             return ok("registry", f"docker has credentials for {host} ({kind})")
-    if settings.get("credsStore"):
-        return warning(
-            "registry", f"docker asks {settings['credsStore']} for {host}; whether it has an answer is not checked"
-        )
+    if store := settings.get("credsStore"):
+        return warning("registry", f"docker asks {store} for {host}; whether it has an answer is not checked")
+    message = f"docker has no credentials for {host}"
     if is_google(host):
-        return failure(
-            "registry", f"docker has no credentials for {host}", f"gcloud auth configure-docker {host} --quiet"
-        )
-    return warning("registry", f"docker has no credentials for {host}", f"docker login {host}")
+        return failure("registry", message, f"gcloud auth configure-docker {host} --quiet")
+    return warning("registry", message, f"docker login {host}")
 
 
 def check_buckets(config: Config) -> Finding:

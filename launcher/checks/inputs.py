@@ -21,12 +21,8 @@ _REQUEST_SECONDS = 10.0
 def buckets(config: Config, say: Callable[[str], None], warn: Callable[[str], None] | None = None) -> None:
     """Requires that every bucket that the trainer's sections name exists. `say` is given a line for a bucket that this
     account may not read, because the hosts' account may; `warn`, or `say`, one for a bucket whose data costs dollars
-    on the way to a candidate's region.
-
-    Raises:
-        BadInput: A bucket does not exist, or there are no valid credentials.
-        LaunchError: Cloud Storage did not answer in time.
-    """
+    on the way to a candidate's region. Raises BadInput for a missing bucket and without valid credentials, LaunchError
+    if Cloud Storage does not answer in time."""
     if config.trainer is None:
         return
     data = config.trainer.data
@@ -50,16 +46,10 @@ def buckets(config: Config, say: Callable[[str], None], warn: Callable[[str], No
 
 
 def data(config: Config, say: Callable[[str], None]) -> None:
-    """Checks that the datasets are complete and fit the configuration, including their tokenizer and the size of every
-    shard, and that the run can train the model family of `model.path`.
-
-    The hosts compare a tokenizer on the Hub when they start: this machine has no client of the Hub. `say` is given a
-    line for a dataset that this account may not read, because the hosts' account may.
-
-    Raises:
-        BadInput: A dataset is missing, incomplete, or does not fit.
-        LaunchError: Storage does not answer.
-    """
+    """Checks that the datasets are complete and fit the configuration, including their tokenizer (unless it is on the
+    Hub, of which this machine has no client) and the size of every shard, and that the run can train the model family
+    of `model.path`. `say` is given a line for a dataset that this account may not read, because the hosts' account may.
+    Raises BadInput if a dataset is missing, incomplete or does not fit, LaunchError if storage does not answer."""
     if config.trainer is None:
         return
     from training.data.formats.dataset import check_dataset
@@ -69,19 +59,14 @@ def data(config: Config, say: Callable[[str], None]) -> None:
 
     network = _starting_model(config, config.trainer)
     section = config.trainer.data
-    tokenizer = section.tokenizer
-    length: int | None = None
+    tokenizer = None if is_on_hub(section.tokenizer) else section.tokenizer
+    rows, length = TASKS[config.trainer.task].rows, None
     for name, url in (("train", section.train), ("evaluation", section.evaluation)):
         if not url:
             continue
         place = f"{config.document.place(('data', name))}: data.{name}"
         try:
-            length = check_dataset(
-                url,
-                rows=TASKS[config.trainer.task].rows,
-                tokenizer=None if is_on_hub(tokenizer) else tokenizer,
-                sequence_length=length,
-            ).sequence_length
+            length = check_dataset(url, rows=rows, tokenizer=tokenizer, sequence_length=length).sequence_length
         except NotAllowed as error:
             say(f"{place}: the dataset is not checked now, only when the hosts read it: {error}")
         except (BadDataset, NotFound, Changed) as error:

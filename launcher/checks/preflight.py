@@ -42,17 +42,12 @@ Say = Callable[[str], None]
 def check(
     config: Config, home: Path, names: Sequence[str], *, max_batch: bool, more: Sequence[str], say: Say
 ) -> list[dict[str, Any]]:
-    """Compiles the training step for these accelerators, unless a kept result answers; keeps new results.
+    """Compiles the training step for the accelerators `names` ([]: the configuration's), unless a kept result answers;
+    keeps new results. Returns a result for each, as `tpu-train preflight --json` prints it.
 
     Args:
-        home: The launcher's folder, which keeps results.
-        names: Accelerator types; [] for the configuration's.
         max_batch: Also search for the largest batch.
         more: More arguments of `tpu-train preflight`. Results with such arguments are neither kept nor reused.
-        say: Is given lines for the user.
-
-    Returns:
-        A result for each accelerator, as `tpu-train preflight --json` prints it.
 
     Raises:
         BadInput: There is no trainer, or an accelerator does not exist.
@@ -72,8 +67,7 @@ def check(
         kept = None if more else _read(_path(config, home, name))
         if kept and (kept["max_batch"] or not max_batch):
             results[name] = kept
-    missing = [name for name in accelerators if name not in results]
-    if missing:
+    if missing := [name for name in accelerators if name not in results]:
         for result in _compile(config, missing, max_batch=max_batch, more=more, say=say):
             results[result["accelerator"]] = result
             if not more and (path := _path(config, home, result["accelerator"])):
@@ -88,13 +82,11 @@ def known(config: Config, home: Path) -> dict[str, Any] | None:
 
 def known_elsewhere(config: Config, home: Path) -> dict[str, dict[str, Any]]:
     """Returns the kept results of the configuration's step for other accelerators, by their names."""
-    found: dict[str, dict[str, Any]] = {}
-    if config.trainer is not None and (home / "preflight").is_dir():
-        names = sorted({path.name.rpartition("-")[0] for path in (home / "preflight").glob("*-*.json")})
-        for name in names:
-            if name != config.accelerator.name and (result := _read(_path(config, home, name))):
-                found[name] = result
-    return found
+    if config.trainer is None:
+        return {}
+    names = {path.name.rpartition("-")[0] for path in (home / "preflight").glob("*-*.json")}
+    found = {name: _read(_path(config, home, name)) for name in sorted(names - {config.accelerator.name})}
+    return {name: result for name, result in found.items() if result}
 
 
 def require_fit(config: Config, home: Path, say: Say) -> tuple[str, ...]:
@@ -136,13 +128,11 @@ def leave_out_unfit(config: Config, home: Path, say: Say) -> tuple[Config, tuple
 
 def _no_answer(exit_code: int) -> LaunchError:
     """Returns the error for a container that ended with this code and without a result; it names the likely reason."""
-    defect = (
-        "a defect of libtpu that shows occasionally when memory runs short: run it again, or try another batch size"
-    )
+    advice = "run it again, or try another batch size"
+    defect = f"a defect of libtpu that shows occasionally when memory runs short: {advice}"
+    memory = "most likely because this machine's memory ran out: compiling bert-large takes up to 10 GB"
     reasons = {
-        128 + signal.SIGKILL: (
-            "it was killed, most likely because this machine's memory ran out: compiling bert-large takes up to 10 GB"
-        ),
+        128 + signal.SIGKILL: f"it was killed, {memory}",
         128 + signal.SIGSEGV: f"the TPU compiler crashed (SIGSEGV), {defect}",
         128 + signal.SIGABRT: f"the TPU compiler gave up (SIGABRT), {defect}",
     }
@@ -164,16 +154,8 @@ def _compile(
         file.flush()
         os.chmod(file.name, 0o644)  # the container may have another user
         inside = "/etc/tpu-launch/config.yaml"
-        command = [
-            "tpu-train",
-            "preflight",
-            inside,
-            "--accelerator",
-            ",".join(names),
-            "--json",
-            *(["--max-batch"] if max_batch else []),
-            *more,
-        ]
+        options = ["--json", *["--max-batch"] * max_batch, *more]
+        command = ["tpu-train", "preflight", inside, "--accelerator", ",".join(names), *options]
         answers: list[str] = []
         code = local.run(
             config,

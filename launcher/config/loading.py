@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -85,9 +86,7 @@ class Config:
     """None when the run has a command of its own, or the file has no trainer sections."""
 
     gke: GkeSection = field(default_factory=GkeSection)
-
-    provider: str = "tpu-vm"
-    """Name of the provider; the command line chooses it."""
+    provider: str = "tpu-vm"  # the command line chooses it
 
     any_owner: bool = False
     """Whether this command may use and delete a slice of another owner; the command line chooses it."""
@@ -146,19 +145,14 @@ class Config:
         """Returns the configuration of this candidate only. Its node is `node`, else, for a candidate that the file
         names, slice.name or, if it is not the zone's first candidate, slice.name-NUMBER."""
         beside = [other for other in self.all_candidates if other.zone == candidate.zone]
-        update: dict[str, Any] = {
-            "accelerator_type": candidate.accelerator_type,
-            "capacity": candidate.capacity,
-            "zones": [],
-            "candidates": [],
-        }
-        if accelerator(candidate.accelerator_type).generation is not self.accelerator.generation:
+        kind, capacity = candidate.accelerator_type, candidate.capacity
+        update: dict[str, Any] = {"accelerator_type": kind, "capacity": capacity, "zones": [], "candidates": []}
+        if accelerator(kind).generation is not self.accelerator.generation:
             update["runtime_version"] = None
-        name = node
         if not node and (number := beside.index(candidate) + 1) > 1:
-            name = f"{self.slice.name}-{number}"
+            node = f"{self.slice.name}-{number}"
         slice_ = self.slice.model_copy(update=update)
-        return replace(self, zone=candidate.zone, node_name=name, left_out=(), slice=slice_)
+        return replace(self, zone=candidate.zone, node_name=node, left_out=(), slice=slice_)
 
     @property
     def runtime_version(self) -> str:
@@ -185,35 +179,25 @@ class Config:
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), *, command: Iterable[str] = ()) -> Config:
-    """Reads and checks a run's YAML file.
-
-    Args:
-        overrides: changes of keys, KEY=VALUE, where the value is YAML.
-        command: replaces the trainer and `run.command`; () for none.
-
-    Raises:
-        BadInput: the file is wrong; the message names file:line of every mistake.
-    """
-    try:
+    """Reads and checks a run's YAML file, with changes of keys (KEY=VALUE, where the value is YAML). A command replaces
+    the trainer and `run.command`. Raises BadInput, whose message names file:line of every mistake."""
+    with _mistakes_as_bad_input():
         return _from_document(load_document(path, overrides), tuple(command))
-    except (ConfigError, UnknownAccelerator) as error:
-        raise BadInput(str(error)) from None
 
 
 def restore(value: Mapping[str, Any], *, name: str, command: Iterable[str] | None, provider: str) -> Config:
-    """Returns the configuration of a document that `load` read before. Raises BadInput if this version refuses it.
+    """Returns the configuration of a document that `load` read before: its value and its file's path, with a command
+    in place of its own, if given. Raises BadInput if this version refuses it."""
+    with _mistakes_as_bad_input():
+        return replace(_from_document(Document(name, dict(value), {}), tuple(command or ())), provider=provider)
 
-    Args:
-        value: the document's value.
-        name: path of the document's file.
-        command: replaces the trainer and `run.command`; None: the document's own.
-        provider: name of the provider.
-    """
+
+@contextlib.contextmanager
+def _mistakes_as_bad_input() -> Iterator[None]:
     try:
-        config = _from_document(Document(name, dict(value), {}), tuple(command or ()))
+        yield
     except (ConfigError, UnknownAccelerator) as error:
         raise BadInput(str(error)) from None
-    return replace(config, provider=provider)
 
 
 def _from_document(document: Document, command: tuple[str, ...]) -> Config:

@@ -155,7 +155,7 @@ def test_the_command_prints_the_script(kind: str) -> None:
 )
 def test_a_folder_that_is_not_one_is_refused(folder: str) -> None:
     with pytest.raises(BadInput, match="gs://BUCKET/FOLDER"):
-        SupervisorSpec(folder, IMAGE, "my-project", "us-central1-a")
+        render("vm", SupervisorSpec(folder, IMAGE, "my-project", "us-central1-a"))
 
 
 def test_options_of_the_script_are_refused_without_it() -> None:
