@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from training.errors import TrainError
 
@@ -64,67 +64,35 @@ def shift(timestamp: str, by: timedelta) -> str:
     return f"{(datetime.fromisoformat(head) + by).isoformat()}.{(fraction or '0')[:9].ljust(9, '0')}Z"
 
 
+NAME_SECONDS = 60.0  # in which the cluster's name service learns the name of this host
+
 T = TypeVar("T")
 R = TypeVar("R")
-R_co = TypeVar("R_co", covariant=True)
+
+Thread = threading.Thread
+Event = threading.Event
+Condition = threading.Condition
+Future = concurrent.futures.Future
+Connection = socket.socket
+"""A simulation has its own class of each of these, with the methods that the code uses."""
 
 
-class Thread(Protocol):
-    """A started thread. It does not keep the process alive."""
-
-    def join(self, timeout: float | None = None) -> None:
-        """Waits until the thread has ended, at most `timeout` seconds."""
-
-    def is_alive(self) -> bool: ...
-
-
-class Event(Protocol):
-    """`threading.Event`."""
-
-    def is_set(self) -> bool: ...
-
-    def set(self) -> None:
-        """Sets the flag and wakes all waiters."""
-
-    def clear(self) -> None: ...
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the flag is set, at most `timeout` seconds. Returns whether it is set."""
-
-
-class Condition(AbstractContextManager[bool, None], Protocol):
-    """`threading.Condition`, with a lock of its own."""
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Releases the lock and waits for a notification, at most `timeout` seconds. Returns whether one came."""
-
-    def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T:
-        """Waits until `predicate()` is true, at most `timeout` seconds. Returns its value."""
-
-    def notify_all(self) -> None:
-        """Wakes all waiters."""
-
-
-class Queue(Protocol[T]):
+class Queue(Generic[T]):
     """A bounded first-in, first-out queue."""
+
+    def __init__(self, size: int) -> None:
+        self._queue: queue.Queue[T] = queue.Queue(size)
 
     def put(self, item: T) -> None:
         """Adds an item; waits for room while the queue is full."""
+        self._queue.put(item)
 
     def get(self, timeout: float) -> T | None:
         """Takes the oldest item; returns None when none came within `timeout` seconds."""
-
-
-class Future(Protocol[R_co]):
-    """The outcome of a call in a thread of its own."""
-
-    def done(self) -> bool: ...
-
-    def exception(self) -> BaseException | None:
-        """Waits for the call to end. Returns what it raised, or None."""
-
-    def result(self) -> R_co:
-        """Waits for the call to end. Returns what it returned, or raises what it raised."""
+        try:
+            return self._queue.get(timeout=timeout) if timeout > 0 else self._queue.get_nowait()
+        except queue.Empty:
+            return None
 
 
 class Threads:
@@ -146,7 +114,7 @@ class Threads:
 
     def queue(self, size: int) -> Queue[Any]:
         """Returns a queue of at most `size` items."""
-        return _ThreadQueue(size)
+        return Queue(size)
 
     def start(self, function: Callable[..., None], *args: Any, name: str | None = None) -> Thread:
         """Starts a thread that calls a function."""
@@ -196,87 +164,8 @@ class Threads:
         return results
 
 
-class _ThreadQueue:
-    def __init__(self, size: int) -> None:
-        self._queue: queue.Queue[Any] = queue.Queue(size)
-
-    def put(self, item: Any) -> None:
-        self._queue.put(item)
-
-    def get(self, timeout: float) -> Any | None:
-        try:
-            return self._queue.get(timeout=timeout) if timeout > 0 else self._queue.get_nowait()
-        except queue.Empty:
-            return None
-
-
-NAME_SECONDS = 60.0  # in which the cluster's name service learns the name of this host
-
-
-class Connection(Protocol):
-    """A connected socket. All methods but `close` may raise OSError."""
-
-    def sendall(self, data: bytes, /) -> None: ...
-
-    def send(self, data: memoryview, /) -> int:
-        """Sends some bytes and returns their number. Raises BlockingIOError if it would wait and the time-out is 0."""
-
-    def recv(self, size: int, /) -> bytes:
-        """Waits for at most `size` bytes; returns b"" if the peer has closed. Raises TimeoutError without an errno
-        after the time of `settimeout`, and BlockingIOError at once if that is 0."""
-
-    def settimeout(self, seconds: float | None, /) -> None: ...
-
-    def shutdown(self, how: int, /) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Listener(Protocol):
-    """A listening socket."""
-
-    def accept(self) -> tuple[Connection, Any]:
-        """Returns a new connection and the client's address. Raises OSError, and BlockingIOError if the time-out is 0
-        and no client waits."""
-
-    def settimeout(self, seconds: float | None, /) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Selector(Protocol):
-    """`selectors.BaseSelector`."""
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> Any: ...
-
-    def modify(self, fileobj: Any, events: int, data: Any = None) -> Any: ...
-
-    def unregister(self, fileobj: Any) -> Any: ...
-
-    def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
-        """Waits at most `timeout` seconds until sockets are ready. Returns their (key, events)."""
-
-    def close(self) -> None: ...
-
-
-class Network(Protocol):
-    """Makes connections."""
-
-    def listen(self, address: str, port: int) -> Listener:
-        """Listens on this host's own address. Raises TrainError if it is not this host's, or its port is in use."""
-
-    def connect(self, address: str, port: int, timeout: float) -> Connection:
-        """Returns a connection to a host, made within `timeout` seconds. Raises OSError."""
-
-    def selector(self) -> Selector: ...
-
-    def detect_silence(self, connection: Connection, lost_seconds: float) -> None:
-        """Makes the kernel break a connection to a vanished machine within about `lost_seconds`, however busy this
-        process is."""
-
-
-class SystemNetwork:
-    """The network of this machine."""
+class Network:
+    """Makes TCP connections between hosts."""
 
     def listen(self, address: str, port: int) -> socket.socket:
         """Waits until the name service knows this host's `address`, NAME_SECONDS at most, and returns a listening
@@ -309,16 +198,17 @@ class SystemNetwork:
             ) from None
 
     def connect(self, address: str, port: int, timeout: float) -> socket.socket:
-        """Returns a connection, made within `timeout` seconds, without Nagle's delay of small messages."""
+        """Returns a connection to a host, made within `timeout` seconds, without Nagle's delay. Raises OSError."""
         connection = socket.create_connection((address, port), timeout=timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
 
-    def selector(self) -> Selector:
+    def selector(self) -> selectors.BaseSelector:
         return selectors.DefaultSelector()
 
-    def detect_silence(self, connection: Any, lost_seconds: float) -> None:
-        """Sets TCP's keep-alive and time-out so that a vanished peer breaks the connection after `lost_seconds`."""
+    def detect_silence(self, connection: Connection, lost_seconds: float) -> None:
+        """Sets TCP's keep-alive and time-out so that the kernel breaks a connection to a vanished machine after about
+        `lost_seconds`, however busy this process is."""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (
             ("TCP_KEEPIDLE", 1),
@@ -336,7 +226,7 @@ class Machine:
 
     clock: Clock = field(default_factory=Clock)
     threads: Threads = field(default_factory=Threads)
-    network: Network = field(default_factory=SystemNetwork)
+    network: Network = field(default_factory=Network)
     random: random.Random = field(default_factory=random.SystemRandom)
     exit: Callable[[int], NoReturn] = os._exit  # ends the process at once, with this exit code
 

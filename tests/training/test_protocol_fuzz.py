@@ -34,7 +34,7 @@ from training.distributed.rendezvous import RendezvousClient
 from training.distributed.rendezvous_server import RendezvousServer
 from training.distributed.server_protocol import ServerProtocol
 from training.distributed.shutdown import ShutdownRequest
-from training.machine import Machine, SystemNetwork
+from training.machine import Machine, Network
 
 SEED = 20260722
 UNKNOWN, ADMITTED, CLIENTS = 65_000, 10_000, 15_000
@@ -226,7 +226,7 @@ def test_unknown_peers_at_the_rendezvous_leak_nothing() -> None:
 def test_unknown_peers_at_the_gradient_exchange_leak_nothing() -> None:
     port = free_port()
     own = replace(OWN, purpose=GRADIENT_EXCHANGE)
-    listener = SystemNetwork().listen("127.0.0.1", port)
+    listener = Network().listen("127.0.0.1", port)
     accepted: dict[int, socket.socket] = {}
     accepting = threading.Thread(target=lambda: accepted.update(handshakes.accept_peers(listener, own, 30)))
     accepting.start()

@@ -372,8 +372,7 @@ class _Cache:
         """Returns the plugin's loaded executable of a serialized program. Raises PluginError."""
         arguments = _Deserialize(client=client, serialized=program, size=len(program))
         self._table.call(_DESERIALIZE, arguments)
-        executable: int = arguments.executable
-        return executable
+        return arguments.executable
 
     def _serialize(self, loaded: int) -> bytes:
         """Returns the bytes of a loaded executable, and frees the plugin's copy. Raises PluginError."""

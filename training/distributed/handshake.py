@@ -22,15 +22,12 @@ import hmac
 import ipaddress
 import json
 import os
-import queue
-import secrets
+import selectors
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 from training.distributed.cluster import SECRET_VARIABLE, Cluster
 from training.distributed.messages import (
@@ -47,7 +44,6 @@ from training.distributed.messages import (
 from training.errors import BadInput
 from training.machine import SYSTEM, Connection, Machine
 
-NONCE_BYTES = 32
 HANDSHAKE_SECONDS = 5.0  # then host 0 closes the connection of a peer without a proof
 SPARE_CONNECTIONS = 64  # pending connections that host 0 keeps, beyond one for each missing host
 RENDEZVOUS = "rendezvous"
@@ -56,9 +52,9 @@ _VERSION = "tpu-launch 1"
 T = TypeVar("T")
 
 
-def make_nonce() -> str:
-    """Returns NONCE_BYTES random bytes in hexadecimal."""
-    return secrets.token_hex(NONCE_BYTES)
+def make_nonce(machine: Machine = SYSTEM) -> str:
+    """Returns 32 random bytes in hexadecimal."""
+    return machine.random.randbytes(32).hex()
 
 
 @dataclass(frozen=True)
@@ -122,7 +118,7 @@ class VerifiedHello:
     """A hello with a valid proof. Its identity may still be that of another attempt."""
 
     worker: int
-    identity: Identity
+    peer: HostCredentials
     nonces: tuple[str, str]
 
 
@@ -133,28 +129,27 @@ class _PendingPeer:
     lines: LineBuffer
 
 
-class ServerHandshake:
-    """Host 0's side of the handshake, for all connections of one purpose. A connection is a number that the caller
+class ServerHandshake(Generic[T]):
+    """Host 0's side of the handshake, for all connections of one purpose. A connection is any value that the caller
     chooses; it is pending from `opened` to `forget`."""
 
-    def __init__(self, own: HostCredentials, make_nonce: Callable[[], str] = make_nonce) -> None:
-        self._own = own
-        self._make_nonce = make_nonce
-        self._pending: dict[int, _PendingPeer] = {}  # the oldest first
+    def __init__(self, own: HostCredentials, machine: Machine = SYSTEM) -> None:
+        self.own, self._machine = own, machine
+        self._pending: dict[T, _PendingPeer] = {}  # the oldest first
 
-    def __contains__(self, connection: int) -> bool:
+    def __contains__(self, connection: object) -> bool:
         return connection in self._pending
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    def opened(self, connection: int, now: float) -> bytes:
+    def opened(self, connection: T, now: float) -> bytes:
         """Registers a new connection, and returns the challenge to send."""
-        nonce = self._make_nonce()
+        nonce = make_nonce(self._machine)
         self._pending[connection] = _PendingPeer(nonce, now + HANDSHAKE_SECONDS, LineBuffer(HANDSHAKE_BYTES))
         return encode({"challenge": nonce})
 
-    def received(self, connection: int, data: bytes) -> VerifiedHello | None:
+    def received(self, connection: T, data: bytes) -> VerifiedHello | None:
         """Returns the hello once its line is complete, None before. Raises Malformed if its proof is wrong, or if the
         bytes are no hello: the caller must close the connection."""
         peer = self._pending[connection]
@@ -168,34 +163,28 @@ class ServerHandshake:
     def _verify(self, nonce: str, hello: Message) -> VerifiedHello:
         """Returns a hello if its proof is valid for the identity that it claims, or raises Malformed."""
         claimed = Identity(hello["run_id"], hello["attempt"], hello["hosts"])
-        nonces = (nonce, hello["nonce"])
-        theirs = HostCredentials(claimed, self._own.purpose, self._own.secret)
-        if not hmac.compare_digest(theirs.prove("host", hello["hello"], nonces), hello["proof"]):
+        peer, nonces = replace(self.own, identity=claimed), (nonce, hello["nonce"])
+        if not hmac.compare_digest(peer.prove("host", hello["hello"], nonces), hello["proof"]):
             raise Malformed("the proof is wrong")
-        return VerifiedHello(hello["hello"], claimed, nonces)
+        return VerifiedHello(hello["hello"], peer, nonces)
 
     def welcome(self, hello: VerifiedHello) -> bytes:
         """Returns the answer that accepts a peer."""
-        return encode({"welcome": True, "proof": self._prove(hello, "welcome")})
+        return encode({"welcome": True, "proof": _prove_answer(hello, "welcome")})
 
     def refuse(self, hello: VerifiedHello, reason: str, final: bool) -> bytes:
         """Returns the answer that refuses a peer. `final`: a retry is pointless."""
-        return encode({"refused": reason, "final": final, "proof": self._prove(hello, f"refused {final} {reason}")})
+        return encode({"refused": reason, "final": final, "proof": _prove_answer(hello, f"refused {final} {reason}")})
 
-    def _prove(self, hello: VerifiedHello, statement: str) -> str:
-        """Returns host 0's proof of its answer to a hello, for the identity that the hello claims."""
-        theirs = HostCredentials(hello.identity, self._own.purpose, self._own.secret)
-        return theirs.prove("server", hello.worker, hello.nonces, statement)
-
-    def forget(self, connection: int) -> None:
+    def forget(self, connection: T) -> None:
         """Removes a connection that was accepted or closed."""
         self._pending.pop(connection, None)
 
-    def oldest(self) -> int | None:
-        """Returns the caller's number of the connection that has been pending longest; None if none is pending."""
+    def oldest(self) -> T | None:
+        """Returns the connection that has been pending longest; None if none is pending."""
         return next(iter(self._pending), None)
 
-    def overdue(self, now: float, limit: int) -> list[int]:
+    def overdue(self, now: float, limit: int) -> list[T]:
         """Returns the pending connections to close: those past their deadline, and the oldest ones beyond `limit`."""
         surplus = max(0, len(self._pending) - limit)
         return [
@@ -205,11 +194,16 @@ class ServerHandshake:
         ]
 
 
+def _prove_answer(hello: VerifiedHello, statement: str) -> str:
+    """Returns host 0's proof of its answer to a hello, for the identity that the hello claims."""
+    return hello.peer.prove("server", hello.worker, hello.nonces, statement)
+
+
 class ClientHandshake:
     """A peer's side of the handshake, on one connection to host 0."""
 
     def __init__(self, own: HostCredentials, worker: int, nonce: str) -> None:
-        """`nonce`: NONCE_BYTES random bytes in hexadecimal, for this connection alone."""
+        """`nonce`: of `make_nonce`, for this connection alone."""
         self._own, self._worker, self._nonce = own, worker, nonce
         self._nonces: tuple[str, str] | None = None
 
@@ -269,7 +263,7 @@ def perform_handshake(
     or did not answer in time, Malformed if another program than host 0 answered."""
     lines = LineBuffer(HANDSHAKE_BYTES)
     received = _receive_lines(connection, lines, machine.clock.monotonic() + seconds, machine.clock.monotonic)
-    handshake = ClientHandshake(own, worker, machine.random.randbytes(NONCE_BYTES).hex())
+    handshake = ClientHandshake(own, worker, make_nonce(machine))
     connection.sendall(handshake.answer_challenge(next(received)))
     return handshake.check_answer(next(received)) or lines
 
@@ -289,74 +283,77 @@ def _receive_lines(
 
 def accept_peers(listener: socket.socket, own: HostCredentials, seconds: float) -> dict[int, socket.socket]:
     """Returns connections of all hosts but host 0, by worker, after each has proved that it belongs to the attempt.
-    Other clients delay nothing: each has a thread, for HANDSHAKE_SECONDS at most. Raises TimeoutError, which names the
-    missing hosts, if not all connected within `seconds`, and OSError if the listener is broken."""
+    Other clients delay nothing, and are closed after HANDSHAKE_SECONDS. Raises TimeoutError, which names the missing
+    hosts, if not all connected within `seconds`, and OSError if the listener is broken."""
+    handshake: ServerHandshake[socket.socket] = ServerHandshake(own)
     peers: dict[int, socket.socket] = {}
-    pending: list[socket.socket] = []  # without a proof yet, the oldest first
-    proved: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+
+    def forget(connection: socket.socket) -> socket.socket:
+        handshake.forget(connection)
+        selector.unregister(connection)
+        return connection
 
     def close_oldest() -> bool:
-        """Shuts down the connection that has been pending longest. Returns False if none is."""
-        if not pending:
-            return False
-        with contextlib.suppress(OSError):
-            pending.pop(0).shutdown(socket.SHUT_RDWR)  # its thread closes it
-        return True
+        oldest = handshake.oldest()
+        if oldest is not None:
+            forget(oldest).close()
+        return oldest is not None
 
     def serve(connection: socket.socket) -> None:
-        """Performs a client's handshake: queues the connection in `proved` if it is a host's, else closes it."""
+        """Reads from a pending connection: closes it if it is no other host's, keeps it if its handshake ends."""
         try:
-            handshake, hello = _receive_hello(connection, own)
-            pending.remove(connection)
-            connection.sendall(handshake.welcome(hello))
-        except (OSError, Malformed, ValueError):  # ValueError: it was closed to make room
-            with contextlib.suppress(ValueError):
-                pending.remove(connection)
-            connection.close()
-        else:
-            proved.put((hello.worker, connection))
+            hello = _receive_hello(connection, handshake)
+        except (OSError, Malformed):
+            forget(connection).close()
+            return
+        if hello:
+            if hello.worker in peers:  # its connection broke, and it connected again
+                peers[hello.worker].close()
+            peers[hello.worker] = forget(connection)
 
     deadline = time.monotonic() + seconds
     listener.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        try:
+            while missing := sorted(set(range(1, own.identity.hosts)) - set(peers)):
+                if time.monotonic() >= deadline:
+                    names = ", ".join(map(str, missing))
+                    raise TimeoutError(f"host {names} did not connect to the {own.purpose} within {seconds:g} s")
+                for key, _ in selector.select(timeout=0.05):
+                    if key.data in handshake:
+                        serve(key.data)
+                    elif key.data is None and (connection := accept_connection(listener.accept, close_oldest)):
+                        connection.setblocking(False)
+                        selector.register(connection, selectors.EVENT_READ, connection)
+                        with contextlib.suppress(OSError):  # then it can be read, and is closed
+                            connection.sendall(handshake.opened(connection, time.monotonic()))
+                for connection in handshake.overdue(time.monotonic(), own.identity.hosts + SPARE_CONNECTIONS):
+                    forget(connection).close()
+            return peers
+        except BaseException:
+            for peer in peers.values():
+                peer.close()
+            raise
+        finally:
+            for connection in handshake.overdue(deadline, 0):  # all
+                connection.close()
+
+
+def _receive_hello(connection: socket.socket, handshake: ServerHandshake[socket.socket]) -> VerifiedHello | None:
+    """Reads from a connection without waiting. Returns and welcomes a valid hello of another host of this attempt, None
+    before all of it came. Raises OSError if the other side closes, Malformed for other bytes or another attempt."""
     try:
-        while missing := sorted(set(range(1, own.identity.hosts)) - set(peers)):
-            if time.monotonic() >= deadline:
-                names = ", ".join(map(str, missing))
-                raise TimeoutError(f"host {names} did not connect to the {own.purpose} within {seconds:g} s")
-            for connection in islice(iter(lambda: accept_connection(listener.accept, close_oldest), None), 64):
-                pending.append(connection)
-                if len(pending) > own.identity.hosts + SPARE_CONNECTIONS:
-                    close_oldest()
-                threading.Thread(target=serve, args=(connection,), name="handshake", daemon=True).start()
-            with contextlib.suppress(queue.Empty):
-                worker, connection = proved.get(timeout=0.05)
-                if worker in peers:  # its connection broke, and it connected again
-                    peers[worker].close()
-                peers[worker] = connection
-        return peers
-    except BaseException:
-        for peer in peers.values():
-            peer.close()
-        raise
-
-
-def _receive_hello(connection: socket.socket, own: HostCredentials) -> tuple[ServerHandshake, VerifiedHello]:
-    """Sends a challenge on a new connection to host 0 and returns the valid hello of another host of this attempt.
-    Raises OSError after HANDSHAKE_SECONDS or if the other side closes, Malformed for other bytes or another attempt."""
-    handshake = ServerHandshake(own)
-    until = time.monotonic() + HANDSHAKE_SECONDS
-    connection.settimeout(HANDSHAKE_SECONDS)
-    connection.sendall(handshake.opened(0, 0.0))
-    hello = None
-    while hello is None:
-        connection.settimeout(max(0.001, until - time.monotonic()))
         data = connection.recv(HANDSHAKE_BYTES)
-        if not data:
-            raise ConnectionResetError
-        hello = handshake.received(0, data)
-    if hello.identity != own.identity or not 0 < hello.worker < own.identity.hosts:
+    except BlockingIOError:
+        return None
+    hello = handshake.received(connection, data)
+    own = handshake.own.identity
+    if not data or (hello and (hello.peer.identity != own or not 0 < hello.worker < own.hosts)):
         raise Malformed("no other host of this attempt")
-    return handshake, hello
+    if hello:
+        connection.sendall(handshake.welcome(hello))
+    return hello
 
 
 def describe_error(error: BaseException) -> str:

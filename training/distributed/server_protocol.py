@@ -15,7 +15,7 @@ All hosts receive one summary of all phases, at most once a second, so what a ho
 the number of hosts."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,10 @@ from training.distributed.handshake import (
     Refusal,
     ServerHandshake,
     VerifiedHello,
-    make_nonce,
 )
 from training.distributed.messages import FROM_HOST, LineBuffer, Malformed, Message, decode, encode
 from training.errors import Exit
+from training.machine import SYSTEM, Machine
 
 NEWS_SECONDS = 1.0
 NEWS_CHARACTERS = 2000
@@ -209,9 +209,9 @@ class BarrierState:
 class ServerProtocol:
     """Host 0's side of all connections of an attempt."""
 
-    def __init__(self, own: HostCredentials, make_nonce: Callable[[], str] = make_nonce) -> None:
+    def __init__(self, own: HostCredentials, machine: Machine = SYSTEM) -> None:
         self.state = BarrierState(own.identity)
-        self.handshake = ServerHandshake(own, make_nonce)
+        self.handshake: ServerHandshake[int] = ServerHandshake(own, machine)
         self._workers: dict[int, tuple[int, LineBuffer]] = {}  # by connection, of accepted peers
         self._connections: dict[int, int] = {}  # by worker
         self._news: Message = {}
@@ -285,7 +285,7 @@ class ServerProtocol:
 
     def _admit(self, connection: int, hello: VerifiedHello, now: float) -> Actions:
         """Ends a handshake: accepts the host, and tells it if the attempt is lost, or refuses it and closes."""
-        refusal = self.state.connect(hello.worker, hello.identity, now)
+        refusal = self.state.connect(hello.worker, hello.peer.identity, now)
         self.handshake.forget(connection)
         if refusal:
             reason = messages.clip(refusal.reason)

@@ -28,7 +28,7 @@ from training.distributed.handshake import (
 from training.distributed.messages import Malformed
 from training.distributed.rendezvous import Rendezvous
 from training.errors import LostPeer
-from training.machine import SystemNetwork
+from training.machine import Network
 
 NAMING_SECONDS = 5.0  # in which the rendezvous learns which host is lost
 HANGING_SECONDS = 10.0  # in which the healthy hosts arrive at the barrier that names a hanging one
@@ -48,7 +48,7 @@ class TcpAllReduce:
         self._peers: list[socket.socket] = []  # on host 0: workers 1, 2, ...; on other hosts: host 0
         own = host_credentials(cluster, GRADIENT_EXCHANGE)
         rendezvous.set_phase("connecting the gradient exchange")
-        listener = SystemNetwork().listen(cluster.addresses[0], cluster.gloo_port) if self._first else None
+        listener = Network().listen(cluster.addresses[0], cluster.gloo_port) if self._first else None
         try:
             rendezvous.meet("gradient exchange")  # from here on, host 0 listens
             if listener:
@@ -104,7 +104,7 @@ def _join(cluster: Cluster, rendezvous: Rendezvous, own: HostCredentials, second
     deadline = time.monotonic() + seconds
     while True:
         try:
-            peer = SystemNetwork().connect(cluster.addresses[0], cluster.gloo_port, min(seconds, TRY_SECONDS))
+            peer = Network().connect(cluster.addresses[0], cluster.gloo_port, min(seconds, TRY_SECONDS))
             try:
                 answer = perform_handshake(peer, own, cluster.worker, min(seconds, TRY_SECONDS))
                 if isinstance(answer, Refusal):

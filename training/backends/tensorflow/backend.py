@@ -269,5 +269,4 @@ class TensorFlowProfiler:
         tf.profiler.experimental.stop()
 
     def scope(self, name: str, **facts: int) -> contextlib.AbstractContextManager[Any]:
-        scope: contextlib.AbstractContextManager[Any] = tf.profiler.experimental.Trace(name, **facts)
-        return scope
+        return tf.profiler.experimental.Trace(name, **facts)

@@ -79,8 +79,7 @@ def open_topology(name: str) -> int:
         PluginTable(load_plugin()[1]).call(_TOPOLOGY, wanted)
     except PluginError as error:
         raise CompilerUnavailable(f"libtpu knows no topology {text}: {str(error).splitlines()[0]}") from None
-    topology: int = wanted.topology
-    return topology
+    return wanted.topology
 
 
 def compile_for_slice(code: bytes, options: bytes, slice_: Accelerator) -> CompiledProgram:
@@ -148,8 +147,7 @@ def _fields(data: bytes) -> list[tuple[int, Any]]:
 
 def _numbers(data: bytes) -> list[int]:
     """Returns the integers of a packed field of a protobuf message."""
-    numbers: list[int] = unpack_varints(data).tolist()
-    return numbers
+    return unpack_varints(data).tolist()
 
 
 def _shape(data: bytes) -> str:

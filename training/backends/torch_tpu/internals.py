@@ -40,7 +40,7 @@ def compile_graph(graph: Any, arguments: Sequence[Any], donated: Sequence[int]) 
     """
     from torch_tpu._internal.compile import compiler
 
-    return compiler.StaticCompiler()(graph, list(arguments), donated_inputs=list(donated))  # type: ignore[no-any-return]
+    return compiler.StaticCompiler()(graph, list(arguments), donated_inputs=list(donated))
 
 
 def store_of_absent_ranks(slice_: Accelerator) -> Any:

@@ -78,7 +78,7 @@ class Chip:
     def read(self, report: Tensor) -> list[float]:
         """Waits for a report and returns its numbers. Raises LostPeer if the sum over all processes fails."""
         try:
-            return report.cpu().tolist()  # type: ignore[no-any-return]
+            return report.cpu().tolist()
         except RuntimeError as error:
             raise_lost_peer(self._rendezvous, "adding up gradients", error)
 

@@ -28,26 +28,22 @@ from training.models.torch.layer_scan import Step, Tensors
 
 def local_devices() -> list[str]:
     """Returns the names of this host's devices, for example ["TPU:4", ...] on the second host of a slice."""
-    names: list[str] = _XLAC._xla_get_runtime_devices()
-    return names
+    return _XLAC._xla_get_runtime_devices()
 
 
 def upload(tensors: Sequence[Tensor], device: Any, shardings: Sequence[Any] | None) -> list[Tensor]:
     """Copies tensors to the devices in one call. `shardings`: an `xla_spec` for each, under SPMD."""
-    sent: list[Tensor] = _XLAC._xla_tensors_from_aten(list(tensors), [str(device)] * len(tensors), shardings)
-    return sent
+    return _XLAC._xla_tensors_from_aten(list(tensors), [str(device)] * len(tensors), shardings)
 
 
 def placeholder(shape: Sequence[int]) -> Tensor:
     """Returns an fp32 tensor on the device that has no buffer: programs of it can be traced, and not run."""
-    tensor: Tensor = xla_builder.create_placeholder_tensor(tuple(shape), torch.float32)
-    return tensor
+    return xla_builder.create_placeholder_tensor(tuple(shape), torch.float32)
 
 
 def download(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies tensors to the host in one call, which torch_xla counts as one transfer."""
-    copies: list[Tensor] = _XLAC._xla_get_cpu_tensors(list(tensors))
-    return copies
+    return _XLAC._xla_get_cpu_tensors(list(tensors))
 
 
 def local_slices(tensors: Sequence[Tensor]) -> list[list[tuple[tuple[slice, ...], Tensor]]]:
@@ -69,8 +65,7 @@ def declare_sharding(tensor: Tensor, sharding: Any) -> None:
 
 def read_shardings(tensors: Sequence[Tensor]) -> list[str]:
     """Returns each tensor's sharding as XLA writes it, "{replicated}" for instance; "" without a declared one."""
-    texts: list[str] = _XLAC._get_xla_sharding_specs(list(tensors))
-    return texts
+    return _XLAC._get_xla_sharding_specs(list(tensors))
 
 
 # --- traced programs
@@ -78,8 +73,7 @@ def read_shardings(tensors: Sequence[Tensor]) -> list[str]:
 
 def handles(tensors: Sequence[Tensor]) -> list[int]:
     """Returns a number for each tensor's buffer on the device, the same in every program that reads the buffer."""
-    numbers: list[int] = _XLAC._get_tensors_handle(list(tensors))
-    return numbers
+    return _XLAC._get_tensors_handle(list(tensors))
 
 
 def arguments_of(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -101,8 +95,7 @@ def order_outputs(outputs: Mapping[int, Tensor], report: Tensor) -> Mapping[int,
 
 def uncomputed(tensors: Sequence[Tensor]) -> list[bool]:
     """Returns for each tensor whether it stands for traced operations that have not run."""
-    flags: list[bool] = _XLAC._check_tensor_need_materialization(list(tensors))
-    return flags
+    return _XLAC._check_tensor_need_materialization(list(tensors))
 
 
 def donate(argument: Tensor, *, donates: bool = True) -> None:
@@ -131,15 +124,13 @@ def wait_for_starts(tensors: Sequence[Tensor]) -> None:
 def start_program(program_hash: bytes, arguments: Sequence[Tensor]) -> list[Tensor]:
     """Starts a compiled program and returns its outputs. Buffers of donated arguments are gone."""
     wait_for_starts(arguments)  # starting would wait with Python's lock held
-    outputs: list[Tensor] = _XLAC._run_cached_graph(program_hash, arguments)
-    return outputs
+    return _XLAC._run_cached_graph(program_hash, arguments)
 
 
 def seed_tensor(seed: int | None, device: Any) -> Tensor:
     """Sets the seed of the device's generator, and returns the tensor that programs read it from."""
     xm.set_rng_state(seed, device)
-    tensor: Tensor = _XLAC._get_base_seed_as_tensor(str(device))
-    return tensor
+    return _XLAC._get_base_seed_as_tensor(str(device))
 
 
 @contextmanager
@@ -217,16 +208,14 @@ def call_lowered(function: Callable[..., Any], shapes: Sequence[Any], platform: 
 def split_by_hand(tensor: Tensor) -> Tensor:
     """Returns the part of a tensor, whose sharding is declared, that each device holds, as the compiler's own tensor:
     what is computed of it is not split any further."""
-    part: Tensor = _XLAC._spmd_full_to_shard_shape(tensor)
-    return part
+    return _XLAC._spmd_full_to_shard_shape(tensor)
 
 
 def join_by_hand(part: Tensor, sharding: Any, shape: Sequence[int]) -> Tensor:
     """Returns the whole tensor of `shape` whose parts `split_by_hand`, or operations on such parts, gave; `sharding`:
     an `OpSharding`."""
     _XLAC._mark_manual_sharding(part, _XLAC.OpSharding([], [], [], ShardingType.MANUAL))
-    whole: Tensor = _XLAC._spmd_shard_to_full_shape(part, sharding, list(shape), part.dtype)
-    return whole
+    return _XLAC._spmd_shard_to_full_shape(part, sharding, list(shape), part.dtype)
 
 
 # --- programs as text, for preflight and profiles
@@ -234,14 +223,12 @@ def join_by_hand(part: Tensor, sharding: Any, shape: Sequence[int]) -> Tensor:
 
 def program_text(outputs: Sequence[Tensor]) -> str:
     """Returns the HLO of the program that would compute these outputs."""
-    text: str = _XLAC._get_xla_tensors_hlo(list(outputs))
-    return text
+    return _XLAC._get_xla_tensors_hlo(list(outputs))
 
 
 def program_proto(outputs: Sequence[Tensor]) -> bytes:
     """Returns the program that would compute these outputs as a serialized HloModuleProto."""
-    proto: bytes = _XLAC._get_xla_tensors_hlo_proto(list(outputs))
-    return proto
+    return _XLAC._get_xla_tensors_hlo_proto(list(outputs))
 
 
 def push_scope(name: str) -> Any:
@@ -261,8 +248,7 @@ def operation_metadata() -> Iterator[None]:
 def trace_event(name: str, **facts: int) -> AbstractContextManager[Any]:
     """Returns a block that a profile shows. Unlike profiler.Trace, it does not name operations: that would make the
     step another program."""
-    event: AbstractContextManager[Any] = _XLAC.profiler.TraceMe(name, **facts)
-    return event
+    return _XLAC.profiler.TraceMe(name, **facts)
 
 
 def simulate_devices(count: int) -> None:

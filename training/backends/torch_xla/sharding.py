@@ -168,8 +168,7 @@ class DataParallel:
         send fewer bytes. The gradient is summed over the devices and split as the tensor is."""
         kind = tensor.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
-        whole: Tensor = _Placed.apply(_Placed.apply(tensor.to(dtype), self, axes), self, (None,) * len(axes))
-        return whole
+        return _Placed.apply(_Placed.apply(tensor.to(dtype), self, axes), self, (None,) * len(axes))
 
     def declare(self, tensor: Tensor, axes: Axes) -> None:
         """Declares how a tensor is split over the mesh; does nothing without one."""

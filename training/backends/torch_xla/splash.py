@@ -31,8 +31,7 @@ def splash_attention(sharding: DataParallel, platform: str = "tpu") -> Kernel:
         if query.shape[2] % _BLOCKS[-1]:
             return None
         scaled = (query.float() * scores.scale).to(query.dtype)
-        attended: Tensor = _Splash.apply(sharding, platform, scores, scaled, key, value, segments.int())
-        return attended
+        return _Splash.apply(sharding, platform, scores, scaled, key, value, segments.int())
 
     return attend
 

@@ -163,8 +163,7 @@ class State(HostState):
         """Returns a tensor on the host as an array; a packed buffer's members stacked."""
         if name in self._members:
             return np.stack([tensors[member].detach().numpy() for member in self._members[name]])
-        array: np.ndarray = tensors[name].detach().numpy()
-        return array
+        return tensors[name].detach().numpy()
 
     def snapshot(self, buffers: Mapping[str, memoryview], sharding: DataParallel) -> Snapshot:
         """Copies tensors, or this host's slices of them, to host memory. On a single CPU device the snapshot shares the
