@@ -114,7 +114,7 @@ def test_only_the_first_batches_of_a_shape_are_traced(folder: Path, capfd: pytes
 
 def multiply(backend: Any, factor: Callable[[], Any]) -> None:
     """Makes the network multiply by a number of Python, a constant of its program, or by a tensor, an argument."""
-    embeddings = backend._state.network.base_model.embeddings
+    embeddings = backend.state.network.base_model.embeddings
     forward = embeddings.forward
     embeddings.forward = lambda *arguments, **keywords: forward(*arguments, **keywords) * factor()
 

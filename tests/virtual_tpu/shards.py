@@ -47,7 +47,7 @@ def step_and_look(folder: Path, state: dict[str, bytes] | None) -> tuple[dict[st
     assert weights_crc32c(backend, 0) == {"": f"{google_crc32c.value(weights):08x}"}
     calls["checksum"] = count_calls(TO_HOST) - fetched
     calls["unplanned"] = backend.counters()["device_to_host_syncs"]
-    return {**look(backend), **calls, "tensors": len(specs), "buffers": len(backend.state_buffers())}, {
+    return {**look(backend), **calls, "tensors": len(specs), "buffers": len(backend.state.buffers())}, {
         name: bytes(buffer) for name, buffer in buffers.items()
     }
 
@@ -65,7 +65,7 @@ def look(backend: Backend | Any) -> dict[str, Any]:
     from torch_xla import _XLAC
 
     split, different = [], []
-    for name, value in backend.state_buffers().items():
+    for name, value in backend.state.buffers().items():
         (shards,) = _XLAC._get_local_shards([value])
         copies = [shard for shard, _ in shards]
         if len(copies) != backend.devices or any(copy.shape != value.shape for copy in copies):

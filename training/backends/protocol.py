@@ -4,7 +4,9 @@ results are in `training.batch`."""
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
 
-from training.batch import Arrays, HostBatch, Pending, Signals
+import numpy as np
+
+from training.batch import SUMS, Arrays, HostBatch, Pending, Signals, StepResult
 from training.checkpoint.snapshot import Snapshot
 from training.checkpoint.tensors import NOT_SPLIT, Slice, StateSlices, TensorSpec, whole
 from training.config import TrainerConfig
@@ -12,6 +14,19 @@ from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.models.hugging_face import ModelRequirements
 from training.tasks.task import Task
+
+REPORT = len(SUMS) + 2  # numbers that every step gives: the sums, and how many hosts raise each signal (stop, save)
+
+
+def read_report(values: list[float], *, trains: bool) -> StepResult:
+    """Splits a report into sums, signals, and a step's update (training.batch.UPDATE) or an evaluation's counts."""
+    stop, save = values[len(SUMS) : REPORT]
+    sums, signals = dict(zip(SUMS, values, strict=False)), Signals(stop > 0, save > 0)
+    further = values[REPORT:]
+    if trains:
+        norm, skipped = further
+        return StepResult(sums, signals, gradient_norm=norm, skipped=skipped > 0)
+    return StepResult(sums, signals, np.array(further) if further else None)
 
 
 class Backend(Protocol):

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from training.backends.protocol import Backend
+from training.backends.protocol import Backend, read_report
 from training.backends.tensorflow.calls import StepCalls
 from training.backends.tensorflow.input import dataset_of, distributed, distributed_evaluation, is_upcoming
 from training.backends.tensorflow.model import Noise, Parameter, build
@@ -48,16 +48,22 @@ class TensorFlow(Backend):
 
     @translate_failures()
     def __init__(
-        self, config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, requirements: ModelRequirements
+        self,
+        config: TrainerConfig,
+        cluster: Cluster,
+        rendezvous: Rendezvous,
+        requirements: ModelRequirements,
+        *,
+        replicas: Replicas | None = None,
     ) -> None:
-        """Opens the devices, connects the hosts and builds the model. Raises TrainError: UnusableTpu, OutOfMemory,
-        BadInput, LostPeer."""
+        """Opens the devices, unless preflight gives its own `replicas`, connects the hosts and builds the model. Raises
+        UnusableTpu, OutOfMemory, BadInput, LostPeer."""
         # Without this a TPU rounds the factors of fp32 products to bf16.
         tf.config.experimental.enable_tensor_float_32_execution(False)
         self._config = config
         self._checked = CheckedPrograms(os.environ, comparable=False, warns=cluster.is_first)
         began = time.monotonic()
-        self._replicas = self._open_replicas()
+        self._replicas = replicas or Replicas()
         opened = time.monotonic()
         self.devices = cluster.hosts * self._replicas.count
         self._exchange = TcpAllReduce(cluster, rendezvous, config.rendezvous.seconds) if cluster.hosts > 1 else None
@@ -86,9 +92,6 @@ class TensorFlow(Backend):
         }
         self._tracing_seconds = 0.0
         self.opening_seconds = {"devices": opened - began, "model": time.monotonic() - opened}
-
-    def _open_replicas(self) -> Replicas:
-        return Replicas()
 
     # --- steps
 
@@ -227,15 +230,8 @@ def _signals_array(signals: Signals) -> npt.NDArray[np.float32]:
 
 
 class _PendingResult:
-    """The result of a step or an evaluation that may still run.
-
-    Args:
-        sums: the program's result: training.batch.SUMS, the signals unless they are given, then training.batch.UPDATE
-            of a step that `trains`, or the task's counts.
-        signals: this host's, if it is the only one.
-        dataset: the dataset whose rows the program took itself.
-        trains: whether it is a training step.
-    """
+    """The result of a step or an evaluation that may still run. `sums`: a report (`read_report`), without the signals
+    if these are given, as this host is the only one; `dataset`: the one whose rows the program took itself."""
 
     def __init__(
         self, sums: Any, signals: Signals | None = None, dataset: Dataset | None = None, *, trains: bool
@@ -244,19 +240,11 @@ class _PendingResult:
 
     @translate_failures()
     def result(self) -> StepResult:
-        """Waits for the numbers, and splits them into sums, signals, and a step's update or an evaluation's counts."""
         with translate_errors(self._dataset) if self._dataset else contextlib.nullcontext():
             values: list[float] = np.asarray(self._sums).tolist()
-        remaining = values[len(SUMS) :]
-        signals = self._signals
-        if signals is None:
-            stop, save, *remaining = remaining
-            signals = Signals(stop > 0, save > 0)
-        sums = dict(zip(SUMS, values, strict=False))
-        if self._trains:
-            norm, skipped = remaining
-            return StepResult(sums, signals, gradient_norm=norm, skipped=skipped > 0)
-        return StepResult(sums, signals, np.array(remaining) if remaining else None)
+        if self._signals:
+            values[len(SUMS) : len(SUMS)] = _signals_array(self._signals).tolist()
+        return read_report(values, trains=self._trains)
 
 
 class TensorFlowProfiler:

@@ -41,10 +41,7 @@ class LoweringBackend(TensorFlow):
 
     def __init__(self, devices: int, *arguments: Any) -> None:
         self._slice_devices = devices
-        super().__init__(*arguments)
-
-    def _open_replicas(self) -> Replicas:
-        return SliceReplicas(self._slice_devices)
+        super().__init__(*arguments, replicas=SliceReplicas(devices))
 
     def lower(self, training: bool, batch: Arrays) -> tuple[str, str, Mapping[int, str]]:
         """Lowers the step (`training`) or the evaluation for a global batch. Returns StableHLO, HLO without source

@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 
 from training.backends.placement import ROWS, Axes
+from training.backends.protocol import REPORT
 from training.backends.torch.state import HostState
-from training.batch import SUMS, Arrays, Signals, StepResult
+from training.batch import SUMS, Arrays, Signals
 from training.config import TrainerConfig
 from training.data.sampling.order import host_rows
 from training.distributed.cluster import Cluster
 from training.models.torch.dropout import row_keys
 from training.optim.schedule import learning_rate, step_seed
 
-SIGNALS = 2  # stop, save
-REPORT = len(SUMS) + SIGNALS  # numbers that every step gives: the sums, and how many hosts raise each signal
 _ROW_KEYS = "row_keys"  # beside a piece's arrays: what dropout draws from
 
 # A task's half: (network, rows) -> the sums (3,) of training.batch.SUMS, and what else an evaluation counts.
@@ -62,17 +61,6 @@ def signal_rows(signals: Signals, devices: int) -> HostArray:
     rows = np.zeros((devices, REPORT), dtype=np.float32)
     rows[0, len(SUMS) :] = [signals.stop, signals.save]
     return rows_of(rows)
-
-
-def read_report(values: list[float], *, trains: bool) -> StepResult:
-    """Splits a report into sums, signals, and a step's update (training.batch.UPDATE) or an evaluation's counts."""
-    stop, save = values[len(SUMS) : REPORT]
-    sums, signals = dict(zip(SUMS, values, strict=False)), Signals(stop > 0, save > 0)
-    further = values[REPORT:]
-    if trains:
-        norm, skipped = further
-        return StepResult(sums, signals, gradient_norm=norm, skipped=skipped > 0)
-    return StepResult(sums, signals, np.array(further) if further else None)
 
 
 class Layout(Protocol):

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import stateless
 
-from training.backends.protocol import Backend
+from training.backends.protocol import Backend, read_report
 from training.backends.torch.state import HostState, build_network, no_place
-from training.backends.torch.step import HostArray, StepInputs, TrainingStep, read_report
+from training.backends.torch.step import HostArray, StepInputs, TrainingStep
 from training.backends.torch_tpu import internals
 from training.backends.torch_tpu.processes import Chip
 from training.batch import Arrays, Signals, StepResult

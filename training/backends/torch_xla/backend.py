@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -26,19 +26,20 @@ from torch_xla.backends import set_mat_mul_precision
 from torch_xla.debug import profiler
 
 from training.accelerators import ACCELERATORS
-from training.backends.compile_cache import open_cache
+from training.backends.compile_cache import CacheCounts, open_cache
 from training.backends.placement import bytes_on_device
+from training.backends.protocol import REPORT, Backend, read_report
 from training.backends.torch.state import build_network
-from training.backends.torch.step import REPORT, HostArray, StepInputs, TrainingStep, read_report
+from training.backends.torch.step import HostArray, StepInputs, TrainingStep
 from training.backends.torch_xla import internals
 from training.backends.torch_xla.processor import describe_slow_products, read_flags
 from training.backends.torch_xla.sharding import DataParallel, has_tpu_cores, memory_of
 from training.backends.torch_xla.splash import splash_attention
 from training.backends.torch_xla.state import State
 from training.backends.torch_xla.step_cache import Shapes, StepCache
-from training.batch import Arrays, HostBatch, Signals, StepResult
+from training.batch import Arrays, Signals, StepResult
 from training.checkpoint.snapshot import Snapshot
-from training.checkpoint.tensors import StateSlices, TensorSpec, load_whole
+from training.checkpoint.tensors import StateSlices, TensorSpec
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
@@ -50,12 +51,13 @@ from training.models.torch.network import slow_parts
 from training.preflight.checked_programs import CheckedPrograms
 from training.preflight.compiler import hash_hlo
 from training.registry import OPTIMIZERS, TASKS, load
-from training.tasks.task import Task
 from training.telemetry.console import note, warn
 
 
-class TorchXla:
+class TorchXla(Backend):
     """A model and its optimizer on the devices of this slice."""
+
+    in_flight: int = 0
 
     def __init__(
         self,
@@ -93,10 +95,10 @@ class TorchXla:
         self._compiled_before, self._transfers_before = count_compiled(), count_transfers()
         self._fallbacks_before = count_fallbacks()
         layers = choose_layers(network, config.train) if self._sharding.is_spmd else None
-        self._state = State(network, load(OPTIMIZERS[config.train.optimizer].torch), config.train, noise, layers)
+        self.state = State(network, load(OPTIMIZERS[config.train.optimizer].torch), config.train, noise, layers)
         self._stepped = False
         task_sums = load(TASKS[config.task].torch)
-        self._step = TrainingStep(config, cluster, self._state, self._sharding, task_sums)
+        self._step = TrainingStep(config, cluster, self.state, self._sharding, task_sums)
         say, warn_here = (note, warn) if cluster.is_first else (_silent, _silent)
         is_fast = noise is not None or layers is not None or network.attention_note is not None
         for line in filter(None, (network.attention_note, slow_parts(network, is_fast=is_fast))):
@@ -104,8 +106,8 @@ class TorchXla:
         is_own = environment["PJRT_DEVICE"] == "CPU" and not self._sharding.is_spmd  # preflight traces for others
         if is_own and (slow := describe_slow_products(read_flags())):
             say(slow)
-        self._training = StepCache("training", self._state, partial(self._compare, "training"), say, warn_here)
-        self._evaluation = StepCache("evaluation", self._state, partial(self._compare, "evaluation"), say, warn_here)
+        self._training = StepCache("training", self.state, partial(self._compare, "training"), say, warn_here)
+        self._evaluation = StepCache("evaluation", self.state, partial(self._compare, "evaluation"), say, warn_here)
         if self._exchange:
             self.trace_always()
         self.opening_seconds = {"devices": opened - began, "model": time.monotonic() - opened}
@@ -121,12 +123,6 @@ class TorchXla:
 
     # --- steps
 
-    def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
-        return task.batches(start)
-
-    def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
-        return task.evaluation_batches()
-
     def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingStep:
         """Starts the step; with other CPU hosts, waits for the sum of all gradients. After the first step, raises
         TrainError if the compiler may place the state in another way than was declared."""
@@ -136,55 +132,51 @@ class TorchXla:
         trace = partial(self._step.trace, number)
         report = self._training.run(_shapes(batch), inputs, self._step.seed(number), trace)
         if not self._stepped:
-            self._sharding.require_declared(self.state_buffers())
+            self._sharding.require_declared(self.state.buffers())
             self._stepped = True
-        return _PendingStep(self._state, report, trains=True, proofs=self._take_proofs())
+        return _PendingStep(self.state, report, trains=True, cache=self._cache)
 
     def _step_of_hosts(self, number: int, inputs: StepInputs[Tensor], exchange: TcpAllReduce) -> _PendingStep:
         """Runs two programs, traced every step, and between them the sum over all hosts."""
-        with self._state.recording(changes=False):
+        with self.state.recording(changes=False):
             flat = self._step.flatten(*self._step.gradients(number, inputs))
         torch_xla.sync()
-        total = torch.from_numpy(exchange.sum(self._state.to_host(flat).numpy()))
+        total = torch.from_numpy(exchange.sum(self.state.to_host(flat).numpy()))
         flat = total.to(self._sharding.device)
         update = self._step.update(*self._step.unflatten(flat), inputs.scalars[0])
-        self._state.wait_before_mutation()
+        self.state.wait_before_mutation()
         torch_xla.sync()
-        return _PendingStep(self._state, total[-REPORT:], update, trains=True)
+        return _PendingStep(self.state, total[-REPORT:], update, trains=True)
 
     def evaluate(self, batch: Arrays, signals: Signals) -> _PendingStep:
         """Starts an evaluation; with other CPU hosts, waits for the sums of all."""
         inputs = self._send(self._step.evaluation_inputs(batch, signals))
         report = self._evaluation.run(_shapes(batch), inputs, None, self._step.trace_evaluation)
         if self._exchange:
-            report = torch.from_numpy(self._exchange.sum(self._state.to_host(report).numpy()))
-        return _PendingStep(self._state, report, trains=False, proofs=self._take_proofs())
+            report = torch.from_numpy(self._exchange.sum(self.state.to_host(report).numpy()))
+        return _PendingStep(self.state, report, trains=False, cache=self._cache)
 
     def trace_step(self, number: int, batch: Arrays, signals: Signals) -> Tensor:
         """Records a step, as a host without other hosts runs it, and returns its report. Nothing runs."""
         inputs = self._send(self._step.inputs(number, batch, signals))
-        with self._state.recording(changes=True):
+        with self.state.recording(changes=True):
             return self._step.trace(number, inputs)
 
     def trace_evaluation(self, batch: Arrays, signals: Signals) -> Tensor:
         """Records an evaluation and returns its report and counts. Nothing runs."""
         inputs = self._send(self._step.evaluation_inputs(batch, signals))
-        with self._state.recording(changes=False):
+        with self.state.recording(changes=False):
             return self._step.trace_evaluation(inputs)
 
     def trace_always(self) -> None:
         """Makes every step record its operations, so that they can be watched. Call it before the first step."""
-        self._state.keep_apart()
+        self.state.keep_apart()
         for cache in (self._training, self._evaluation):
             cache.trace_always()
 
-    def _take_proofs(self) -> list[Callable[[], None]]:
-        """Returns functions that mark newly loaded programs as proven; [] without a cache of programs."""
-        return self._cache.take_proofs() if self._cache else []
-
     def _send(self, inputs: StepInputs[HostArray]) -> StepInputs[Tensor]:
         """Uploads a step's inputs, before the first step the state too."""
-        self._state.upload(self._sharding)
+        self.state.upload(self._sharding)
         return inputs.with_leaves(self._sharding.send(inputs.leaves()))
 
     def _compare(self, kind: str, shapes: Shapes, outputs: Any) -> None:
@@ -194,10 +186,10 @@ class TorchXla:
     # --- state
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        return self._state.tensor_specs()
+        return self.state.tensor_specs()
 
     def state_slices(self) -> StateSlices:
-        specs = self._state.tensor_specs()
+        specs = self.state.tensor_specs()
         split = {name: self._sharding.slices(name, spec.shape) for name, spec in specs.items()}
         return {name: slices for name, slices in split.items() if slices}
 
@@ -206,40 +198,29 @@ class TorchXla:
         copies nothing, if a trace differs from the step that ran."""
         for cache in (self._training, self._evaluation):
             cache.verify()
-        return self._state.snapshot(buffers, self._sharding)
-
-    slice_to_load = staticmethod(load_whole)
+        return self.state.snapshot(buffers, self._sharding)
 
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        self._state.load(tensors)
-
-    def state_buffers(self) -> dict[str, Tensor]:
-        """Returns the devices' buffers of the state, by name: tensors, and packed buffers of vectors."""
-        return self._state.buffers()
+        self.state.load(tensors)
 
     def state_bytes(self) -> dict[str, int]:
-        """Returns the bytes that each device holds of each of the `state_buffers`."""
+        """Returns the bytes that each device holds of each of the state's buffers."""
         mesh = self._sharding.mesh_shape
-        return {name: bytes_on_device(name, tuple(value.shape), mesh) for name, value in self.state_buffers().items()}
+        return {name: bytes_on_device(name, tuple(value.shape), mesh) for name, value in self.state.buffers().items()}
 
     def upload(self) -> Any:
         """Moves the state to the devices, unless it is there, and returns the network."""
-        self._state.upload(self._sharding)
-        return self._state.network
-
-    @property
-    def is_empty(self) -> bool:
-        """Returns whether the state has shapes only, and no values."""
-        return self._state.is_empty
+        self.state.upload(self._sharding)
+        return self.state.network
 
     def state_shardings(self) -> dict[str, str]:
-        """Returns the placement of each of the `state_buffers`, as XLA writes it."""
-        return {name: self._sharding.describe(name, tuple(value.shape)) for name, value in self.state_buffers().items()}
+        """Returns the placement of each of the state's buffers, as XLA writes it."""
+        return {name: self._sharding.describe(name, tuple(value.shape)) for name, value in self.state.buffers().items()}
 
     def declare_mutated(self, tensor: Tensor) -> None:
         """Declares the placement of a tensor of an empty state that a traced operation has just changed in place, if it
         is the first change of it; does nothing for other tensors."""
-        if name := self._state.undeclared.pop(id(tensor), None):
+        if name := self.state.undeclared.pop(id(tensor), None):
             self._sharding.declare_state({name: tensor})
 
     # --- what the framework counted
@@ -253,7 +234,7 @@ class TorchXla:
         """Returns this run's counts, without earlier runs in this process; with a cache also "programs_from_cache"."""
         own = {name: count - self._transfers_before[name] for name, count in count_transfers().items()}
         cached = {"programs_from_cache": self._cache.loaded} if self._cache else {}
-        syncs = own["device_to_host_transfers"] - self._state.planned_transfers
+        syncs = own["device_to_host_transfers"] - self.state.planned_transfers
         return {**own, "device_to_host_syncs": syncs, **cached}
 
     def device_memory(self) -> tuple[int, int]:
@@ -278,14 +259,14 @@ def _shapes(batch: Arrays) -> dict[str, tuple[int, ...]]:
 
 
 class _PendingStep:
-    """A report in one or several tensors that may not have been computed yet. If the step `trains`, it ends with
-    training.batch.UPDATE, else with the task's counts. `proofs`: called when the devices have computed it."""
+    """A report in one or several tensors that may not have been computed yet: see `read_report`. The programs that
+    `cache` has loaded are proven when the devices have computed it."""
 
-    def __init__(self, state: State, *report: Tensor, trains: bool, proofs: Sequence[Callable[[], None]] = ()) -> None:
-        self._state, self._report, self._trains, self._proofs = state, report, trains, proofs
+    def __init__(self, state: State, *report: Tensor, trains: bool, cache: CacheCounts | None = None) -> None:
+        self._state, self._report, self._trains = state, report, trains
+        self._proofs = cache.take_proofs() if cache else []
 
     def result(self) -> StepResult:
-        """Waits for the numbers, and splits them into sums, signals, and a step's update or an evaluation's counts."""
         values = [value for tensor in self._report for value in self._state.to_host(tensor).tolist()]
         for prove in self._proofs:
             prove()

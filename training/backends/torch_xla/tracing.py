@@ -60,19 +60,20 @@ class TorchTracer:
         backend = self._backend
         assert backend is not None
         network = backend.upload()
-        state = buffer_names(backend.state_buffers(), are_placeholders=backend.is_empty)
-        assert len(state) == len(backend.state_buffers()), "each buffer has a handle of its own"
-        shardings = backend.state_shardings() if backend.is_empty else {}
-        with record_module_names(network), forbid_data_dependence(), WatchMutations(backend.declare_mutated):
+        buffers = backend.state.buffers()
+        names = buffer_names(buffers, are_placeholders=backend.state.is_empty)
+        assert len(names) == len(buffers), "each buffer has a handle of its own"
+        shardings = backend.state_shardings() if backend.state.is_empty else {}
+        with record_module_names(network), DataDependenceGuard(), MutationWatcher(backend.declare_mutated):
             if kind == "training":
                 self._state_is_lost = True
                 report = backend.trace_step(0, batch, Signals())
-                buffers = backend.state_buffers()
-                made = internals.order_outputs({handle: buffers[name] for handle, name in state.items()}, report)
+                buffers = backend.state.buffers()
+                made = internals.order_outputs({handle: buffers[name] for handle, name in names.items()}, report)
                 outputs = [*made.values(), report]
             else:
                 outputs = [backend.trace_evaluation(batch, Signals())]
-            return extract_program(outputs, state, shardings)
+            return extract_program(outputs, names, shardings)
 
     def close(self) -> None:
         """Releases the model and its memory; `open` builds it again."""
@@ -143,14 +144,7 @@ def record_module_names(network: Any) -> Iterator[None]:
             hook.remove()
 
 
-@contextmanager
-def forbid_data_dependence() -> Iterator[None]:
-    """Raises DataDependentProgram in this block for an operation whose shape, or result in Python, depends on data."""
-    with _DataDependenceGuard():
-        yield
-
-
-class WatchMutations(TorchFunctionMode):  # type: ignore[misc]  # torch is not here when types are checked
+class MutationWatcher(TorchFunctionMode):  # type: ignore[misc]  # torch is not here when types are checked
     """Calls a function in this block with each tensor that an operation has changed in place."""
 
     def __init__(self, see: Callable[[Any], None]) -> None:
@@ -166,7 +160,9 @@ class WatchMutations(TorchFunctionMode):  # type: ignore[misc]  # torch is not h
         return result
 
 
-class _DataDependenceGuard(TorchDispatchMode):  # type: ignore[misc]  # torch is not here when types are checked
+class DataDependenceGuard(TorchDispatchMode):  # type: ignore[misc]  # torch is not here when types are checked
+    """Raises DataDependentProgram in its block for an operation whose shape, or result in Python, depends on data."""
+
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         """Runs an operation. Raises DataDependentProgram, with its line of Python, if it depends on data."""
         if _depends_on_data(function, arguments):
