@@ -11,14 +11,14 @@ from tests.processes import ROOT
 PROGRAM = """
 import ctypes, json, os, sys, threading, time
 import numpy as np
-from training.distributed import rendezvous, shutdown
+from training.distributed import rendezvous
 from training.distributed.tcp_allreduce import TcpAllReduce
 from training.distributed.cluster import discover
 from training.errors import Exit, TrainError
 from training.distributed.rendezvous import join
 from training.distributed.shutdown import ShutdownRequest
 code, why, meeting = 1, "", None
-rendezvous.STOP_PATIENCE = shutdown.WITHOUT_LOCK_SECONDS = 1.0
+rendezvous.STOP_PATIENCE = rendezvous.WITHOUT_LOCK_SECONDS = 1.0
 try:
     stopping = ShutdownRequest()
     if os.environ.get("ASKED"):

@@ -123,14 +123,14 @@ def test_unknown_peers_change_nothing() -> None:
             sent += server.received(number, piece, now)
         assert {connection for connection, data in sent if data is not None} == {number}, "only its challenge"
         assert sum(data is not None for _, data in sent) == 1
-        assert server.connections <= OWN.identity.hosts + 64
+        assert len(server._workers) + len(server.handshake) <= OWN.identity.hosts + 64
         if chance.random() < 0.3:
             server.closed(number)
         elif number % 1000 == 0:
             server.tick(now)
     server.tick(1e5)
     assert snapshot(server) == before
-    assert server.connections == 2
+    assert len(server._workers) + len(server.handshake) == 2
     admit(server, 2, 2)
     arrival = encode({"arrive": "start", "payload": None, "seconds": 10})
     assert server.received(1, arrival, 1e5) == []

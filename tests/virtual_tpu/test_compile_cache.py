@@ -74,12 +74,12 @@ from training.backends import compile_cache
 
 def interrupted(function):
     def call(*arguments):
-        setattr(compile_cache._Cache, function.__name__, function)
+        setattr(compile_cache.ProgramCache, function.__name__, function)
         signal.raise_signal(signal.SIGINT)
     return call
 
-for function in (compile_cache._Cache._key, compile_cache._Cache._serialize):
-    setattr(compile_cache._Cache, function.__name__, interrupted(function))
+for function in (compile_cache.ProgramCache._key, compile_cache.ProgramCache._serialize):
+    setattr(compile_cache.ProgramCache, function.__name__, interrupted(function))
 for _ in range(2):
     try:
         one_host.train(one_host.configuration("notebook.yaml"))

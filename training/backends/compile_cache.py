@@ -29,7 +29,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_void_p
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,6 @@ _VARIABLES = (
     "XLA_FLAGS", "LIBTPU_INIT_ARGS", "TPU_ACCELERATOR_TYPE", "TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS",
     "TPU_TOPOLOGY_WRAP", "TPU_TOPOLOGY_ALT", "TPU_WORKER_ID", "TPU_MEGACORE",
 )  # fmt: skip
-
 
 # Entries of an instruction's map of frontend attributes, as xla::Einsum makes them, in a serialized module.
 _HINT = rb"\n.\n\x06grad_[xy]\x12.(?:true|false)"
@@ -192,80 +190,6 @@ class ProgramStore:
             total -= entry_size
 
 
-@dataclass
-class CacheCounts:
-    """Counts of the programs that the framework wanted compiled."""
-
-    loaded: int = 0  # from the store
-    compiled: int = 0
-    problem: str = ""  # the last error of loading or keeping a program
-    interrupt: BaseException | None = None  # that came in the plugin's callback, which can't raise it
-    proofs: list[Callable[[], None]] = field(default_factory=list)  # to be called when a loaded program had a result
-
-    def take_proofs(self) -> list[Callable[[], None]]:
-        """Returns functions that mark the programs loaded since the last call as proven: call each once its program has
-        given a result. Raises an interrupt that came while a program was compiled."""
-        if self.interrupt:
-            interrupt, self.interrupt = self.interrupt, None
-            raise interrupt
-        proofs, self.proofs = self.proofs, []
-        return proofs
-
-
-def open_cache(
-    environment: Mapping[str, str], library: str | None, identity: str, warn: Callable[[str], None]
-) -> CacheCounts | None:
-    """Puts the cache that the environment asks for in front of the compiler. Call it before the devices are opened.
-
-    Only on TPUs: the CPU clients of PyTorch/XLA and TensorFlow are no plugins, and can't load a program that they
-    compiled.
-
-    Args:
-        environment: of the process.
-        library: the plugin that the framework will load.
-        identity: versions that decide how a program is compiled, beside the plugin's own.
-        warn: called with a line if there can be no cache, or an entry can't be written.
-
-    Returns:
-        The cache's counts; None without a cache.
-    """
-    folder = environment.get(FOLDER_VARIABLE)
-    if not folder or environment.get("PJRT_DEVICE") != "TPU":
-        return None
-    counts, problem = None, "the framework does not say where its TPU library is"
-    if library:
-        try:
-            gigabytes = float(environment.get(GB_VARIABLE) or DEFAULT_GB)
-            store = ProgramStore(Path(folder), warn, round(gigabytes * 1e9))
-            counts, problem = install(Path(library), store, identity), f"{library} is of another version"
-        except (OSError, ValueError, AttributeError) as error:  # AttributeError: the library has no table
-            problem = str(error)
-    if counts is None:
-        warn(f"compiled programs are not kept for the next start: {problem}")
-    return counts
-
-
-def install(library: Path, store: ProgramStore, identity: str) -> CacheCounts | None:
-    """Puts the store in front of the compiling function of the plugin whose file, `library`, the framework will load.
-    Returns counts that grow as programs come; None, and changes nothing, if the version of the plugin's table is
-    unknown. `identity`: versions that decide how a program is compiled and run."""
-    plugin = ctypes.CDLL(str(library))
-    plugin.GetPjrtApi.restype = c_void_p
-    address = plugin.GetPjrtApi()
-    api = _Api.from_address(address)
-    if api.major != _MAJOR or api.minor < _OLDEST_MINOR:
-        return None
-    counts = CacheCounts()
-    cache = _Cache(PluginTable(address), store, f"{identity}\n{api.minor}", counts)
-    function = PluginFunction(cache.compile)
-    _KEPT.append((plugin, function))
-    PluginTable(address).replace(COMPILE, function)
-    return counts
-
-
-_KEPT: list[object] = []  # what the plugin's table points to, to the end of the process
-
-
 class PluginTable:
     """A plugin's functions, called by their places."""
 
@@ -300,12 +224,24 @@ class PluginError(Exception):
     """An error that the plugin reported."""
 
 
-class _Cache:
+class ProgramCache:
     """The function that compiles, with the store before it."""
 
-    def __init__(self, table: PluginTable, store: ProgramStore, identity: str, counts: CacheCounts) -> None:
-        self._table, self._store, self._identity, self._counts = table, store, identity, counts
+    def __init__(self, table: PluginTable, store: ProgramStore, identity: str) -> None:
+        self._table, self._store, self._identity = table, store, identity
         self._compile = table.function(COMPILE)
+        self._interrupt: BaseException | None = None  # that came in `compile`, a callback that can't raise it
+        self._proofs: list[Callable[[], None]] = []
+        self.loaded = 0  # programs from the store
+
+    def take_proofs(self) -> list[Callable[[], None]]:
+        """Returns functions that mark the programs loaded since the last call as proven: call each once its program has
+        given a result. Raises an interrupt that came while a program was compiled."""
+        if self._interrupt:
+            interrupt, self._interrupt = self._interrupt, None
+            raise interrupt
+        proofs, self._proofs = self._proofs, []
+        return proofs
 
     def compile(self, address: int) -> int | None:
         """Replaces PJRT_Client_Compile, whose arguments are at this address. Returns the plugin's error, None without
@@ -317,24 +253,25 @@ class _Cache:
             try:
                 return self._load_or_compile(arguments, address)
             except BaseException as error:
-                self._counts.interrupt = error
+                self._interrupt = error
                 if arguments.executable:
                     return None
 
     def _load_or_compile(self, arguments: Any, address: int) -> int | None:
-        """Loads the program from the store, or compiles and keeps it. Returns the plugin's error, None without one. An
-        error of the cache becomes `CacheCounts.problem`; one of reading or loading also removes the entry."""
+        """Loads the program from the store, or compiles and keeps it. Returns the plugin's error, None without one.
+        Ignores an error of the cache; one of reading or loading removes the entry."""
         key = None
         try:
             key = self._key(arguments)
             program = self._store.read(key)
             if program is not None:
-                arguments.executable = self._load(arguments.client, program)
-                self._counts.loaded += 1
-                self._counts.proofs.append(partial(self._store.prove, key))
+                loaded = _Deserialize(client=arguments.client, serialized=program, size=len(program))
+                self._table.call(_DESERIALIZE, loaded)
+                arguments.executable = loaded.executable
+                self.loaded += 1
+                self._proofs.append(partial(self._store.prove, key))
                 return None
-        except Exception as error:  # a cache may not end a run: the program is compiled
-            self._counts.problem = f"{type(error).__name__}: {error}"
+        except Exception:  # a cache may not end a run: the program is compiled
             if key:
                 self._store.remove(key)
         except BaseException:
@@ -342,12 +279,9 @@ class _Cache:
                 self._store.prove(key)  # it was not run
             raise
         failure = self._compile(address)
-        self._counts.compiled += 1
         if not failure and key:
-            try:
+            with contextlib.suppress(Exception):  # as above
                 self._store.write(key, self._serialize(arguments.executable))
-            except Exception as error:  # as above
-                self._counts.problem = f"{type(error).__name__}: {error}"
         return failure
 
     def _key(self, arguments: Any) -> str:
@@ -368,12 +302,6 @@ class _Cache:
             digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()
 
-    def _load(self, client: int, program: bytes) -> int:
-        """Returns the plugin's loaded executable of a serialized program. Raises PluginError."""
-        arguments = _Deserialize(client=client, serialized=program, size=len(program))
-        self._table.call(_DESERIALIZE, arguments)
-        return arguments.executable
-
     def _serialize(self, loaded: int) -> bytes:
         """Returns the bytes of a loaded executable, and frees the plugin's copy. Raises PluginError."""
         executable = _GetExecutable(loaded=loaded)
@@ -387,3 +315,56 @@ class _Cache:
                 ctypes.CFUNCTYPE(None, c_void_p)(serialized.deleter)(serialized.serialized)
         finally:
             self._table.call(_EXECUTABLE_DESTROY, _ExecutableDestroy(executable=executable.executable))
+
+
+def open_cache(
+    environment: Mapping[str, str], library: str | None, identity: str, warn: Callable[[str], None]
+) -> ProgramCache | None:
+    """Puts the cache that the environment asks for in front of the compiler. Call it before the devices are opened.
+
+    Only on TPUs: the CPU clients of PyTorch/XLA and TensorFlow are no plugins, and can't load a program that they
+    compiled.
+
+    Args:
+        environment: of the process.
+        library: the plugin that the framework will load.
+        identity: versions that decide how a program is compiled, beside the plugin's own.
+        warn: called with a line if there can be no cache, or an entry can't be written.
+
+    Returns:
+        The cache; None without one.
+    """
+    folder = environment.get(FOLDER_VARIABLE)
+    if not folder or environment.get("PJRT_DEVICE") != "TPU":
+        return None
+    cache, problem = None, "the framework does not say where its TPU library is"
+    if library:
+        try:
+            gigabytes = float(environment.get(GB_VARIABLE) or DEFAULT_GB)
+            store = ProgramStore(Path(folder), warn, round(gigabytes * 1e9))
+            cache, problem = install(Path(library), store, identity), f"{library} is of another version"
+        except (OSError, ValueError, AttributeError) as error:  # AttributeError: the library has no table
+            problem = str(error)
+    if cache is None:
+        warn(f"compiled programs are not kept for the next start: {problem}")
+    return cache
+
+
+def install(library: Path, store: ProgramStore, identity: str) -> ProgramCache | None:
+    """Puts the store in front of the compiling function of the plugin whose file, `library`, the framework will load.
+    Returns the cache; None, and changes nothing, if the version of the plugin's table is unknown. `identity`: versions
+    that decide how a program is compiled and run."""
+    plugin = ctypes.CDLL(str(library))
+    plugin.GetPjrtApi.restype = c_void_p
+    address = plugin.GetPjrtApi()
+    api = _Api.from_address(address)
+    if api.major != _MAJOR or api.minor < _OLDEST_MINOR:
+        return None
+    cache = ProgramCache(PluginTable(address), store, f"{identity}\n{api.minor}")
+    function = PluginFunction(cache.compile)
+    _KEPT.append((plugin, function))
+    PluginTable(address).replace(COMPILE, function)
+    return cache
+
+
+_KEPT: list[object] = []  # what the plugin's table points to, to the end of the process

@@ -115,9 +115,9 @@ def fence(folder: str, cluster: Cluster, own: Claim, storage: Storage = default_
     older = set(own.after | {own.name})
 
     def check() -> None:
-        """Raises BadInput if a new claim in the folder is newer than `own` or can't be read, or StorageError."""
         for name in sorted(_claims(folder, storage) - older):
-            if _takes_precedence(_read(folder, name, storage), name, own):
+            after = _read(folder, name, storage).get("after")
+            if not isinstance(after, list) or _rank(len(after), name) > _rank(len(own.after), own.name):
                 raise BadInput(
                     f"run {cluster.run_id} was started again while this attempt {cluster.attempt} was training "
                     f"({join(folder, 'attempts', name)}); only the newest start may commit. If you want both, give "
@@ -126,15 +126,6 @@ def fence(folder: str, cluster: Cluster, own: Claim, storage: Storage = default_
             older.add(name)
 
     return check
-
-
-def _takes_precedence(record: Mapping[str, Any], name: str, own: Claim) -> bool:
-    """Returns whether another start's claim outranks `own`: it lists more earlier claims or, with as many, `_rank`
-    orders its name higher. True for an unreadable claim."""
-    after = record.get("after")
-    if not isinstance(after, list):
-        return True  # an unreadable claim
-    return _rank(len(after), name) > _rank(len(own.after), own.name)
 
 
 def _rank(seen: int, name: str) -> tuple[int, int, str]:
@@ -152,7 +143,7 @@ def _claims(folder: str, storage: Storage) -> frozenset[str]:
 
 
 def _read(folder: str, name: str, storage: Storage) -> Mapping[str, Any]:
-    """Reads a claim. Returns {}, which counts as newer, if it is missing or no JSON object. Raises StorageError."""
+    """Reads a claim. Returns {}, an unreadable claim, if it is missing or no JSON object. Raises StorageError."""
     try:
         record = json.loads(storage.read(join(folder, "attempts", name)))
     except (NotFound, ValueError):

@@ -68,7 +68,7 @@ class Cluster:
 
     @property
     def all_addresses(self) -> tuple[str, ...]:
-        """Returns the addresses of all hosts of the slice, in worker order, also of those that do not run the loop."""
+        """Returns the addresses of all hosts of the slice, also of those that do not run the loop."""
         return self.slice_addresses or self.addresses
 
     def alone(self) -> Cluster:
@@ -97,12 +97,10 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
 def from_environment(environment: Mapping[str, str]) -> Cluster | None:
     """Returns the cluster in `environment`, None if it names no hosts and no worker. Raises BadInput for bad values."""
     names = parse_hostnames(environment.get("TPU_WORKER_HOSTNAMES", "")) or _names_from_pattern(environment)
-    index = environment.get("TPU_WORKER_ID") or environment.get("JOB_COMPLETION_INDEX") or ""
-    if not names and not index:
+    variable = "TPU_WORKER_ID" if environment.get("TPU_WORKER_ID") else "JOB_COMPLETION_INDEX"
+    if not names and not environment.get(variable):
         return None
-    worker = _parse_number(
-        "TPU_WORKER_ID" if environment.get("TPU_WORKER_ID") else "JOB_COMPLETION_INDEX", index or "0"
-    )
+    worker = _parse_variable(environment, variable, "0")
     return _make_cluster(worker, names or ("localhost",), environment.get("TPU_ACCELERATOR_TYPE") or None, environment)
 
 
@@ -112,7 +110,7 @@ def _names_from_pattern(environment: Mapping[str, str]) -> tuple[str, ...]:
     pattern = environment.get("TPU_LAUNCH_HOST_NAME", "")
     if not pattern:
         return ()
-    hosts = _parse_number("TPU_LAUNCH_HOSTS", environment.get("TPU_LAUNCH_HOSTS", ""), 65536)
+    hosts = _parse_variable(environment, "TPU_LAUNCH_HOSTS", "", 65536)
     return tuple(pattern.replace("*", str(worker)) for worker in range(hosts))
 
 
@@ -220,11 +218,8 @@ def tensorflow_plugin() -> dict[str, str]:
     """Returns the variables by which TensorFlow loads libtpu as its PJRT plugin, in the program of a single host and in
     each worker of a slice. Raises BadInput if TensorFlow is not the wheel for TPUs."""
     library = importlib.util.find_spec("libtpu")
-    if (
-        not list(importlib.metadata.distributions(name="tensorflow-tpu"))
-        or library is None
-        or not library.submodule_search_locations
-    ):
+    is_for_tpus = bool(list(importlib.metadata.distributions(name="tensorflow-tpu")))
+    if not (is_for_tpus and library and library.submodule_search_locations):
         raise BadInput(
             "PJRT_DEVICE=TPU, but this image has TensorFlow for CPUs: build it with `image.build_args: "
             "{REQUIREMENTS: requirements-tpu.txt}`"
@@ -249,13 +244,9 @@ def _make_cluster(
         addresses=addresses,
         accelerator_type=accelerator_type,
         run_id=environment.get("TPU_LAUNCH_RUN_ID") or "local",
-        attempt=_parse_number("TPU_LAUNCH_ATTEMPT", environment.get("TPU_LAUNCH_ATTEMPT") or "0"),
-        rendezvous_port=_parse_number(
-            "TPU_LAUNCH_RENDEZVOUS_PORT", environment.get("TPU_LAUNCH_RENDEZVOUS_PORT") or str(RENDEZVOUS_PORT), 65535
-        ),
-        gloo_port=_parse_number(
-            "TPU_LAUNCH_GLOO_PORT", environment.get("TPU_LAUNCH_GLOO_PORT") or str(GLOO_PORT), 65535
-        ),
+        attempt=_parse_variable(environment, "TPU_LAUNCH_ATTEMPT", "0"),
+        rendezvous_port=_parse_variable(environment, "TPU_LAUNCH_RENDEZVOUS_PORT", str(RENDEZVOUS_PORT), 65535),
+        gloo_port=_parse_variable(environment, "TPU_LAUNCH_GLOO_PORT", str(GLOO_PORT), 65535),
         secret=_read_secret(environment),
     )
 
@@ -270,6 +261,11 @@ def _read_secret(environment: Mapping[str, str]) -> bytes:
     return os.fsencode(secret)
 
 
+def _parse_variable(environment: Mapping[str, str], name: str, default: str, largest: int = 999_999_999) -> int:
+    """Returns the whole number in a variable, or else `default`. Raises BadInput as `_parse_number`."""
+    return _parse_number(name, environment.get(name) or default, largest)
+
+
 def _parse_number(name: str, text: str, largest: int = 999_999_999) -> int:
     """Returns a whole number from 0 to `largest`. Raises BadInput, which names the variable, for any other text."""
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) > largest:
@@ -282,8 +278,7 @@ def _read_metadata(key: str) -> str | None:
     request = urllib.request.Request(METADATA + key, headers={"Metadata-Flavor": "Google"})
     try:
         with urllib.request.urlopen(request, timeout=5) as response:
-            text: str = response.read().decode()
-            return text
+            return str(response.read().decode())
     except urllib.error.HTTPError as error:
         if error.code == 404:
             return None

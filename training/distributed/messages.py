@@ -17,8 +17,6 @@ HOST_BYTES = 4 << 20  # limit of a line from a host: a payload
 SERVER_BYTES = 256 << 20  # limit of a line from host 0: the payloads of all hosts
 TEXT_CHARACTERS = 600
 NESTING = 32
-_DAY = 86400.0
-_MANY = 1 << 31
 
 
 class Malformed(ValueError):
@@ -27,26 +25,23 @@ class Malformed(ValueError):
 
 def _is_whole(value: Any) -> bool:
     """Returns whether a value is an int, not a bool, from 0 to 2**31 - 1."""
-    return type(value) is int and 0 <= value < _MANY
+    return type(value) is int and 0 <= value < 1 << 31
 
 
-def _is_text(value: Any) -> bool:
-    """Returns whether a value is a printable string of at most TEXT_CHARACTERS."""
-    return isinstance(value, str) and len(value) <= TEXT_CHARACTERS and _is_unicode(value)
-
-
-def _is_unicode(text: str) -> bool:
-    """Returns whether a string has no lone surrogates, which can't be printed."""
+def _is_long_text(value: Any) -> bool:
+    """Returns whether a value is a string without lone surrogates, which can't be printed."""
+    if not isinstance(value, str):
+        return False
     try:
-        text.encode()
+        value.encode()
     except UnicodeEncodeError:
         return False
     return True
 
 
-def _is_long_text(value: Any) -> bool:
-    """Returns whether a value is a printable string, of any length."""
-    return isinstance(value, str) and _is_unicode(value)
+def _is_text(value: Any) -> bool:
+    """Returns whether a value is a printable string of at most TEXT_CHARACTERS."""
+    return _is_long_text(value) and len(value) <= TEXT_CHARACTERS
 
 
 def _is_digest(value: Any) -> bool:
@@ -56,7 +51,7 @@ def _is_digest(value: Any) -> bool:
 
 def _is_seconds(value: Any) -> bool:
     """Returns whether a value is a number from 0 to ten years."""
-    return type(value) in (int, float) and 0 <= value <= 3660 * _DAY
+    return type(value) in (int, float) and 0 <= value <= 3660 * 86400.0
 
 
 def _is_flag(value: Any) -> bool:
@@ -66,9 +61,9 @@ def _is_flag(value: Any) -> bool:
 def _is_payload(value: Any, depth: int = NESTING) -> bool:
     """Returns whether a JSON value is nested at most `depth` deep and can be printed."""
     if isinstance(value, str):
-        return _is_unicode(value)
+        return _is_long_text(value)
     if isinstance(value, dict):
-        return depth > 0 and all(_is_unicode(key) and _is_payload(item, depth - 1) for key, item in value.items())
+        return depth > 0 and all(_is_long_text(key) and _is_payload(item, depth - 1) for key, item in value.items())
     if isinstance(value, list):
         return depth > 0 and all(_is_payload(item, depth - 1) for item in value)
     return True
@@ -139,13 +134,8 @@ def decode(line: bytes | bytearray, kinds: Kinds) -> tuple[str, Message]:
     return kind, message
 
 
-def _refuse_constant(name: str) -> float:
-    """Raises Malformed for NaN or an infinity."""
-    raise Malformed(f"{name} is not JSON")
-
-
 def _parse_finite(text: str) -> float:
-    """Parses a JSON number with a fraction or exponent. Raises Malformed if it is too large for a float."""
+    """Parses a JSON number with a fraction or exponent, NaN or an infinity. Raises Malformed unless it is finite."""
     number = float(text)
     if not math.isfinite(number):
         raise Malformed(f"{text[:20]} is not a finite number")
@@ -154,7 +144,7 @@ def _parse_finite(text: str) -> float:
 
 _ENCODER = json.JSONEncoder(allow_nan=False)
 # json.loads would make a decoder for each line.
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_parse_finite)
+_DECODER = json.JSONDecoder(parse_constant=_parse_finite, parse_float=_parse_finite)
 
 
 def encode(message: Mapping[str, Any]) -> bytes:

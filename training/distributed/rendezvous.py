@@ -20,10 +20,10 @@ its manifest, not by a barrier).
 """
 
 import contextlib
+import faulthandler
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from training.distributed import messages
@@ -39,7 +39,7 @@ from training.distributed.handshake import (
 from training.distributed.messages import FROM_SERVER, LineBuffer, Malformed, Message, decode, encode
 from training.distributed.rendezvous_server import RendezvousServer
 from training.distributed.server_protocol import summarize
-from training.distributed.shutdown import ShutdownRequest, time_limit
+from training.distributed.shutdown import ShutdownRequest
 from training.errors import Exit, LostPeer, StopRequested, TrainError
 from training.machine import SYSTEM, Connection, Machine
 
@@ -49,10 +49,15 @@ ANSWER_MARGIN = 10.0  # seconds beyond a barrier's time-out, because the server'
 PHASE_INTERVAL = 0.5  # seconds between reports of a changed phase, with up to PHASES_A_SECOND / 2 hosts
 PHASES_A_SECOND = 128  # that host 0 reads in total: with 512 hosts, each host reports every 4 s
 CONNECT_INTERVAL = 0.2  # seconds between attempts to connect
+# A framework that blocks with the interpreter's lock held stops the thread of `limit` too: then faulthandler, which
+# needs no lock, prints the stack traces and ends the process with code 1, this many seconds later.
+WITHOUT_LOCK_SECONDS = 30.0
 
 
 class Rendezvous:
     """Barriers of all hosts of an attempt. The methods do here what a single host needs, most of them nothing."""
+
+    _machine: Machine | None = None  # whose process `limit` ends
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
         """Waits for all hosts at barrier `name`. Returns their payloads (JSON values) in worker order. Raises LostPeer
@@ -73,10 +78,45 @@ class Rendezvous:
         """Returns the last known phase of each host, for messages."""
         return ""
 
-    def limit(self, what: str, seconds: float) -> AbstractContextManager[None]:
-        """Returns a context that ends this process, as a failure of `what`, if its block takes longer than `seconds`;
-        without effect in a notebook."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def limit(self, what: str, seconds: float) -> Iterator[None]:
+        """Ends this process with exit code FAILED if the block takes longer than `seconds`, as a framework may wait
+        forever for a device or a host: prints the stack traces of all threads and a message that names `what`, for
+        example "opening the devices", and tells the other hosts. Without effect in a notebook."""
+        machine = self._machine
+        if machine is None:
+            yield
+            return
+        left = machine.threads.event()
+
+        def watch() -> None:
+            """Waits for the end of the block, at most `seconds`, or else ends the process. Runs in a thread."""
+            if left.wait(seconds):
+                return
+            hosts = f" (hosts: {phases})" if (phases := self.phases()) else ""
+            message = (
+                f"{what} took longer than {seconds:g} s{hosts}, so this attempt ends: a host or a link of the slice "
+                "does not answer, or another process holds the TPU; `tpu-launch doctor --devices` tries every host in "
+                "seconds. If it finds nothing, recreate the slice (`tpu-launch down`, `up`), or raise "
+                "rendezvous.start_seconds"
+            )
+            if machine is SYSTEM:
+                faulthandler.dump_traceback(sys.__stderr__ or 2)
+            with contextlib.suppress(OSError):
+                print(f"tpu-train: error: {message}", file=sys.stderr, flush=True)
+            self.close(int(Exit.FAILED), message)
+            machine.exit(int(Exit.FAILED))
+
+        if machine is SYSTEM:
+            faulthandler.dump_traceback_later(seconds + WITHOUT_LOCK_SECONDS, exit=True, file=sys.__stderr__ or 2)
+        watcher = machine.threads.start(watch, name="time-limit")
+        try:
+            yield
+        finally:
+            left.set()
+            if machine is SYSTEM:
+                faulthandler.cancel_dump_traceback_later()
+            watcher.join()
 
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
         """Reports that this host exits with `code`, and closes the connection. A failure ends the other hosts too; so
@@ -89,11 +129,6 @@ class SingleHost(Rendezvous):
     def __init__(self, machine: Machine | None = None) -> None:
         """`machine`: whose process `limit` ends; None in a notebook, whose process is the user's."""
         self._machine = machine
-
-    def limit(self, what: str, seconds: float) -> AbstractContextManager[None]:
-        if self._machine is None:
-            return super().limit(what, seconds)
-        return time_limit(what, seconds, self.phases, self.close, self._machine)
 
 
 def join(
@@ -149,7 +184,8 @@ class RendezvousClient(Rendezvous):
         self._shutdown = shutdown
         self._socket = connection
         self._seconds = seconds
-        self._machine, self._clock = machine, machine.clock.monotonic
+        self._machine: Machine = machine
+        self._clock = machine.clock.monotonic
         self._changed = machine.threads.condition()
         self._sending = machine.threads.lock()
         self._answers: dict[str, list[Any]] = {}
@@ -163,8 +199,6 @@ class RendezvousClient(Rendezvous):
         machine.threads.start(self._report_phases, name="rendezvous-phase")
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
-        """Sends `payload` to barrier `name`, waits for all hosts, and returns their payloads by worker. Raises LostPeer
-        if the attempt is lost or host 0 does not answer, StopRequested if a stop ended it or came before training."""
         wait = self._seconds if seconds is None else seconds
         self._post({"phase": self._phase}, {"arrive": name, "payload": payload, "seconds": wait})
         deadline = self._clock() + wait + ANSWER_MARGIN
@@ -199,19 +233,13 @@ class RendezvousClient(Rendezvous):
         return messages.clip(phase)
 
     def check(self) -> None:
-        """Raises StopRequested or LostPeer if the attempt is over. Does not wait."""
         if self._lost:
             with self._changed:
                 self._raise_if_lost()
 
-    def limit(self, what: str, seconds: float) -> AbstractContextManager[None]:
-        """Returns a context that ends this process, as a failure of `what`, if its block takes longer."""
-        return time_limit(what, seconds, self.phases, self.close, self._machine)
-
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
-        """Reports this host's exit and closes the connection; does nothing the second time. With `overdue`, the exit
-        ends the other hosts too, although its code is orderly. Host 0 also closes the server, which waits until the
-        other hosts have left: at most 5 s after an orderly exit (FINISHED, SAVED), otherwise 1 s."""
+        """Does nothing the second time. Host 0 also closes the server, which waits until the other hosts have left: at
+        most 5 s after an orderly exit (FINISHED, SAVED), otherwise 1 s."""
         if self._closing.is_set():
             return
         why = messages.clip(reason.splitlines()[0]) if reason else ""
@@ -225,8 +253,7 @@ class RendezvousClient(Rendezvous):
         self._socket.close()
 
     def _raise_if_lost(self) -> None:
-        """Raises StopRequested if a stop ended the attempt, or it is lost and this host was asked to stop before
-        training; LostPeer if it is lost otherwise. Call it with `_changed` held."""
+        """Raises as `check`. Call it with `_changed` held."""
         if self._lost and self._shutdown.may_exit_now:
             raise StopRequested(f"asked to stop before training began ({self._lost}); nothing is lost")
         if self._lost:

@@ -100,7 +100,6 @@ class RendezvousServer:
             self._perform(self._protocol.opened(connection.number, self._clock()))
 
     def _close_oldest(self) -> bool:
-        """Drops the connection whose handshake is pending longest. Returns False if none is."""
         oldest = self._protocol.handshake.oldest()
         if oldest is not None:
             self._perform(self._protocol.drop(oldest))

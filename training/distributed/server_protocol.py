@@ -146,9 +146,8 @@ class BarrierState:
         `overdue`: the host could not save in the time for a stop."""
         member = self.members[worker]
         member.connected = False
-        why = f"host {worker} stopped in phase {member.phase!r} with exit code {code}" + (
-            f": {reason}" if reason else ""
-        )
+        why = f"host {worker} stopped in phase {member.phase!r} with exit code {code}"
+        why += f": {reason}" if reason else ""
         end = (why, Exit.SAVED if code == Exit.SAVED else Exit.LOST_PEER)
         if code in (Exit.FINISHED, Exit.SAVED) and not self.barriers and not overdue:
             self._left = self._left or end
@@ -169,19 +168,15 @@ class BarrierState:
             if now >= barrier.deadline:
                 missing = [number for number in range(self.identity.hosts) if number not in barrier.payloads]
                 hosts = "; ".join(self._describe(number, now) for number in missing[:DESCRIBED])
-                if others := missing[DESCRIBED:]:
-                    hosts += f"; and {name_hosts(others)}"
-                return self._end_attempt(
-                    f"rendezvous {name!r}: not all hosts arrived within {barrier.seconds:g} s: {hosts}"
-                )
+                hosts += f"; and {name_hosts(others)}" if (others := missing[DESCRIBED:]) else ""
+                why = f"rendezvous {name!r}: not all hosts arrived within {barrier.seconds:g} s: {hosts}"
+                return self._end_attempt(why)
         return []
 
     def phases(self) -> list[str]:
         """Returns the last known phase of each host, in worker order."""
-        return [
-            self.members[number].phase if number in self.members else "never connected"
-            for number in range(self.identity.hosts)
-        ]
+        members = (self.members.get(worker) for worker in range(self.identity.hosts))
+        return [member.phase if member else "never connected" for member in members]
 
     def _describe(self, worker: int, now: float) -> str:
         """Returns when a missing host was last heard of, and its phase then."""
@@ -192,7 +187,6 @@ class BarrierState:
         return f"host {worker} was last heard of {seconds:.0f} s ago in phase {member.phase!r}"
 
     def _to_all(self, message: Message) -> Outgoing:
-        """Returns a message for each host that is still connected."""
         return [(worker, message) for worker, member in self.members.items() if member.connected]
 
     def _end_attempt(self, reason: str, code: Exit = Exit.LOST_PEER) -> Outgoing:
@@ -219,13 +213,7 @@ class ServerProtocol:
 
     @property
     def workers(self) -> list[int]:
-        """Returns the connected hosts."""
         return list(self._connections)
-
-    @property
-    def connections(self) -> int:
-        """Returns the number of open connections, accepted and pending."""
-        return len(self._workers) + len(self.handshake)
 
     def opened(self, connection: int, now: float) -> Actions:
         """Begins the handshake on a new connection, and closes pending ones that are too old or too many."""
@@ -278,10 +266,7 @@ class ServerProtocol:
     def _close_overdue(self, now: float) -> Actions:
         """Closes pending connections that are too old or too many."""
         limit = self.state.identity.hosts - len(self._workers) + SPARE_CONNECTIONS
-        actions: Actions = []
-        for connection in self.handshake.overdue(now, limit):
-            actions += self.drop(connection)
-        return actions
+        return [action for connection in self.handshake.overdue(now, limit) for action in self.drop(connection)]
 
     def _admit(self, connection: int, hello: VerifiedHello, now: float) -> Actions:
         """Ends a handshake: accepts the host, and tells it if the attempt is lost, or refuses it and closes."""
@@ -301,9 +286,8 @@ class ServerProtocol:
             self.state.set_phase(worker, message["phase"], now)
             return []
         if kind == "arrive":
-            return self._address(
-                self.state.arrive(worker, message["arrive"], message["payload"], message["seconds"], now)
-            )
+            name, payload, seconds = message["arrive"], message["payload"], message["seconds"]
+            return self._address(self.state.arrive(worker, name, payload, seconds, now))
         return self._address(self.state.leave(worker, message["goodbye"], message["reason"], message["overdue"]))
 
     def _address(self, outgoing: Outgoing) -> Actions:

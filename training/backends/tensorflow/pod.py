@@ -202,8 +202,10 @@ class Chief(Rendezvous):
     def phases(self) -> str:
         return self._outer.phases()
 
-    def limit(self, what: str, seconds: float) -> contextlib.AbstractContextManager[None]:
-        return self._outer.limit(what, seconds)
+    @contextlib.contextmanager
+    def limit(self, what: str, seconds: float) -> Iterator[None]:
+        with self._outer.limit(what, seconds):
+            yield
 
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
         self._outer.close(code, reason, overdue=overdue)

@@ -26,7 +26,7 @@ from torch_xla.backends import set_mat_mul_precision
 from torch_xla.debug import profiler
 
 from training.accelerators import ACCELERATORS
-from training.backends.compile_cache import CacheCounts, open_cache
+from training.backends.compile_cache import ProgramCache, open_cache
 from training.backends.placement import bytes_on_device
 from training.backends.protocol import REPORT, Backend, read_report
 from training.backends.torch.state import build_network
@@ -262,7 +262,7 @@ class _PendingStep:
     """A report in one or several tensors that may not have been computed yet: see `read_report`. The programs that
     `cache` has loaded are proven when the devices have computed it."""
 
-    def __init__(self, state: State, *report: Tensor, trains: bool, cache: CacheCounts | None = None) -> None:
+    def __init__(self, state: State, *report: Tensor, trains: bool, cache: ProgramCache | None = None) -> None:
         self._state, self._report, self._trains = state, report, trains
         self._proofs = cache.take_proofs() if cache else []
 
