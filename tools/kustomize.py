@@ -7,12 +7,13 @@ manifests. A test checks that k8s/ is up to date and that kubectl builds it. To 
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launcher.config import load
-from launcher.gke.commented_yaml import Commented, dump, dump_documents, strip_comments
+from launcher.gke.commented_yaml import Commented, dump, dump_documents
 from launcher.gke.manifest import SECRET_KEY, make_objects, standalone_workload
 from launcher.gke.workload import node_selector
 
@@ -111,6 +112,17 @@ def objects_of(name: str) -> list[dict[str, Any]]:
     return [strip_comments(node) for node in _rendered(OVERLAYS[name].changes)]
 
 
+def strip_comments(node: Any) -> Any:
+    """Returns a value without its comments."""
+    if isinstance(node, Commented):
+        return strip_comments(node.value)
+    if isinstance(node, dict):
+        return {key: strip_comments(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [strip_comments(value) for value in node]
+    return node
+
+
 def queue() -> list[Any]:
     """Returns Kueue's objects for the nodes of the base."""
     config = load(EXAMPLE)
@@ -186,7 +198,7 @@ def _patches(overlay: Overlay) -> dict[str, Any]:
         operations = json_patch(strip_comments(old), strip_comments(new))
         if operations:
             target = {"kind": strip_comments(old)["kind"], "name": strip_comments(old)["metadata"]["name"]}
-            patches.append({"target": target, "patch": dump(operations)})
+            patches.append({"target": target, "patch": textwrap.dedent(dump(operations))})
     return {"patches": patches} if patches else {}
 
 

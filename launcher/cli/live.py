@@ -10,8 +10,8 @@ from collections.abc import Callable
 import click
 
 from launcher.cli import terminal
-from launcher.cli.options import configured, machine, open_provider, run_context, run_option
-from launcher.cli.ssh import find_port, host_option, open_tunnel
+from launcher.cli.options import Function, configured, machine, open_provider, run_context, run_option
+from launcher.cli.ssh import find_port, host_option, local_port_option, open_tunnel
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
 from launcher.provider import CommandReport
@@ -21,34 +21,30 @@ from training.machine import Future
 _ANSWER_SECONDS = 30  # for the answer to `profile`, after the trainer's own time-out
 
 
-class _Host(click.ParamType[int | None]):
-    """A worker index, or `all`, which becomes None."""
-
-    name = "N|all"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
-        if value == "all":
-            return None
-        if not value.isdigit():
-            self.fail(f"{value!r} is neither a worker index nor `all`", param, ctx)
-        return int(value)
+def _parse_host(_context: click.Context, _option: click.Parameter, value: str) -> int | None:
+    """Returns a worker index; None for `all`."""
+    if value != "all" and not value.isdigit():
+        raise click.BadParameter(f"{value!r} is neither a worker index nor `all`")
+    return None if value == "all" else int(value)
 
 
-_HOST = _Host()
+def _host_option(default: str) -> Callable[[Function], Function]:
+    """Returns the decorator that adds --host, a worker index or `all`, which becomes None."""
+    text = "This host, by worker index."
+    return click.option("--host", metavar="N|ALL", callback=_parse_host, default=default, show_default=True, help=text)
+
+
+def _timeout_option(most: int, help: str) -> Callable[[Function], Function]:
+    seconds = click.IntRange(1, most)
+    return click.option(
+        "--timeout", "seconds", type=seconds, default=600, show_default=True, metavar="SECONDS", help=help
+    )
 
 
 @click.command("exec", context_settings={"ignore_unknown_options": True})
 @run_option
-@click.option("--host", type=_HOST, default="all", show_default=True, help="This host, by worker index.")
-@click.option(
-    "--timeout",
-    "seconds",
-    type=click.IntRange(1, 7 * 24 * 3600),
-    default=600,
-    show_default=True,
-    metavar="SECONDS",
-    help="After which the command is ended.",
-)
+@_host_option("all")
+@_timeout_option(7 * 24 * 3600, "After which the command is ended.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @configured
 def exec_(config: Config, run_id: str | None, host: int | None, seconds: int, command: tuple[str, ...]) -> None:
@@ -82,9 +78,7 @@ def exec_(config: Config, run_id: str | None, host: int | None, seconds: int, co
 @click.option(
     "--port", type=click.IntRange(1, 65535), default=8888, show_default=True, help="On the host; the next free one."
 )
-@click.option(
-    "--local-port", type=click.IntRange(1, 65535), help="Here, on 127.0.0.1.  [default: the same, or a free one]"
-)
+@local_port_option
 @configured
 def notebook(config: Config, run_id: str | None, host: int, port: int, local_port: int | None) -> None:
     """Start Jupyter in the live container of a host, and print its address with the token. Ctrl-C ends it; the run goes
@@ -120,16 +114,8 @@ def _end_after(ended: Future[list[CommandReport]], end: Callable[[], None]) -> N
 @click.command()
 @run_option
 @click.option("--steps", type=click.IntRange(1, 1000), default=5, show_default=True, help="How many.")
-@click.option("--host", type=_HOST, default="0", show_default=True, help="This host, by worker index.")
-@click.option(
-    "--timeout",
-    "seconds",
-    type=click.IntRange(1, 24 * 3600),
-    default=600,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait for the steps.",
-)
+@_host_option("0")
+@_timeout_option(24 * 3600, "How long to wait for the steps.")
 @configured
 def profile(config: Config, run_id: str | None, steps: int, host: int | None, seconds: int) -> None:
     """Profile the next steps of a run that trains with `tpu-train`, on one host or on all; the training goes on.

@@ -37,6 +37,27 @@ _WITH_KUBECTL = {
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+_emulated_option = click.option(
+    "--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud."
+)
+_provider_option = click.option(
+    "--provider", type=click.Choice(list(PROVIDERS)), default=DEFAULT, show_default=True, help="Where the hosts are."
+)
+dry_run_option = click.option("--dry-run", is_flag=True, help="Print the commands, as `plan` does, and do nothing.")
+run_option = click.option(
+    "--run",
+    "run_id",
+    metavar="RUN",
+    help="This run instead of the newest of the slice: its id, or gs://bucket/runs/ID.",
+)
+
+
+def set_option(example: str) -> Callable[[Function], Function]:
+    """Returns the decorator that adds --set, which changes keys of the file."""
+    text = f"Change a key of the file: --set {example}."
+    return click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help=text)
+
+
 def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--file")) -> Function:
     """Returns the command with the shared options: it loads the file and calls `function` with its configuration first,
     or None for a folder of runs. A run gs://bucket/runs/ID, named in place of the file or by --run, is imported, and
@@ -68,8 +89,17 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
             return function(config, **options)
 
     functools.update_wrapper(wrapped, function)
+    run_file = click.option(
+        *file_flags,
+        "path",
+        type=click.Path(),
+        default=str(DEFAULT_FILE),
+        show_default=True,
+        metavar="FILE",
+        help="The run's YAML file, or gs://bucket/runs/ID.",
+    )
     decorated: Any = click.pass_context(wrapped)
-    for option in _options(file_flags):
+    for option in (_emulated_option, _provider_option, set_option("train.steps=100"), run_file):
         decorated = option(decorated)
     return cast(Function, decorated)
 
@@ -101,38 +131,6 @@ def emulation(emulated: bool) -> Iterator[None]:
 
     with control.emulated(terminal.say):
         yield
-
-
-def _options(file_flags: tuple[str, ...]) -> list[Callable[[Any], Any]]:
-    """Returns decorators that add the shared options."""
-    return [
-        click.option(
-            "--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud."
-        ),
-        click.option(
-            "--provider",
-            type=click.Choice(list(PROVIDERS)),
-            default=DEFAULT,
-            show_default=True,
-            help="Where the hosts are.",
-        ),
-        click.option(
-            "--set",
-            "overrides",
-            multiple=True,
-            metavar="KEY=VALUE",
-            help="Change a key of the file: --set train.steps=100.",
-        ),
-        click.option(
-            *file_flags,
-            "path",
-            type=click.Path(),
-            default=str(DEFAULT_FILE),
-            show_default=True,
-            metavar="FILE",
-            help="The run's YAML file, or gs://bucket/runs/ID.",
-        ),
-    ]
 
 
 def file_option(help: str, default: Path | None = None) -> Callable[[Function], Function]:
@@ -180,12 +178,3 @@ def show_plan(config: Config, command: str) -> None:
     for step in list_commands(config):
         if step.verb == command:
             click.echo(step.text())
-
-
-dry_run_option = click.option("--dry-run", is_flag=True, help="Print the commands, as `plan` does, and do nothing.")
-run_option = click.option(
-    "--run",
-    "run_id",
-    metavar="RUN",
-    help="This run instead of the newest of the slice: its id, or gs://bucket/runs/ID.",
-)

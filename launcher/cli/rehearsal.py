@@ -17,7 +17,7 @@ import click
 
 from launcher import installation, shell
 from launcher.cli import terminal
-from launcher.cli.options import file_option, machine
+from launcher.cli.options import file_option, machine, set_option
 from launcher.config import Config, load
 from launcher.emulator import control
 from launcher.errors import BadInput, Exit, LaunchError
@@ -42,13 +42,7 @@ _TRAINER_KEYS = (
 
 @click.command()
 @file_option("The run's YAML file.  [default: examples/rehearsal.yaml, which is installed with tpu-launch]")
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Change a key of the file: --set slice.accelerator_type=v4-32.",
-)
+@set_option("slice.accelerator_type=v4-32")
 def rehearsal(path: Path | None, overrides: tuple[str, ...]) -> None:
     """Rehearse a whole run on an emulated slice of this machine: up, prepare data, train, down."""
     summary = _rehearse(path or installation.example("rehearsal.yaml"), overrides)

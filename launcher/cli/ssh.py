@@ -26,6 +26,9 @@ _TUNNEL_SECONDS = 120.0
 host_option = click.option(
     "--host", type=click.IntRange(0), default=0, show_default=True, help="The host, by worker index."
 )
+local_port_option = click.option(
+    "--local-port", type=click.IntRange(1, 65535), help="Here, on 127.0.0.1.  [default: the same, or a free one]"
+)
 
 
 def _check_host(config: Config, host: int) -> None:
@@ -65,17 +68,14 @@ def remote_script(command: tuple[str, ...]) -> str:
 @click.option(
     "--port", type=click.IntRange(1, 65535), required=True, help="On the host: 6006 for TensorBoard, 8888 for Jupyter."
 )
-@click.option(
-    "--local-port", type=click.IntRange(1, 65535), help="Here, on 127.0.0.1.  [default: the same, or a free one]"
-)
+@local_port_option
 @configured
 def tunnel(config: Config, host: int, port: int, local_port: int | None) -> None:
     """Make a port of a host reachable on 127.0.0.1 of this machine until Ctrl-C; prints the address."""
     _check_host(config, host)
     local = find_port(local_port, port)
-    open_tunnel(
-        config, host, port, local, f"http://127.0.0.1:{local} leads to port {port} of host {host}; Ctrl-C closes it"
-    )
+    text = f"http://127.0.0.1:{local} leads to port {port} of host {host}; Ctrl-C closes it"
+    open_tunnel(config, host, port, local, text)
     terminal.say("the tunnel is closed")
 
 
@@ -88,24 +88,14 @@ def open_tunnel(
     *,
     on_start: Callable[[Callable[[], None]], object] | None = None,
 ) -> None:
-    """Makes a port of a host reachable here until Ctrl-C. Blocks. Raises LaunchError if the tunnel ends before.
-
-    Args:
-        config: Finds the slice.
-        host: Worker index.
-        port: On the host.
-        local: Here, on 127.0.0.1.
-        text: Printed once the tunnel listens.
-        on_start: Called with a function that ends the tunnel.
-    """
+    """Makes a port of a host reachable as a local one of 127.0.0.1 until Ctrl-C, and prints a text once the tunnel
+    listens. Blocks. `on_start` is given a function that ends it. Raises LaunchError if the tunnel ends before."""
     forward = ["-N", "-oExitOnForwardFailure=yes", f"-L127.0.0.1:{local}:localhost:{port}"]
-    output: list[str] = []
     over = threading.Event()
-    announcer = threading.Thread(target=_announce, args=(local, text, over), daemon=True)
-    announcer.start()
+    threading.Thread(target=_announce, args=(local, text, over), daemon=True).start()
     try:
         command = commands.shell_command(config, host, forward)
-        result = shell.stream(command, output.append, timeout=_DAYS, on_start=on_start)
+        result = shell.stream(command, lambda line: None, timeout=_DAYS, on_start=on_start)
     except KeyboardInterrupt:
         return
     finally:

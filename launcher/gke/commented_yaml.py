@@ -18,6 +18,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarStri
 
 _COMMENT_WIDTH = 110
 _INDENT = 2  # list items are indented below their key, too
+# Every YAML reader reads it as a string without quotes: it begins like a word or a path.
 _PLAIN = re.compile(r"[A-Za-z/$(][-A-Za-z0-9_./$()@:=+]*")
 _RESERVED_WORDS = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null"))
 
@@ -30,17 +31,6 @@ class Commented:
     comment: str
 
 
-def strip_comments(node: Any) -> Any:
-    """Returns a value without its comments."""
-    if isinstance(node, Commented):
-        return strip_comments(node.value)
-    if isinstance(node, dict):
-        return {key: strip_comments(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [strip_comments(value) for value in node]
-    return node
-
-
 def dump_documents(nodes: Iterable[Any], heading: str = "") -> str:
     """Returns the YAML of several documents, below a heading in comments."""
     lines = "".join(f"# {line}\n" for line in _wrap(heading, 0).splitlines())
@@ -48,24 +38,16 @@ def dump_documents(nodes: Iterable[Any], heading: str = "") -> str:
 
 
 def dump(node: Any) -> str:
-    """Returns the YAML of one document; parsing it gives `strip_comments(node)`."""
-    stream = io.StringIO()
-    value, comment = _split(node)
-    converted = _convert(value, 0)
-    if comment:
-        stream.writelines(f"# {line}\n" for line in _wrap(comment, 0).splitlines())
-    _writer().dump(converted, stream)
-    text = stream.getvalue()
-    # ruamel.yaml also indents the items of a top-level list.
-    return re.sub(rf"^ {{{_INDENT}}}", "", text, flags=re.MULTILINE) if isinstance(value, list) and value else text
-
-
-def _writer() -> YAML:
+    """Returns the YAML of one document."""
     yaml = YAML()
     yaml.indent(mapping=_INDENT, sequence=2 * _INDENT, offset=_INDENT)
     yaml.width = 1 << 30  # lines of values are never folded
     yaml.allow_unicode = True
-    return yaml
+    stream = io.StringIO()
+    value, comment = _split(node)
+    stream.writelines(f"# {line}\n" for line in _wrap(comment, 0).splitlines())
+    yaml.dump(_convert(value, 0), stream)
+    return stream.getvalue()
 
 
 def _convert(value: Any, column: int) -> Any:
@@ -93,10 +75,8 @@ def _convert(value: Any, column: int) -> Any:
 def _hoist(item: Any) -> Any:
     """Moves the comment of a list item's first key above the item's dash."""
     value, comment = _split(item)
-    if not isinstance(value, dict) or not value:
-        return item
-    first = next(iter(value))
-    if not isinstance(value[first], Commented):
+    first = next(iter(value), None) if isinstance(value, dict) else None
+    if first is None or not isinstance(value[first], Commented):
         return item
     comments = [part for part in (comment, value[first].comment) if part]
     return Commented({**value, first: value[first].value}, "\n".join(comments))
@@ -109,16 +89,11 @@ def _split(node: Any) -> tuple[Any, str]:
 
 def _scalar(value: Any) -> Any:
     """Returns a string with the quotes that it needs, or as a literal block; any other value unchanged."""
-    if not isinstance(value, str) or is_plain(value):
+    if not isinstance(value, str):
+        return value
+    if _PLAIN.fullmatch(value) and not value.endswith(":") and value.lower() not in _RESERVED_WORDS:
         return value
     return LiteralScalarString(value) if _fits_a_block(value) else DoubleQuotedScalarString(value)
-
-
-def is_plain(value: str) -> bool:
-    """Returns whether every YAML reader reads the unquoted text as a string: it begins like a word or a path, and is no
-    word that some reader takes for a boolean or null."""
-    is_word = _PLAIN.fullmatch(value) is not None and not value.endswith(":")
-    return is_word and value.lower() not in _RESERVED_WORDS
 
 
 def _fits_a_block(value: str) -> bool:

@@ -46,6 +46,8 @@ class Gke:
         self.config = config
         self.say = say
         self._clock = machine.clock
+        self._workers = range(config.accelerator.hosts)
+        self._mounted_kinds = "configmaps,secrets" if needs_secret(config) else "configmaps"  # that a JobSet reads
         self._kubectl = Kubectl(machine, config.gke.context, config.gke.namespace)
         self._watches: dict[str, PodWatch] = {}
         self._observed = ""  # the JobSet of the attempt that was last observed
@@ -58,17 +60,8 @@ class Gke:
     def host_count(self) -> int:
         return self.config.accelerator.hosts
 
-    @property
-    def _workers(self) -> range:
-        return range(self.host_count)
-
     def withdraw_unused(self) -> None:
         """Does nothing: the cluster's own queue has the requests."""
-
-    @property
-    def _mounted_kinds(self) -> str:
-        """Returns the kinds of objects that an attempt's JobSet reads, as kubectl takes them."""
-        return "configmaps,secrets" if needs_secret(self.config) else "configmaps"
 
     # -- the slice ----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from ruamel.yaml import YAML
 from launcher.cli.main import cli
 from launcher.config import load
 from launcher.errors import BadInput
-from launcher.gke.commented_yaml import Commented, dump, dump_documents, strip_comments
+from launcher.gke.commented_yaml import Commented, dump, dump_documents
 from launcher.gke.manifest import LOCKED_MEMORY_KIB, RAISE_LOCKED_MEMORY, make_objects, render, standalone_workload
 from launcher.gke.provider import Gke
 from launcher.gke.workload import check_name, host_name
@@ -71,7 +71,7 @@ def test_jobsets_of_tpu_launch_are_valid_and_leave_every_decision_to_it() -> Non
     for name in ON_GKE:
         config = load(EXAMPLE, of_size(name))
         work = standalone_workload(config, "demo", IMAGE, golden.SECRET)
-        documents = [strip_comments(each) for each in make_objects(replace(work, by_cluster=False))]
+        documents = [kustomize.strip_comments(each) for each in make_objects(replace(work, by_cluster=False))]
         assert [schemas.mistakes(document) for document in documents] == [[]] * len(documents)
         job = job_of(documents)
         assert documents[-1]["spec"]["failurePolicy"] == {"maxRestarts": 0}
@@ -373,7 +373,7 @@ def test_python_readers_get_the_written_values(value: Any) -> None:
     if isinstance(value, dict):
         node = {key: Commented(inner, "what it is for, at some length " * 5) for key, inner in value.items()}
     document = dump(node)
-    assert strip_comments(node) == value
+    assert kustomize.strip_comments(node) == value
     for name, read in READERS.items():
         assert same(read(document), value), name
 
