@@ -18,9 +18,9 @@ import numpy.typing as npt
 from training import storage
 from training.data.formats.dataset import IGNORED, LABEL, TYPES, Dataset, Rows
 from training.data.loading.packed_batches import fill_rows
-from training.data.loading.reader import Reader
+from training.data.loading.reader import read_once, training_reader
 from training.data.loading.record_source import REPLACED, Arrays, FixedShards, HostSlice
-from training.data.sampling.order import batch_of_step, evaluation_order, group_lengths, training_order
+from training.data.sampling.order import batch_of_step, group_lengths
 from training.data.sampling.random_bits import Ints, bucket_seed
 
 Labels = npt.NDArray[np.int32 | np.float32]
@@ -86,36 +86,25 @@ class LabelledBatches:
         Raises BadInput when rows have no labels, hosts can't share a batch, or a shard is missing or not the
         manifest's."""
         dataset.require_labels()
-        rows = host_slice.rows()
-        self.dataset, self.global_batch_size, self.seed = dataset, host_slice.global_batch_size, seed
+        host_slice.rows()  # raises before any shard is listed
+        self._rows, self._batch_size, self._seed = dataset.manifest.rows, host_slice.global_batch_size, seed
         self._pad = host_slice.tokenizer.pad
-        self._buckets = _open_buckets(dataset, host_slice)
-        self.lengths = tuple(bucket.length for bucket in self._buckets)
-        self._records = tuple(bucket.records for bucket in self._buckets)
+        buckets = _open_buckets(dataset, host_slice)
+        self.lengths = tuple(bucket.length for bucket in buckets)
+        self._records = tuple(bucket.records for bucket in buckets)
         self._starts = np.cumsum([0, *self._records])  # the first record of each bucket
         self._readers = [
-            Reader(
-                bucket,
-                training_order(
-                    bucket.records,
-                    bucket.record_bytes,
-                    seed=bucket_seed(seed, bucket.length),
-                    batch=self.global_batch_size,
-                ),
-                self.global_batch_size,
-                *rows,
-                threads=_threads(dataset),
-            )
-            for bucket in self._buckets
+            training_reader(bucket, host_slice, bucket_seed(seed, bucket.length), _threads(dataset))
+            for bucket in buckets
         ]
 
     def batch(self, k: int) -> LabelledBatch:
         """Returns this host's rows of global batch k, once they are read. Raises BadInput for a damaged or changed
         shard, and StorageError."""
-        bucket, number = batch_of_step(self._records, self.global_batch_size, self.seed, k)
-        start = number * self.global_batch_size
-        _, records, arrays = self._readers[bucket].rows(start, start + self.global_batch_size)
-        return _labelled_batch(arrays, records + self._starts[bucket], self._pad, self.dataset.manifest.rows)
+        bucket, number = batch_of_step(self._records, self._batch_size, self._seed, k)
+        start = number * self._batch_size
+        _, records, arrays = self._readers[bucket].rows(start, start + self._batch_size)
+        return _labelled_batch(arrays, records + self._starts[bucket], self._pad, self._rows)
 
     def close(self) -> None:
         """Ends the readers' threads after the requests that are queued, without waiting for them."""
@@ -128,17 +117,13 @@ def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[Lab
     of batches; rows of weight 0 fill the last one of each bucket. Raises BadInput, StorageError."""
     dataset.require_labels()
     first, last = host_slice.rows()
-    bucket_start, batch_size, pad = 0, host_slice.global_batch_size, host_slice.tokenizer.pad
+    bucket_start, pad = 0, host_slice.tokenizer.pad
     for bucket in _open_buckets(dataset, host_slice):
-        order = evaluation_order(bucket.records, bucket.record_bytes)
-        with Reader(bucket, order, batch_size, first, last, threads=_threads(dataset)) as reader:
-            for start in range(0, bucket.records, batch_size):
-                _, records, arrays = reader.rows(start, min(start + batch_size, bucket.records))
-                batch = _labelled_batch(arrays, records + bucket_start, pad, dataset.manifest.rows)
-                # One token of attention: a row without any would divide by zero in a softmax.
-                attended = np.arange(batch.input_ids.shape[1]) == 0
-                fillers = {"input_ids": pad, "attention_mask": attended, "records": -1}
-                yield fill_rows(batch, last - first, fillers)
+        for _, records, arrays in read_once(bucket, host_slice, _threads(dataset)):
+            batch = _labelled_batch(arrays, records + bucket_start, pad, dataset.manifest.rows)
+            # One token of attention: a row without any would divide by zero in a softmax.
+            attended = np.arange(bucket.length) == 0
+            yield fill_rows(batch, last - first, {"input_ids": pad, "attention_mask": attended, "records": -1})
         bucket_start += bucket.records
 
 

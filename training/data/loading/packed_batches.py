@@ -9,6 +9,7 @@ Masked rows in TensorFlow: `training.data.tf.batches`.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -16,66 +17,48 @@ import numpy.typing as npt
 
 from training import storage
 from training.data.formats.dataset import SEGMENTS, TARGETS, Dataset, Rows
-from training.data.loading.reader import Reader
+from training.data.loading.reader import read_once, training_reader
 from training.data.loading.record_source import REPLACED, Arrays, HostSlice, RecordSource, open_source
 from training.data.sampling.masking import Masked, Masker, Masking
-from training.data.sampling.order import evaluation_order, training_order
 from training.data.sampling.random_bits import Ints
 from training.errors import BadInput
 
 B = TypeVar("B")
 
 
-@dataclass(frozen=True)
-class PackedBatch:
-    """One host's rows of a global batch. No row has padding, so there is no attention mask."""
-
-    input_ids: npt.NDArray[np.int32]  # (rows, length)
-    epochs: Ints  # (rows,)
-    records: Ints  # (rows,)
-    replaced: npt.NDArray[np.bool_]  # (rows,): another record has the place of a damaged one
-    columns: Arrays  # further features, (rows, length) each
+# Makes a task's batch of the epochs (rows,), records (rows,) and columns that `Reader.rows` returns.
+Convert = Callable[[Ints, Ints, Arrays], B]
 
 
 class PackedBatches(Generic[B]):
     """Endless training batches. Thread-safe; `close` ends its threads."""
 
-    def __init__(
-        self, dataset: Dataset, host_slice: HostSlice, seed: int, rows: Rows, convert: Callable[[PackedBatch], B]
-    ) -> None:
-        """Checks every shard with one listing and starts the reader's threads; reads no record yet. `convert` makes a
-        task's batch of the rows. Raises BadInput when rows are of another kind, hosts can't share a batch, the
-        tokenizer has too few ids, or a shard is not the manifest's."""
-        dataset.require(rows=rows)
-        first, last = host_slice.rows()
-        source = _open(dataset, host_slice)
-        self.dataset, self.global_batch_size, self._convert = dataset, host_slice.global_batch_size, convert
-        order = training_order(source.records, source.record_bytes, seed=seed, batch=self.global_batch_size)
-        self._reader = Reader(source, order, self.global_batch_size, first, last, threads=_threads(dataset))
+    def __init__(self, dataset: Dataset, host_slice: HostSlice, seed: int, rows: Rows, convert: Convert[B]) -> None:
+        """Checks every shard with one listing and starts the reader's threads; reads no record yet. Raises BadInput
+        when rows are of another kind, hosts can't share a batch, the tokenizer has too few ids, or a shard is not the
+        manifest's."""
+        source = _open(dataset, host_slice, rows)
+        self._batch_size, self._convert = host_slice.global_batch_size, convert
+        self._reader = training_reader(source, host_slice, seed, _threads(dataset))
 
     def batch(self, k: int) -> B:
         """Returns this host's rows of global batch k, once they are read. Raises BadInput for a damaged or changed
         shard, and StorageError."""
-        return self._convert(_read(self._reader, k * self.global_batch_size, (k + 1) * self.global_batch_size))
+        return self._convert(*self._reader.rows(k * self._batch_size, (k + 1) * self._batch_size))
 
     def close(self) -> None:
         """Ends the reader's threads after the requests that are queued, without waiting for them."""
         self._reader.close()
 
 
-def packed_evaluation(
-    dataset: Dataset, host_slice: HostSlice, rows: Rows, convert: Callable[[PackedBatch], B]
-) -> Iterator[B]:
+def packed_evaluation(dataset: Dataset, host_slice: HostSlice, rows: Rows, convert: Convert[B]) -> Iterator[B]:
     """Yields this host's rows of each batch of one pass in record order, as `convert` makes them. Every host gets the
     same number of batches; rows of weight 0 fill the last one. Raises BadInput, StorageError."""
-    dataset.require(rows=rows)
+    source = _open(dataset, host_slice, rows)
     first, last = host_slice.rows()
-    source, batch_size = _open(dataset, host_slice), host_slice.global_batch_size
-    order = evaluation_order(source.records, source.record_bytes)
-    with Reader(source, order, batch_size, first, last, threads=_threads(dataset)) as reader:
-        for start in range(0, source.records, batch_size):
-            batch = convert(_read(reader, start, min(start + batch_size, source.records)))
-            yield fill_rows(batch, last - first, {"input_ids": host_slice.tokenizer.pad, "records": -1})
+    fillers = {"input_ids": host_slice.tokenizer.pad, "records": -1}
+    for found in read_once(source, host_slice, _threads(dataset)):
+        yield fill_rows(convert(*found), last - first, fillers)
 
 
 def fill_rows(batch: B, rows: int, fillers: Mapping[str, Any]) -> B:
@@ -93,8 +76,11 @@ def fill_rows(batch: B, rows: int, fillers: Mapping[str, Any]) -> B:
     return replace(batch, **{name: fill(name, values) for name, values in arrays.items()})  # type: ignore[type-var]
 
 
-def _open(dataset: Dataset, host_slice: HostSlice) -> RecordSource:
-    """Opens the dataset's record source. Raises BadInput when its manifest has more ids than the given tokenizer."""
+def _open(dataset: Dataset, host_slice: HostSlice, rows: Rows) -> RecordSource:
+    """Opens the dataset's record source. Raises BadInput when its rows are of another kind, hosts can't share a batch,
+    or its manifest has more ids than the given tokenizer."""
+    dataset.require(rows=rows)
+    host_slice.rows()
     vocabulary = host_slice.tokenizer.vocabulary
     if dataset.manifest.vocabulary > vocabulary:
         raise BadInput(
@@ -107,13 +93,6 @@ def _open(dataset: Dataset, host_slice: HostSlice) -> RecordSource:
 def _threads(dataset: Dataset) -> int:
     """Returns how many threads read the shards: more from a bucket than from a disk."""
     return 16 if storage.is_remote(dataset.url) else 2
-
-
-def _read(reader: Reader, start: int, stop: int) -> PackedBatch:
-    """Waits for this host's rows among the places [start, stop), and returns them."""
-    epochs, records, arrays = reader.rows(start, stop)
-    ids, replaced = arrays.pop("input_ids").astype(np.int32), arrays.pop(REPLACED)[:, 0]
-    return PackedBatch(ids, epochs, records, replaced, arrays)
 
 
 EVALUATION_EPOCH = -1  # no training epoch has this number: masks of evaluation are always the same
@@ -133,20 +112,20 @@ class MlmBatches(PackedBatches[MlmBatch]):
     def __init__(self, dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int) -> None:
         """Checks the shards and starts threads as `PackedBatches`; `seed` decides the order and the masks."""
         masker = Masker(masking, host_slice.tokenizer, seed)
-        super().__init__(dataset, host_slice, seed, "packed", lambda packed: _mask(masker, packed, packed.epochs))
+        super().__init__(dataset, host_slice, seed, "packed", partial(_mask, masker, None))
 
 
 def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int = 0) -> Iterator[MlmBatch]:
     """Yields this host's rows of each batch of one pass in record order, the last one filled with rows of weight 0.
     `seed` and the record alone decide the masks, so that runs can be compared."""
     masker = Masker(masking, host_slice.tokenizer, seed)
-    return packed_evaluation(dataset, host_slice, "packed", lambda packed: _mask(masker, packed, EVALUATION_EPOCH))
+    return packed_evaluation(dataset, host_slice, "packed", partial(_mask, masker, EVALUATION_EPOCH))
 
 
-def _mask(masker: Masker, packed: PackedBatch, epochs: npt.ArrayLike) -> MlmBatch:
-    """Masks packed rows. epochs: one for all rows, or (rows,); another epoch gives other masks."""
-    masked = masker(packed.input_ids, epochs, packed.records)
-    return MlmBatch(**vars(masked), records=packed.records, replaced=packed.replaced)
+def _mask(masker: Masker, epoch: int | None, epochs: Ints, records: Ints, arrays: Arrays) -> MlmBatch:
+    """Masks packed rows, as of `epoch` if it is given; another epoch gives other masks."""
+    masked = masker(arrays["input_ids"].astype(np.int32), epochs if epoch is None else epoch, records)
+    return MlmBatch(**vars(masked), records=records, replaced=arrays[REPLACED][:, 0])
 
 
 Ids = npt.NDArray[np.int32]
@@ -176,17 +155,16 @@ def document_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[Doc
     return packed_evaluation(dataset, host_slice, "documents", follow)
 
 
-def follow(packed: PackedBatch) -> DocumentBatch:
+def follow(_epochs: Ints, records: Ints, arrays: Arrays) -> DocumentBatch:
     """Returns rows whose labels are each document's next tokens, with weight 0 where nothing is learnt."""
-    ids, segments = packed.input_ids, packed.columns[SEGMENTS].astype(np.int32)  # (rows, length) each
+    ids, segments = (arrays[name].astype(np.int32) for name in ("input_ids", SEGMENTS))  # (rows, length) each
     places = np.arange(ids.shape[1], dtype=np.int32)
     begins = np.diff(segments, axis=1, prepend=0) != 0
     positions = places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
     learnt = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)  # (rows, length - 1)
-    if TARGETS in packed.columns:
-        learnt &= packed.columns[TARGETS][:, 1:] > 0
+    if TARGETS in arrays:
+        learnt &= arrays[TARGETS][:, 1:] > 0
     labels, weights = np.zeros_like(ids), np.zeros(ids.shape, np.float32)
     labels[:, :-1], weights[:, :-1] = np.where(learnt, ids[:, 1:], 0), learnt
-    return DocumentBatch(
-        ids, np.where(segments > 0, positions, 0).astype(np.int32), labels, weights, packed.records, packed.replaced
-    )
+    positions = np.where(segments > 0, positions, 0).astype(np.int32)
+    return DocumentBatch(ids, positions, labels, weights, records, arrays[REPLACED][:, 0])

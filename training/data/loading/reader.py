@@ -18,6 +18,7 @@ The same in TensorFlow: `training.data.tf.batches`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -29,8 +30,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from training.data.loading.record_source import Arrays, RecordSource
-from training.data.sampling.order import EvaluationOrder, Order, cells_of_rows, split_places
+from training.data.loading.record_source import Arrays, HostSlice, RecordSource
+from training.data.sampling.order import (
+    EvaluationOrder,
+    Order,
+    cells_of_rows,
+    evaluation_order,
+    split_places,
+    training_order,
+)
 from training.data.sampling.random_bits import Ints
 
 RUN_BYTES = 4 << 20  # the largest request
@@ -38,13 +46,12 @@ WINDOWS_KEPT = 3
 
 
 class Reader:
-    """Reads rows [first, last) of each global batch of `batch` rows. Thread-safe. Close it, or use it in a `with`."""
+    """Reads rows [first, last) of each global batch of `batch` rows. Thread-safe. Close it in the end."""
 
     def __init__(
         self, source: RecordSource, order: Order, batch: int, first: int, last: int, *, threads: int = 8
     ) -> None:
-        """Starts `threads` threads, which read for this host the rows [first, last) of each global batch of `batch`
-        rows, but nothing before the first call of `rows`."""
+        """Starts `threads` threads, which read nothing before the first call of `rows`."""
         self.source, self.order, self.batch, self.first, self.last = source, order, batch, first, last
         self._windows: OrderedDict[tuple[int, int], _Window] = OrderedDict()
         self._lock = threading.Lock()
@@ -63,10 +70,10 @@ class Reader:
             arrays.append(window.gather(int(low), int(high)))
             records.append(window.records[low:high])
             epochs.append(np.full(high - low, epoch, np.int64))
-            following = self._after(epoch, number)
-            if window.complete and following:
+            is_last = number + 1 == self.order.windows
+            if window.complete and not (is_last and isinstance(self.order, EvaluationOrder)):
                 with self._lock:
-                    self._window(*following)
+                    self._window(*((epoch + 1, 0) if is_last else (epoch, number + 1)))
         if len(arrays) == 1:
             return epochs[0], records[0], arrays[0]
         return (
@@ -78,18 +85,6 @@ class Reader:
     def close(self) -> None:
         """Ends the threads after the requests that they have begun, without waiting; cancels the others."""
         self._workers.close()
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _after(self, epoch: int, number: int) -> tuple[int, int] | None:
-        """Returns (epoch, number) of the window after the given one; None after one pass of evaluation."""
-        if number + 1 < self.order.windows:
-            return epoch, number + 1
-        return None if isinstance(self.order, EvaluationOrder) else (epoch + 1, 0)
 
     def _window(self, epoch: int, number: int) -> _Window:
         """Returns a window; creates a new one, requests its blocks, and drops the window used longest ago beyond
@@ -177,6 +172,22 @@ def _runs(needed: Ints, longest: int) -> Ints:
 
 
 T = TypeVar("T")
+
+
+def training_reader(source: RecordSource, host_slice: HostSlice, seed: int, threads: int) -> Reader:
+    """Returns a reader of a host's rows in training order. Raises BadInput if hosts can't share a batch evenly."""
+    batch = host_slice.global_batch_size
+    order = training_order(source.records, source.record_bytes, seed=seed, batch=batch)
+    return Reader(source, order, batch, *host_slice.rows(), threads=threads)
+
+
+def read_once(source: RecordSource, host_slice: HostSlice, threads: int) -> Iterator[tuple[Ints, Ints, Arrays]]:
+    """Yields this host's rows (`Reader.rows`) of each batch of one pass in record order; the last batch may be short.
+    Raises BadInput, StorageError."""
+    batch, order = host_slice.global_batch_size, evaluation_order(source.records, source.record_bytes)
+    with contextlib.closing(Reader(source, order, batch, *host_slice.rows(), threads=threads)) as reader:
+        for start in range(0, source.records, batch):
+            yield reader.rows(start, min(start + batch, source.records))
 
 
 def prefetch(function: Callable[[int], T], start: int, depth: int) -> Iterator[T]:

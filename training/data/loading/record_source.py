@@ -80,17 +80,9 @@ class RecordSource(Protocol):
         ...
 
     def read(self, first: int, last: int, block: int) -> Arrays:
-        """Reads records [first, last) and checks them. The column REPLACED marks those that replace bad ones.
-
-        Args:
-            first: a multiple of `block`.
-            last: exclusive.
-            block: replacements of bad records come from the same `block` records, if one of them is good.
-
-        Raises:
-            BadInput: a record is damaged (Corrupt), or a shard has changed since it was listed.
-            StorageError: storage can't be read.
-        """
+        """Reads records [first, last) and checks them. The column REPLACED marks those that replace bad ones, which
+        come from the same `block` records, if one of them is good. `first` is a multiple of `block`. Raises BadInput
+        for a damaged record (Corrupt) or a shard that has changed since it was listed; and StorageError."""
         ...
 
 
@@ -98,14 +90,8 @@ class ShardSource(RecordSource, ABC):
     """A `RecordSource` over some shards of a dataset; subclasses know the layout of their records."""
 
     def __init__(self, dataset: Dataset, length: int, vocabulary: int, on_corrupt: OnCorrupt) -> None:
-        """Checks every shard's size with one listing; reads no record yet. Raises BadInput.
-
-        Args:
-            dataset: of the subclass's layout.
-            length: only shards with rows of so many tokens are read.
-            vocabulary: ids from here on are refused.
-            on_corrupt: what to do about a damaged record.
-        """
+        """Checks every shard's size with one listing; reads no record yet. Only shards with rows of `length` tokens are
+        read; ids from `vocabulary` on are refused. Raises BadInput."""
         self.dataset, self.length, self.vocabulary, self.on_corrupt = dataset, length, vocabulary, on_corrupt
         self.shards = [shard for shard in dataset.shards if shard.length == length and shard.records]
         self.stats = find_shards(dataset)  # by the shard's URL
@@ -231,8 +217,15 @@ class FixedShards(ShardSource):
     def read(self, first: int, last: int, block: int) -> Arrays:
         """Reads as `RecordSource.read`; raises BadInput also for an id that the tokenizer does not have."""
         arrays = super().read(first, last, block)
-        self._check_ids(arrays, first)
-        return arrays
+        ids = arrays["input_ids"]  # (n, length)
+        if int(ids.max()) < self.vocabulary and int(ids.min()) >= 0:
+            return arrays
+        row = int(np.flatnonzero(((ids >= self.vocabulary) | (ids < 0)).any(axis=1))[0])
+        shard, number = self.locate(first + row)
+        raise BadInput(
+            f"{self.url(shard)}: record {number} has token id {int(ids[row].max())}, and the tokenizer has "
+            f"{self.vocabulary} ids: the shards were written with another tokenizer; give that one, or write them again"
+        )
 
     def _load(self, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
         """Reads the features of records [first, last), and the error of each bad row, numbered from 0."""
@@ -246,18 +239,6 @@ class FixedShards(ShardSource):
             column.name: fixed_records.read_column(self._layout, data, column.name) for column in self._layout.columns
         }  # (n, count) each
         return arrays, {row: self._corrupt(first + row, data[row * size : (row + 1) * size]) for row in bad}
-
-    def _check_ids(self, arrays: Arrays, first: int) -> None:
-        """Raises BadInput for an id that the tokenizer does not have; `first` is the first row's record."""
-        ids = arrays["input_ids"]  # (n, length)
-        if int(ids.max()) < self.vocabulary and int(ids.min()) >= 0:
-            return
-        row = int(np.flatnonzero(((ids >= self.vocabulary) | (ids < 0)).any(axis=1))[0])
-        shard, number = self.locate(first + row)
-        raise BadInput(
-            f"{self.url(shard)}: record {number} has token id {int(ids[row].max())}, and the tokenizer has "
-            f"{self.vocabulary} ids: the shards were written with another tokenizer; give that one, or write them again"
-        )
 
     def _corrupt(self, record: int, data: bytes) -> Corrupt:
         """Returns the error for a bad record with the bytes `data`."""

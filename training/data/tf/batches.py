@@ -146,17 +146,9 @@ def _open_source(dataset: Dataset, host_slice: HostSlice) -> TensorRecordSource:
 
 def _mask_columns(batch: Columns, epoch: Any, seed: int, masking: Masking, tokens: SpecialTokens) -> Columns:
     """Returns the fields of an `MlmBatch`. epoch: one for all rows, or (rows,)."""
-    input_ids, positions, labels, weights = mask(
-        tf.cast(batch["input_ids"], tf.int32), epoch, batch["records"], seed=seed, masking=masking, tokens=tokens
-    )
-    return {
-        "input_ids": input_ids,
-        "positions": positions,
-        "labels": labels,
-        "weights": weights,
-        "records": batch["records"],
-        REPLACED: batch[REPLACED],
-    }
+    ids, records = tf.cast(batch["input_ids"], tf.int32), batch["records"]
+    masked = mask(ids, epoch, records, seed=seed, masking=masking, tokens=tokens)
+    return {**masked, "records": records, REPLACED: batch[REPLACED]}
 
 
 def labelled_batches(dataset: Dataset, host_slice: HostSlice, seed: int, start: int = 0) -> Any:

@@ -100,7 +100,14 @@ class ShardIndex:
             start = self.starts[shard]
             return read(shard, tf.maximum(first - start, 0), tf.minimum(last - start, self.counts[shard]))
 
-        return join_strings(self.shard_of(first), self.shard_of(last - 1) + 1, read_piece)
+        begin, end = self.shard_of(first), self.shard_of(last - 1) + 1
+        _, joined = tf.while_loop(
+            lambda shard, _: shard < end,
+            lambda shard, before: (shard + 1, before + read_piece(shard)),
+            (begin + 1, read_piece(begin)),
+            parallel_iterations=1,
+        )
+        return joined
 
     def read_bytes(self, shard: Any, start: Any, end: Any) -> Any:
         """Returns bytes [start, end) of shard number `shard`, a string tensor. Fails if its file has another size than
@@ -115,28 +122,12 @@ class ShardIndex:
         return dataset.with_options(options).get_single_element()
 
 
-def join_strings(first: Any, last: Any, piece: Callable[[Any], Any]) -> Any:
-    """Returns piece(first) + ... + piece(last - 1), strings."""
-    _, joined = tf.while_loop(
-        lambda number, _: number < last,
-        lambda number, before: (number + 1, before + piece(number)),
-        (first + 1, piece(first)),
-        parallel_iterations=1,
-    )
-    return joined
-
-
 def replace_bad_records(
     load: Load, records: int, on_corrupt: OnCorrupt, describe: Callable[[Any], Any]
 ) -> Callable[[Any, Any], Columns]:
-    """Returns a function from (first, last) to the columns of these records, as the numpy `read_replacing`.
-
-    Args:
-        load: loads records of the source.
-        records: number of records in the source.
-        on_corrupt: "stop": the pipeline fails at the first bad record; "skip": only if no record is good.
-        describe: record -> the message from which `translate_errors` makes a Corrupt.
-    """
+    """Returns a function from (first, last) to the columns of these records, as the numpy `read_replacing`. The
+    pipeline fails at the first bad record, or, if `on_corrupt` is "skip", only if none of `records` is good.
+    `describe`: record -> the message from which `translate_errors` makes a Corrupt."""
 
     def read(first: Any, last: Any) -> Columns:
         columns, good = load(first, last)

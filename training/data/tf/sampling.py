@@ -13,8 +13,6 @@ from training.data.sampling import random_bits
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.sampling.order import EvaluationOrder, Order, TrainingOrder
 
-_HIGHEST = 2**63
-
 
 def uint64(value: int) -> Any:
     """Returns a uint64 scalar; negative numbers and those beyond 64 bits wrap."""
@@ -50,7 +48,7 @@ def stream(seed: int, purpose: str, epoch: Any, count: Any, window: Any = 0) -> 
 
 def sortable(values: Any) -> Any:
     """Returns int64 values that sort in the order of the uint64 `values`, which TensorFlow can't sort."""
-    return tf.bitcast(tf.bitwise.bitwise_xor(values, uint64(_HIGHEST)), tf.int64)
+    return tf.bitcast(tf.bitwise.bitwise_xor(values, uint64(2**63)), tf.int64)
 
 
 ENDLESS = 2**62
@@ -99,20 +97,16 @@ def rows_of_window(
     return tf.boolean_mask(records, (row >= first) & (row < last) & (place >= start))
 
 
-def buckets_of_epoch(records: tuple[int, ...], batch: int, seed: int, epoch: Any) -> Any:
-    """Returns each step's bucket as `epoch_order`, (steps,) int64. `records`: of each bucket; `epoch`: int64 scalar."""
-    numbers = tf.constant(records, tf.int64)
-    counts = (epoch + 1) * numbers // batch - epoch * numbers // batch  # (buckets,)
-    order = tf.repeat(tf.range(len(records), dtype=tf.int64), counts)  # (steps,)
-    random = stream(seed, "buckets", epoch, tf.size(order, tf.int64))
-    return tf.gather(order, tf.argsort(sortable(random), stable=True))
-
-
 def buckets_of_steps(records: tuple[int, ...], batch: int, seed: int, epoch: int, index: int) -> Any:
-    """Returns an endless `tf.data` dataset of int64 scalars: the bucket of each step from `index` of `epoch` on."""
+    """Returns an endless `tf.data` dataset of int64 scalars: the bucket of each step from `index` of `epoch` on.
+    `records`: of each bucket."""
 
-    def steps(epoch: Any) -> Any:
-        return tf.data.Dataset.from_tensor_slices(buckets_of_epoch(records, batch, seed, epoch))
+    def steps(epoch: Any) -> Any:  # as `epoch_order`
+        numbers = tf.constant(records, tf.int64)
+        counts = (epoch + 1) * numbers // batch - epoch * numbers // batch  # (buckets,)
+        order = tf.repeat(tf.range(len(records), dtype=tf.int64), counts)  # (steps,)
+        random = stream(seed, "buckets", epoch, tf.size(order, tf.int64))
+        return tf.data.Dataset.from_tensor_slices(tf.gather(order, tf.argsort(sortable(random), stable=True)))
 
     return tf.data.Dataset.range(epoch, ENDLESS).flat_map(steps).skip(index)
 
@@ -135,7 +129,10 @@ def _shuffled_window(order: TrainingOrder, permuted: Any, epoch: Any, number: An
     else:
         borders = ranks(tf.range(order.lanes + 1, dtype=tf.int64) * order.rows_per_lane)  # (lanes + 1,) ranks
         lane = tf.repeat(tf.range(order.lanes, dtype=tf.int64), borders[1:] - borders[:-1])  # (cells,), of each rank
-    shuffled = _shuffle_within(lane, stream(order.seed, "lanes", epoch, size, number))
+    # numpy's lexsort((random, lane)): one stable sort after the other.
+    by_random = tf.argsort(sortable(stream(order.seed, "lanes", epoch, size, number)), stable=True)
+    by_lane = tf.argsort(tf.gather(lane, by_random), stable=True)
+    shuffled = tf.cast(tf.gather(by_random, by_lane), tf.int64)  # (cells,)
     position = tf.gather(shuffled, rank)  # (cells,) in the window's sequence of permuted blocks
 
     # From that sequence to records. The last, shorter block follows the full blocks of the uneven window.
@@ -153,25 +150,16 @@ def _uneven(order: TrainingOrder, epoch: Any) -> Any:
     return tf.cast(random, tf.int64) % order.windows
 
 
-def _shuffle_within(group: Any, random: Any) -> Any:
-    """Returns numpy's lexsort((random, group)), (cells,) int64: one stable sort after the other."""
-    by_random = tf.argsort(sortable(random), stable=True)
-    order = tf.argsort(tf.gather(group, by_random), stable=True)
-    return tf.cast(tf.gather(by_random, order), tf.int64)
-
-
 def _int64(value: int) -> Any:
     return tf.constant(value, tf.int64)
 
 
 def mask(
     input_ids: Any, epoch: Any, records: Any, *, seed: int, masking: Masking, tokens: SpecialTokens
-) -> tuple[Any, Any, Any, Any]:
-    """Masks rows, as `Masker` does. Returns input_ids (n, length), positions (n, places), labels (n, places) int32 and
-    weights (n, places) float32. input_ids: (n, length) int32 tensor of static length; epoch: one for all rows, or (n,)
-    int64; records: (n,) int64."""
+) -> dict[str, Any]:
+    """Masks rows, as `Masker` does. Returns the fields of `Masked`. input_ids: (n, length) int32 tensor of static
+    length; epoch: one for all rows, or (n,) int64; records: (n,) int64."""
     right = tf.bitwise.right_shift
-
     length = int(input_ids.shape[1])
     places = masking.places(length)
     ordinary = tf.constant(tokens.ordinary().astype(np.int32))
@@ -210,4 +198,7 @@ def mask(
     # (predictions, 2) row and position of each
     indices = tf.stack([tf.where(used)[:, 0], tf.boolean_mask(positions, used)], axis=1)
     masked = tf.tensor_scatter_nd_update(input_ids, indices, tf.boolean_mask(replaced, used))
-    return masked, tf.cast(positions, tf.int32), labels, tf.cast(used, tf.float32)
+    return {
+        "input_ids": masked, "positions": tf.cast(positions, tf.int32), "labels": labels,
+        "weights": tf.cast(used, tf.float32),
+    }  # fmt: skip
