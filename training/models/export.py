@@ -46,17 +46,9 @@ def write_model_folder(
     storage: Storage = default_storage,
     adapter: Adapter | None = None,
 ) -> None:
-    """Writes a model folder.
-
-    Args:
-        folder: to write.
-        weights: as Backend.tensor_specs; tensors of the optimizer are left out.
-        snapshot_state: as Backend.snapshot_state.
-        config: values of config.json.
-        tokenizer: the tokenizer's folder. It may be another model's folder; only `TOKENIZER_FILES` are copied.
-        storage: of both folders.
-        adapter: of a run with LoRA: decides whether its two files or the merged model are written.
-    """
+    """Writes a model folder. `weights`, `snapshot_state`: of Backend; tensors of the optimizer are left out. `config`:
+    values of config.json. `tokenizer`: a folder, of which only `TOKENIZER_FILES` are copied. `adapter`: of a run with
+    LoRA: decides whether its two files or the merged model are written."""
     tokenizer = tokenizer_folder(tokenizer)
     for name in TOKENIZER_FILES:
         if storage.stat(join(tokenizer, name)):

@@ -38,14 +38,8 @@ PATCHED = (*BERT_LIKE, "xlm-roberta", "camembert", "electra")
 
 # Families whose positions count from the padding token's number + 1.
 POSITIONS_AFTER_PAD = (
-    "roberta",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "roberta-prelayernorm",
-    "camembert",
-    "longformer",
-    "mpnet",
-)
+    "roberta", "xlm-roberta", "xlm-roberta-xl", "roberta-prelayernorm", "camembert", "longformer", "mpnet",
+)  # fmt: skip
 
 # Decoders whose logits are `lm_head` of the last layer's output, and nothing more: it may be computed piece by piece.
 PLAIN_HEADS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "olmo2", "smollm3")
@@ -71,21 +65,10 @@ MASKED_LM_HEADS = (
 
 # Keys of config.json that are rates of dropout; each family has some of them.
 DROPOUT_RATES = (
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "hidden_dropout",
-    "attention_dropout",
-    "dropout",
-    "embedding_dropout",
-    "mlp_dropout",
-    "classifier_dropout",
-    "classifier_dropout_prob",
-    "seq_classif_dropout",
-    "pooler_dropout",
-    "embd_pdrop",
-    "attn_pdrop",
-    "resid_pdrop",
-)
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "hidden_dropout", "attention_dropout", "dropout",
+    "embedding_dropout", "mlp_dropout", "classifier_dropout", "classifier_dropout_prob", "seq_classif_dropout",
+    "pooler_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop",
+)  # fmt: skip
 
 
 def is_of_head(name: str, base: str) -> bool:

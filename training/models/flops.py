@@ -13,11 +13,10 @@ from training.batch import Arrays
 
 SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
 
-
 # Decoders whose feed-forward block has a gate, a third matrix, by model_type.
 _GATED = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3"),
-)
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3",
+)  # fmt: skip
 
 
 def decoder_flops(config: Mapping[str, Any], length: int) -> float:
@@ -34,13 +33,8 @@ def decoder_flops(config: Mapping[str, Any], length: int) -> float:
 
 
 def flops_per_row(config: Mapping[str, Any], length: int, predictions: int | None) -> float:
-    """Returns the FLOPs of training on one row; 0 for a family with other layers, or other names of its sizes.
-
-    Args:
-        config: values of an encoder's config.json.
-        length: tokens of the row.
-        predictions: places at which a masked-LM head is computed; None for a classifier's head.
-    """
+    """Returns the FLOPs of training an encoder with this config.json on one row; 0 for a family with other layers, or
+    other names of its sizes. `predictions`: places at which a masked-LM head is computed; None for a classifier's."""
     if config.get("model_type") == "modernbert" or any(type(config.get(name)) is not int for name in SIZES):
         return 0.0
     width, layers, inner, vocabulary = (int(config[name]) for name in SIZES)

@@ -38,22 +38,9 @@ _SHOWN_BYTES = 1 << 16  # of what an upload printed
 def push_model(
     run: str, repository: str, step: int | None, private: bool, sleep: Callable[[float], None] = time.sleep
 ) -> tuple[int, str]:
-    """Uploads the model of a run's checkpoint, and a README.md if the repository has none.
-
-    Args:
-        run: the run's folder.
-        repository: ORGANISATION/NAME; created if it does not exist.
-        step: of the checkpoint; the newest, unless given.
-        private: of a repository that is created.
-        sleep: waits between tries.
-
-    Returns:
-        The step, and the URL of the commit.
-
-    Raises:
-        BadInput: no token, or no such checkpoint.
-        TrainError: the Hub refused the upload.
-    """
+    """Uploads the model of a run's checkpoint, the newest unless `step` is given, and a README.md if the repository has
+    none. `repository`, ORGANISATION/NAME, is created if it does not exist, `private` or not. Returns the step and the
+    URL of the commit. Raises BadInput without a token or such a checkpoint, and TrainError if the Hub refuses."""
     token = os.environ.get(TOKEN)
     if not token:
         raise BadInput(
@@ -86,16 +73,12 @@ def push_model(
 
 def last_figures(run: str, step: int) -> dict[str, float]:
     """Returns the figures of the run's last evaluation up to `step`; {} without one."""
-    evaluations = [
-        line for line in read_history(run) if line["step"] <= step and any(name.startswith("eval_") for name in line)
-    ]
-    if not evaluations:
-        return {}
-    return {
-        name.removeprefix("eval_"): value
-        for name, value in evaluations[-1].items()
-        if name.startswith("eval_") and value is not None
-    }
+    figures: dict[str, float] = {}
+    for line in read_history(run):
+        own = {name.removeprefix("eval_"): value for name, value in line.items() if name.startswith("eval_")}
+        if own and line["step"] <= step:
+            figures = {name: value for name, value in own.items() if value is not None}
+    return figures
 
 
 def render_card(repository: str, config: Mapping[str, Any], figures: Mapping[str, float]) -> str:

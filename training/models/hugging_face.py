@@ -21,13 +21,9 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 # Keys of config.json that are sizes of a network. Some families have them under other names.
 SIZES = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "vocab_size",
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
     "max_position_embeddings",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -12,13 +12,13 @@ from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.data.formats.dataset import Dataset, find_shards, open_dataset
+from training.data.loading.labelled_batches import LabelledBatches
+from training.data.loading.packed_batches import PackedBatches
 from training.data.loading.reader import prefetch
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import SpecialTokens
 from training.distributed.cluster import Cluster
 from training.registry import TASKS, load
-
-B = TypeVar("B", covariant=True)
 
 
 class Task(ABC):
@@ -137,25 +137,14 @@ def evaluation_slice(config: TrainerConfig, training: HostSlice) -> HostSlice:
     return replace(training, global_batch_size=config.evaluation_batch_size)
 
 
-class BatchSource(Protocol[B]):
-    """Endless training batches, as in `training.data.loading.packed_batches`."""
-
-    def batch(self, k: int) -> B:
-        """Returns this host's rows of global batch k."""
-
-    def close(self) -> None:
-        """Ends the source's threads."""
-
-
 def host_batch(batch: Any) -> HostBatch:
-    """Returns the arrays of a batch that a step takes, their records, and how many rows replace damaged ones. `batch`:
-    one of the dataclasses of `training.data.loading`."""
+    """Returns what a step takes of a batch, one of the dataclasses of `training.data.loading`."""
     arrays = {name: values for name, values in vars(batch).items() if name not in ("records", "replaced")}
     return HostBatch(arrays, batch.records, int(batch.replaced.sum()))
 
 
 def read_ahead(
-    source: BatchSource[B], convert: Callable[[B], HostBatch], start: int, depth: int
+    source: PackedBatches[Any] | LabelledBatches, convert: Callable[[Any], HostBatch], start: int, depth: int
 ) -> Generator[HostBatch, None, None]:
     """Yields batches from `start` on, read and converted `depth` ahead by a thread. Closing it closes the source."""
     with contextlib.closing(source):

@@ -10,11 +10,17 @@ import numpy as np
 from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
-from training.data.loading.packed_batches import DocumentBatches, MlmBatches, document_evaluation, mlm_evaluation
+from training.data.loading.packed_batches import (
+    DocumentBatches,
+    MlmBatches,
+    PackedBatches,
+    document_evaluation,
+    mlm_evaluation,
+)
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import Masking
 from training.distributed.cluster import Cluster
-from training.tasks.task import BatchSource, Task, evaluation_slice, host_batch, read_ahead
+from training.tasks.task import Task, evaluation_slice, host_batch, read_ahead
 
 
 class TokenPrediction(Task):
@@ -23,7 +29,7 @@ class TokenPrediction(Task):
     has_labels = False
     has_lengths = False
     shapes = 1
-    source: BatchSource[Any]  # of training batches
+    source: PackedBatches[Any]  # of training batches
 
     @staticmethod
     def batch_lengths(dataset: Dataset, rows: int) -> tuple[int, ...]:

@@ -219,7 +219,7 @@ def load_manifest(data: bytes, url: str) -> Dataset:
     except ValidationError as error:
         first = error.errors()[0]
         raise _damaged(url, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    if (reason := _inconsistency(manifest)) is not None:
+    if reason := _inconsistency(manifest):
         raise _damaged(url, reason)
     return Dataset(url, manifest, str(stored_hash))
 
@@ -237,18 +237,13 @@ def _inconsistency(manifest: DatasetManifest) -> str | None:
     names = [shard.name for shard in manifest.shards if shard.folder is None]
     if len(set(names)) != len(names):
         return "a shard is listed twice"
-    if any(shard.length > manifest.sequence_length for shard in manifest.shards):
+    lengths, label_dtypes = {shard.length for shard in manifest.shards}, LABEL_DTYPES[manifest.rows]
+    if any(length > manifest.sequence_length for length in lengths):
         return "a shard has rows longer than sequence_length"
-    if manifest.rows in ("packed", "documents") and any(
-        shard.length != manifest.sequence_length for shard in manifest.shards
-    ):
+    if not label_dtypes and lengths - {manifest.sequence_length}:
         return "a shard has rows of another length"
-    label_dtypes = LABEL_DTYPES[manifest.rows]
-    for name in (
-        "input_ids",
-        *([LABEL] if label_dtypes else []),
-        *([SEGMENTS] if manifest.rows == "documents" else []),
-    ):
+    needed = ["input_ids", LABEL] if label_dtypes else ["input_ids"]
+    for name in [*needed, SEGMENTS] if manifest.rows == "documents" else needed:
         if name not in manifest.features:
             return f"no feature {name}"
     if label_dtypes and manifest.features[LABEL].dtype not in label_dtypes:
@@ -315,18 +310,9 @@ def open_dataset(url: str) -> Dataset:
 
 
 def check_dataset(url: str, *, rows: str, tokenizer: str | None, sequence_length: int | None = None) -> Dataset:
-    """Opens a dataset and checks everything that can be checked without reading records.
-
-    Args:
-        url: the dataset's folder.
-        rows: what the task needs.
-        tokenizer: a tokenizer folder that must have written the ids; None: not checked.
-        sequence_length: the length of the longest row; None: not checked.
-
-    Raises:
-        BadInput: the dataset does not fit, or a shard is missing or has another size.
-        StorageError: storage can't be read.
-    """
+    """Opens a dataset and checks everything that can be checked without reading records: its kind of rows; unless they
+    are None, the folder of the tokenizer that wrote its ids, and the length of the longest row; and that no shard is
+    missing or has another size. Raises BadInput, StorageError."""
     dataset = open_dataset(url)
     dataset.require(
         rows=rows, tokenizer_hash=tokenizer and _read_tokenizer_hash(tokenizer), sequence_length=sequence_length

@@ -82,7 +82,7 @@ def id_features(vocabulary: int) -> dict[str, Feature]:
 
 
 def plan_features(plan: DatasetPlan) -> dict[str, Feature]:
-    """Returns the features of a planned dataset of packed rows."""
+    """Returns the features of packed rows."""
     return recipe_layout.features() if plan.layout == "recipe" else id_features(plan.vocabulary)
 
 

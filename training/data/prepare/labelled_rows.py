@@ -51,10 +51,6 @@ class ClassLabels:
         return {name: number for number, name in enumerate(self.names)}
 
     def encode(self, label: Any, place: str) -> Any:
-        """Returns the number of a label. Raises BadInput, with `place` before the message, for an unknown one."""
-        return self._number(label, place)
-
-    def _number(self, label: str, place: str) -> int:
         """Returns the number of a class. Raises BadInput, with `place` before the message, for an unknown one."""
         number = self._numbers.get(label)
         if number is None:
@@ -77,7 +73,7 @@ class LabelSets(ClassLabels):
 
     def encode(self, label: Any, place: str) -> Any:
         """Returns 1 for each class that the list names, else 0. Raises as `ClassLabels.encode`."""
-        numbers = {self._number(name, place) for name in label}
+        numbers = {ClassLabels.encode(self, name, place) for name in label}
         return [number in numbers for number in range(len(self.names))]
 
 
@@ -90,7 +86,7 @@ class TokenLabels(ClassLabels):
 
     def encode(self, label: Any, place: str) -> Any:
         """Returns the number of each word's class, (words,). Raises as `ClassLabels.encode`."""
-        return np.array([self._number(name, place) for name in label], np.int32)
+        return np.array([ClassLabels.encode(self, name, place) for name in label], np.int32)
 
 
 @dataclass(frozen=True)
@@ -133,21 +129,13 @@ def select_columns(
     labels: LabelKind = ClassLabels(),
     pair: str | None = None,
 ) -> Iterator[LabelledText]:
-    """Yields the text, or the two texts, and the label of each row of a corpus.
+    """Yields the text, or the two texts, and the label of each row (column -> value) of the corpus with this name.
 
-    Args:
-        rows: column -> value.
-        text: the column with the text; for `TokenLabels`, with a list of words.
-        label: the column with the label: text, a number or a truth value, which is converted to text; for `LabelSets`
-            and `TokenLabels`, with a list of them.
-        corpus: the corpus's name, for messages.
-        labels: checks each label; classes without names allow any printable label. Texts without words are left out.
-        pair: the column with the second text; None: a row has one.
-
-    Raises:
-        BadInput: a row lacks one of the columns, its text is not text, or its label is impossible. The message begins
-            with file:line, or with the corpus and the number of the row.
-    """
+    `text`, `label` and, if a row has two texts, `pair` name the columns. A label is text, a number or a truth value,
+    which is converted to text; for `LabelSets` and `TokenLabels` a list of them. The text of `TokenLabels` is a list of
+    words; rows without words are left out. `labels` checks each label; classes without names allow any printable one.
+    Raises BadInput, with file:line or the corpus and the row's number, for a row that lacks a column, whose text is not
+    text, or whose label is impossible."""
     for number, row in enumerate(rows, 1):
         place = getattr(row, "place", None) or f"{corpus}: row {number}"
         for name in (text, label, *([pair] if pair else [])):

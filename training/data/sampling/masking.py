@@ -117,13 +117,7 @@ class Masker:
             raise BadInput("the tokenizer has special tokens only")
 
     def __call__(self, input_ids: Ids, epochs: npt.ArrayLike, records: npt.NDArray[np.int64]) -> Masked:
-        """Returns masked copies of the rows.
-
-        Args:
-            input_ids: (n, length) int32.
-            epochs: one for all rows, or (n,).
-            records: (n,), the record of each row.
-        """
+        """Returns masked copies of rows (n, length). epochs: one for all rows, or (n,); records: (n,)."""
         count, length = input_ids.shape
         places = self.masking.places(length)
         of_epochs = random_bits.keys(random_bits.key(self.seed, "masking"), np.broadcast_to(epochs, records.shape))
@@ -163,6 +157,5 @@ class Masker:
 
     def _draw(self, row: random_bits.UInts, index: random_bits.UInts, below: int) -> npt.NDArray[np.int64]:
         """Returns random numbers in [0, below): (n, places). row: (n,); index: (n, places)."""
-        return ((random_bits.counted(row[:, None], index) >> np.uint64(32)) * np.uint64(below) >> np.uint64(32)).astype(
-            np.int64
-        )
+        upper = random_bits.counted(row[:, None], index) >> np.uint64(32)
+        return (upper * np.uint64(below) >> np.uint64(32)).astype(np.int64)

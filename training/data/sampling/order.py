@@ -150,14 +150,8 @@ def evaluation_order(records: int, record_bytes: int) -> EvaluationOrder:
 
 
 def training_order(records: int, record_bytes: int, *, seed: int, batch: int) -> TrainingOrder:
-    """Returns the training order of a dataset.
-
-    Args:
-        records: in the dataset, at least 1.
-        record_bytes: the size of a record in its shard.
-        seed: of the run, or of a length bucket.
-        batch: rows of a global batch.
-    """
+    """Returns the training order of a dataset with so many records, 1 or more, of this size in their shards. `seed`: of
+    the run, or of a length bucket; `batch`: rows of a global batch."""
     # A window is WINDOW_BLOCKS * BLOCK_BYTES with any number of lanes: more lanes have smaller blocks.
     lanes = max(count for count in range(1, min(MAX_LANES, batch) + 1) if batch % count == 0)
     block = _block_records(records, record_bytes, WINDOW_BLOCKS * BLOCK_BYTES // max(lanes, WINDOW_BLOCKS))

@@ -105,16 +105,10 @@ class _Attend(torch.autograd.Function):  # type: ignore[misc]
 def recompute(
     function: Callable[..., Tensor], parts: Sequence[Tensor], barrier: Barrier, parameters: Sequence[Tensor] = ()
 ) -> Tensor:
-    """Returns function(*parts), and keeps nothing but `parts` for the backward pass, which computes it a second time.
+    """Returns function(*parts), and keeps nothing but `parts` for the backward pass, which computes it a second time,
+    behind `barrier`. `parameters`: what else `function` reads that wants gradients.
 
-    torch.utils.checkpoint has no barrier: XLA then finds all of it in the forward pass, and keeps that.
-
-    Args:
-        function: of tensors.
-        parts: its arguments.
-        barrier: stands between the two computations.
-        parameters: what else `function` reads that wants gradients.
-    """
+    torch.utils.checkpoint has no barrier: XLA then finds all of it in the forward pass, and keeps that."""
     result: Tensor = _Recompute.apply(function, barrier, len(parts), *parts, *parameters)
     return result
 

@@ -64,21 +64,12 @@ def build(model: Model, needs: ModelRequirements, *, dropout: float | None, seed
 
 
 def patch_modules(network: Any, remat: Remat | None, *, default: Remat, barrier: Barrier) -> DropoutNoise | None:
-    """Replaces dropout and self-attention in a network of BERT's or RoBERTa's family by those of this folder.
-
-    Args:
-        network: of another family, only its layers are changed for remat "layers". A decoder with a plain head gets
-            the attribute `has_plain_head`: its task may apply `lm_head` to parts of a row.
-        remat: train.remat, what is computed a second time in the backward pass.
-        default: the same if the file does not say.
-        barrier: the runtime's, of `attention.Barrier`.
-
-    Returns:
-        The random numbers that the dropouts draw from; None for another family.
-
-    Raises:
-        BadInput: remat is "attention" for another family, or "layers" and its layers have no hook for that.
-    """
+    """Replaces dropout and self-attention in a network of BERT's or RoBERTa's family by those of this folder, and
+    returns the random numbers that the dropouts draw from. In a network of another family, for which it returns None,
+    it changes only the layers, for remat "layers". A decoder with a plain head gets the attribute `has_plain_head`: its
+    task may apply `lm_head` to parts of a row. `remat`: train.remat, what is computed a second time in the backward
+    pass; `default`: the same if the file does not say. Raises BadInput if remat is "attention" for another family, or
+    "layers" and its layers have no hook for that."""
     config = network.config
     if config.model_type in PLAIN_HEADS and hasattr(network, "lm_head"):
         network.has_plain_head = True
@@ -155,36 +146,24 @@ def _fresh(values: dict[str, Any], seed: int) -> Any:
     """Returns the network named in `architectures`, with the weights that `seed` gives."""
     from transformers.modeling_utils import no_init_weights
 
-    networks, config_class = _classes(values["model_type"])
+    config = _family_config(values)(**values, attn_implementation="eager")
     with no_init_weights():  # transformers' own would take seconds, and all are given here
-        network = getattr(networks, values["architectures"][0])(config_class(**values, attn_implementation="eager"))
+        network = _network_class(values)(config)
     network.tie_weights()
-    about = {
-        "deviation": network.config.initializer_range,
-        "model_type": values["model_type"],
-        "pad": network.config.pad_token_id,
-    }
-    parameters = dict(network.named_parameters())
-    weights = initial_weights([(name, tuple(value.shape)) for name, value in parameters.items()], seed=seed, **about)
+    shapes = [(name, tuple(value.shape)) for name, value in network.named_parameters()]
+    pad, deviation = network.config.pad_token_id, network.config.initializer_range
+    weights = initial_weights(shapes, seed=seed, deviation=deviation, model_type=values["model_type"], pad=pad)
     with torch.no_grad():
-        for value, weight in zip(parameters.values(), weights, strict=True):
+        for value, weight in zip(network.parameters(), weights, strict=True):
             value.copy_(torch.from_numpy(weight))
     return network
 
 
-def _classes(model_type: str) -> tuple[Any, Any]:
-    """Returns the module that has a family's networks, and the class of its configuration."""
-    if model_type == "roberta":
-        from transformers.models.roberta import modeling_roberta as networks
-        from transformers.models.roberta.configuration_roberta import RobertaConfig as Config
-    elif model_type == "bert":
-        from transformers.models.bert import modeling_bert as networks
-        from transformers.models.bert.configuration_bert import BertConfig as Config
-    else:
-        import transformers as networks
+def _family_config(values: dict[str, Any]) -> Any:
+    """Returns transformers' class of the configuration of a family in `FAMILIES`."""
+    import transformers
 
-        Config = getattr(networks, f"{FAMILIES[model_type].prefix}Config")
-    return networks, Config
+    return getattr(transformers, f"{FAMILIES[values['model_type']].prefix}Config")
 
 
 def _from_config(place: str, values: dict[str, Any], dropout: float | None, seed: int) -> Any:
@@ -233,7 +212,7 @@ def _with_fresh_head(path: str, values: dict[str, Any], dropout: float | None, s
         changed: tuple[str, ...] = tuple(name for name in head if not name.startswith(f"{base}."))
     else:
         with _one_line_errors(place):
-            config = _classes(values["model_type"])[1](**values)
+            config = _family_config(values)(**values)
             network = _fresh({**values, **_training_values(config, dropout)}, seed)
         head, changed = family.fresh_parameters, ("classifier.",)
     loaded, absent = _load(path, type(network), config=network.config, ignore_mismatched_sizes=True)
@@ -288,7 +267,8 @@ def _try_out(network: Any, place: str, needs: ModelRequirements) -> None:
         except (BadInput, RuntimeError):
             network.applies_whole_head = True
             return
-        network.applies_whole_head = ours.shape != theirs.shape or not _close(ours, theirs)
+        is_same = ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+        network.applies_whole_head = not is_same
 
 
 def check_borders(network: Any, ids: Tensor) -> None:
@@ -305,11 +285,6 @@ def check_borders(network: Any, ids: Tensor) -> None:
                 f"{type(network).__name__} lets a token see later ones, or another document of its packed row: "
                 "it takes no causal mask with borders from positions that begin again"
             )
-
-
-def _close(ours: Tensor, theirs: Tensor) -> bool:
-    """Returns whether two results are equal within rounding."""
-    return bool(torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4))
 
 
 def apply_head(network: Any, hidden: Tensor) -> Tensor:
@@ -339,7 +314,6 @@ def _load(path: str, network: Any, **options: Any) -> tuple[Any, set[str]]:
 
 
 def _refuse(path: str, absent: set[str]) -> None:
-    """Raises BadInput if `absent` names any weights."""
     if absent:
         raise BadInput(f"model.path {path} lacks {len(absent)} of the model's weights: {', '.join(sorted(absent)[:5])}")
 
