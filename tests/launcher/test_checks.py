@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launcher.checks import doctor, inputs
-from launcher.checks.doctor import check_buckets
+from launcher.checks.doctor import check_buckets, check_quota
 from launcher.config import Config, load
 from launcher.emulator.bucket import StorageApiError
 from launcher.emulator.http_server import HttpRequest, HttpResponse, json_response
@@ -28,14 +28,9 @@ from tests.training import test_labelled_batches as labelled
 from training.storage import gcs
 
 
-def test_the_sdk_that_was_tested_passes_and_an_older_one_is_doubtful() -> None:
-    def verdict(version: str) -> str:
-        return doctor.check_version({"basic": {"version": version}}).severity
-
-    assert (verdict("528.0.0"), verdict("540.1.0"), verdict("473.0.0")) == ("PASS", "PASS", "WARN")
-
-
-def test_an_account_is_needed() -> None:
+def test_the_sdk_that_was_tested_passes_an_older_one_is_doubtful_and_an_account_is_needed() -> None:
+    found = [doctor.check_version({"basic": {"version": each}}).severity for each in ("528.0.0", "540.1.0", "473.0.0")]
+    assert found == ["PASS", "PASS", "WARN"]
     assert doctor.check_account({"config": {"account": "ann@example.com"}}).severity == "PASS"
     assert doctor.check_account({"config": {"account": None}}).fix.startswith("gcloud auth login")
 
@@ -240,3 +235,14 @@ def test_rows_longer_than_the_starting_model_s_positions_are_refused_too(tmp_pat
     text = text.replace("BUCKET", "bucket").replace("name: bert-base", f"path: {tmp_path}") + "task: classification\n"
     with pytest.raises(BadInput, match=r"run\.yaml:4: model\.path: the dataset's rows have 32 .* only 31 positions"):
         inputs.data(load_text(tmp_path, text), print)
+
+
+def test_the_quota_that_a_slice_needs_is_named(tmp_path: Path) -> None:
+    row = check_quota(load_text(tmp_path, SLICE.replace("v4-16", "v4-16, capacity: spot")))
+    assert row.severity == "WARN"
+    assert "TPUV4... for the zone us-central2-b and the region us-central2" in row.message
+    pattern = re.search(r"quotaId~(\S+)'", row.fix)
+    # Names that users quote: marin #1612 and skypilot's failover handler have them of zones, regions and pods.
+    for name in ("TPUV4sPreemptiblePodPerProjectPerRegionForTPUAPI", "TPUV4PreemptiblePerProjectPerZoneForTPUAPI"):
+        assert re.search(pattern[1], name)
+    assert not re.search(pattern[1], "TPUV4PerProjectPerZoneForTPUAPI"), "on demand"

@@ -165,10 +165,12 @@ def test_host_keys_are_read_again_when_their_file_has_changed(tmp_path: Path) ->
         assert sorted(client._known_hosts(str(file))) == names
 
 
-def test_a_host_without_a_connection_is_tried_once() -> None:
+def test_a_host_is_tried_once_and_not_if_the_slice_has_it_no_more() -> None:
+    """The slice's name belongs to a smaller one by now, while a thread stops an attempt of the last one."""
     connect = Mock(side_effect=ConnectionFailed("Connection refused"))
     pool = ConnectionPool([Address(0, "h", "me", "key", "known", "h")], replace(this_machine(), connect=connect))
     assert not pool.run(0, "true", timeout=5).reached
+    assert "no host 1" in pool.run(1, "true", timeout=5).problem
     assert connect.call_count == 1
     assert not pool.follow(0, "true", timeout=5, on_line=print).refused, "gcloud would not reach it either"
 
@@ -178,12 +180,6 @@ def test_a_host_that_answers_nothing_can_not_be_reached(monkeypatch: pytest.Monk
     monkeypatch.setattr(client, "_open", Mock(side_effect=TimeoutError))
     with pytest.raises(ConnectionFailed, match="no answer within 5 s"):
         client.connect(Address(0, "h", "me", "key", "known", "h"))
-
-
-def test_a_host_that_the_slice_does_not_have_any_more_is_not_reached() -> None:
-    """The slice's name belongs to a smaller one by now, while a thread stops an attempt of the last one."""
-    pool = ConnectionPool([Address(0, "h", "me", "key", "known", "h")], this_machine())
-    assert "no host 1" in pool.run(1, "true", timeout=5).problem
 
 
 def test_ctrl_c_does_not_wait_for_hosts_that_pull() -> None:
@@ -501,7 +497,8 @@ def test_commands_to_all_hosts_share_a_client_with_one_key(tmp_path: Path, monke
     with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
         monkeypatch.setattr(ssh, "SshClient", SlowToMake)
         monkeypatch.setattr(ssh, "_SSH_PORT", listener.getsockname()[1])
-        closing = threading.Thread(target=refuse, args=(listener, 8), daemon=True)
+        refuse = lambda: [listener.accept()[0].close() for _ in range(8)]  # noqa: E731
+        closing = threading.Thread(target=refuse, daemon=True)
         closing.start()
         machine = this_machine()
 
@@ -628,12 +625,6 @@ def test_an_error_is_told_by_its_words_or_else_by_its_name(error: Exception) -> 
     with pytest.raises(ConnectionFailed, match=r"^(EOFError|no banner)$") as failed, ssh._failures():
         raise error
     assert failed.value.refused == (error in REFUSALS)
-
-
-def refuse(listener: socket.socket, connections: int) -> None:
-    """Closes each connection as soon as it comes."""
-    for _ in range(connections):
-        listener.accept()[0].close()
 
 
 def make_key(folder: Path, kind: str, *options: str, passphrase: str = "") -> Path:

@@ -71,8 +71,9 @@ def test_yaml_files_are_valid(tmp_path: Path, page: str, text: str) -> None:
     assert load_text(tmp_path, text).trainer is not None
 
 
-def test_the_readme_shows_a_file() -> None:
+def test_the_readme_is_short_and_shows_a_file() -> None:
     assert {"README.md", "docs/guide/run-file.md"} <= {page for page, _ in yaml_files()}
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 @pytest.mark.parametrize(
@@ -92,10 +93,6 @@ def test_commands_are_checked_for_their_options() -> None:
     parse(["tpu-launch", "emulator", "inject", "kill-host", "demo", "1"])
     with pytest.raises(click.ClickException):
         parse(["tpu-launch", "up", "--no-such-option"])
-
-
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_the_picture_of_the_readme_has_its_losses_and_loads_nothing() -> None:
@@ -148,7 +145,8 @@ def test_every_key_has_a_meaning(path: str) -> None:
     assert KEYS[path].meaning
 
 
-def test_every_section_says_what_it_is() -> None:
+def test_every_section_and_subcommand_is_there() -> None:
+    assert {"tpu-launch emulator inject preempt", "tpu-train checkpoint verify"} <= {name for name, _ in COMMANDS}
     for path, key in KEYS.items():
         if key.section is not None:
             assert inspect.cleandoc(key.section.__doc__ or ""), path
@@ -166,7 +164,3 @@ def test_every_command_and_option_has_a_help_text(name: str, command: click.Comm
 def test_every_exit_code_has_a_meaning(codes: type[launcher.errors.Exit] | type[training.errors.Exit]) -> None:
     meanings = reference.member_texts(codes)
     assert [code.name for code in codes if not meanings.get(code.name)] == []
-
-
-def test_names_of_subcommands_are_complete() -> None:
-    assert {"tpu-launch emulator inject preempt", "tpu-train checkpoint verify"} <= {name for name, _ in COMMANDS}

@@ -161,11 +161,13 @@ def test_hosts_show_their_token_to_google_only(host: ScriptHost, image: str, she
     assert any(f"pull --quiet {image}{DIGEST}" in call for call in host.calls)
 
 
-def test_an_image_that_can_not_be_pulled_is_reported_with_the_engines_words(host: ScriptHost, shell: str) -> None:
-    host.answer("pull", "echo no such >&2; echo manifest >&2; exit 1")
-    report = reported(host, start(image="registry.example.com/i" + DIGEST), shell)
-    room = r"\([\d.]+[KMGT]? free on its disk\)"
-    assert re.fullmatch(f"failed the image can not be pulled {room}: no such manifest", report)
+@pytest.mark.parametrize(
+    ("call", "report"),
+    [("pull", r"image can not be pulled \(\S+ free on its disk\)"), ("start", "container can not be started")],
+)
+def test_what_an_engine_refuses_is_reported_in_its_words(host: ScriptHost, shell: str, call: str, report: str) -> None:
+    host.answer(call, "echo no such >&2; echo thing >&2; exit 1")
+    assert re.fullmatch(f"failed the {report}: no such thing", reported(host, start(image="a.com/i" + DIGEST), shell))
 
 
 @pytest.mark.parametrize("sent", [b"an archive", b"half an archive"])
@@ -253,11 +255,6 @@ def test_of_two_starts_at_once_one_creates_and_the_other_finds_it(host: ScriptHo
     assert host.verbs.count("create") == 1
 
 
-def test_a_container_that_can_not_be_started_is_reported(host: ScriptHost) -> None:
-    host.answer("start", "echo no such device >&2; exit 1")
-    assert reported(host, start()) == "failed the container can not be started: no such device"
-
-
 @pytest.mark.parametrize("state", ["running", "exited"])
 def test_a_container_that_has_started_is_not_started_again(host: ScriptHost, state: str) -> None:
     host.answer("ps", f"echo demo-1 tpu-launch-demo-1-0 {state} 0")
@@ -295,23 +292,24 @@ def test_a_connected_host_need_not_ask_its_number(host: ScriptHost, shell: str, 
     assert pool.run(3, script, timeout=20).stdout.startswith(f"tpu-launch 3 {report}")
 
 
-def test_a_stop_on_a_host_with_a_full_disk_sends_its_signal(host: ScriptHost, shell: str) -> None:
-    host.answer_container({"Status": "exited"})
+@pytest.mark.parametrize(("state", "call"), [("exited", "stop --time 5 demo"), ("created", "rm --force demo")])
+def test_a_stop_needs_no_disk_and_keeps_what_was_created_from_starting(
+    host: ScriptHost, shell: str, state: str, call: str
+) -> None:
+    host.answer_container({"Status": state})
     host.replace("mkdir", "exit 1")
     host.run(host_scripts.stop_script("demo", 5, remove=False), shell)
-    assert "stop --time 5 demo" in host.calls
+    assert call in host.calls
 
 
-def test_a_host_whose_engine_is_down_has_not_stopped_anything(host: ScriptHost, shell: str) -> None:
+def test_an_engine_that_is_down_has_stopped_nothing_and_is_no_absence(host: ScriptHost, shell: str) -> None:
+    observe = host_scripts.observe_script("demo", None)
+    assert host.run(observe, shell) == "absent\n"
     host.answer("version", "echo no such >&2; echo socket >&2; exit 1")
     report = host.run(host_scripts.stop_script("demo", 5, remove=True), shell)
     assert report == "tpu-launch 3 failed its container engine does not answer: no such socket \n"
-
-
-def test_a_stop_keeps_a_container_from_starting_that_was_only_created(host: ScriptHost, shell: str) -> None:
-    host.answer_container({"Status": "created"})
-    host.run(host_scripts.stop_script("demo", 5, remove=False), shell)
-    assert "rm --force demo" in host.calls
+    look, _ = parse_observation(3, host.run(observe, shell))
+    assert (look.container, look.problem) == (None, "its container engine does not answer: no such socket")
 
 
 def test_an_observation_asks_for_the_lines_that_are_wanted(host: ScriptHost, shell: str) -> None:
@@ -370,13 +368,6 @@ def test_a_container_that_was_only_created_is_recreated(host: ScriptHost, shell:
     host.answer("ps", "echo demo-1 tpu-launch-demo-1-0 created 0")
     assert reported(host, start(), shell) == "started sha256:ab"
     assert host.verbs == ["ps", "rm", "create", "start", "inspect"]
-
-
-def test_an_absent_container_is_told_from_an_engine_that_is_down(host: ScriptHost) -> None:
-    assert host.run(host_scripts.observe_script("demo", None)) == "absent\n"
-    host.answer("version", "echo no such >&2; echo socket >&2; exit 1")
-    look, _ = parse_observation(3, host.run(host_scripts.observe_script("demo", None)))
-    assert (look.container, look.problem) == (None, "its container engine does not answer: no such socket")
 
 
 @pytest.mark.parametrize(

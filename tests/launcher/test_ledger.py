@@ -25,7 +25,7 @@ from launcher.run import ledger as ledger_module
 from launcher.run.events import AttemptBegan, Ended, Entry, HostBack
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.session import begin_run, find_run, list_runs, new_run_id
-from launcher.run.specification import SecretSource, Specification
+from launcher.run.specification import SecretSource, Specification, read_env_file
 from launcher.run.state import Phase, RunState, phase_on_hosts, recorded_ends, recorded_verdict, state_of
 from launcher.run.verdict import Kind, Verdict
 from tests.launcher.emulated_gcloud import Clock as StillClock
@@ -390,3 +390,18 @@ def test_secrets_whose_values_are_not_known_here_are_named(work: Workstation) ->
     work.attach(work.config(), HF_TOKEN="s3cret")
     assert any(message.endswith("; not masked in it: FROM_FILE") for message in work.messages)
     assert '"last_lines": ["a line"]' in (work.ledger.folder / "events.jsonl").read_text()
+
+
+def test_an_env_file_is_read_as_people_write_it(tmp_path: Path) -> None:
+    path = tmp_path / ".env"
+    path.write_text("# comment\n\nA=1\nexport B='two words'\nC=\"$HOME\"\nD=a=b\nE=\n")
+    assert read_env_file(path) == {"A": "1", "B": "two words", "C": "$HOME", "D": "a=b", "E": ""}
+    path.write_bytes(b"\xef\xbb\xbfA=1\r\nB=2\r\n")  # as an editor on Windows writes it
+    assert read_env_file(path) == {"A": "1", "B": "2"}
+    path.write_text("A=secret\0value\n")
+    with pytest.raises(BadInput, match="the value of A holds a NUL byte"):
+        read_env_file(path)
+    path.write_text("A=1\nnot a variable: secret-value\n")
+    with pytest.raises(BadInput, match=r"\.env:2: must be NAME=VALUE") as refused:
+        read_env_file(path)
+    assert "secret-value" not in str(refused.value)

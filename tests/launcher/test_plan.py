@@ -1,10 +1,12 @@
-"""`tpu-launch plan` lists what the provider's own code would run, in order, and leaves no trace; `run` reaches the ssh
-command that starts containers through few frames of few files; tools/ say what is missing."""
+"""`tpu-launch plan` lists what the provider would run, in order, and leaves no trace; what commands look like; `run`
+starts containers through few frames of few files; tools/ say what is missing."""
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,12 @@ import pytest
 from click.testing import CliRunner
 
 from launcher.cli.main import cli
+from launcher.config import Config
 from launcher.plan import list_commands
+from launcher.tpu_vm import commands
 from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.script_host import write_program
+from tests.processes import wait_until
 
 FILE = f"""\
 {SLICE}image: {{reference: 'r/i@sha256:{"0" * 64}'}}
@@ -138,3 +143,68 @@ def test_test_that_did_not_run_fails_the_run_in_ci(tmp_path: Path, environment: 
     said = subprocess.run(command, cwd=tmp_path, env=clean | environment, capture_output=True, text=True, timeout=60)
     assert said.returncode == code
     assert ("test_it.py::test_left_out" in said.stdout) == bool(code)
+
+
+def config(folder: Path, extra: str = "capacity: spot") -> Config:
+    return load_text(folder, SLICE.replace("v4-16", f"v4-16, {extra}"), command=["true"])
+
+
+def test_with_iap_ssh_goes_through_it_and_nothing_else_changes(tmp_path: Path) -> None:
+    through = config(tmp_path, "iap: true")
+    assert commands.ssh_command(through, "true")[:3] == ["gcloud", "alpha", "compute"]
+    assert "--tunnel-through-iap" in commands.shell_command(through, 0)
+    assert "alpha" not in commands.node_command(through, "describe")
+    assert "alpha" not in commands.ssh_command(config(tmp_path), "true")
+
+
+def test_a_timer_is_a_startup_script_that_is_valid_and_only_there_when_it_is_wanted(tmp_path: Path) -> None:
+    assert not [flag for flag in commands.create_command(config(tmp_path), {}) if flag.startswith("--metadata")]
+    command = commands.create_command(config(tmp_path, "abandoned_hours: 2"), {})
+    (flag,) = [flag for flag in command if flag.startswith("--metadata")]
+    script = flag.removeprefix(f"--metadata=^{commands.METADATA_DELIMITER}^startup-script=")
+    assert commands.METADATA_DELIMITER not in script
+    assert "idle_seconds=7200\n" in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+def test_the_timer_waits_while_a_run_is_there_and_then_asks_for_the_deletion(tmp_path: Path) -> None:
+    """The script under a real shell; its docker says what the test says, its curl writes down what is asked. The clock
+    steps by a day at each look, as of a host that had no time yet."""
+    asked = tmp_path / "asked"
+    programs = {
+        "date": f"echo >> {tmp_path}/days; echo $(($(wc -l < {tmp_path}/days) * 86400))",
+        "docker": f'[ "$1" = ps ] && cat {tmp_path}/runs 2>/dev/null; exit 0',
+        "curl": f'case "$*" in *worker-number*) printf 0 ;; *token*) echo \'{{"access_token": "t0ken"}}\' ;; '
+        f'*) cat >> {asked}; echo "$*" >> {asked} ;; esac',
+    }
+    for name, text in programs.items():
+        write_program(tmp_path / "bin", name, text)
+    (tmp_path / "runs").write_text("4711\n")
+    script = commands.idle_shutdown_script(config(tmp_path, f"abandoned_hours: {2 / 3600}"))
+    script = script.replace("/var/log/", f"{tmp_path}/")
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    process = subprocess.Popen(["bash", "-c", script], env=environment, start_new_session=True)
+    try:
+        time.sleep(5)
+        assert not asked.exists(), "a slice with a run is not abandoned"
+        (tmp_path / "runs").unlink()
+        wait_until(lambda: asked.exists() and "nodes/demo" in asked.read_text(), 60)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    told = asked.read_text()
+    assert "https://tpu.googleapis.com/v2/projects/p/locations/us-central2-b/queuedResources/demo?force=true" in told
+    assert 'header = "Authorization: Bearer t0ken"' in told, "on standard input, not among the arguments"
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"), [("up", "tpu-vm create demo"), ("run", "docker"), ("down", "tpu-vm delete demo")]
+)
+def test_a_dry_run_calls_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, words: str) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no gcloud, no docker
+    image = f"image: {{reference: 'r/i@sha256:{'0' * 64}'}}\n"
+    (tmp_path / "run.yaml").write_text(f"{SLICE}run: {{command: [train]}}\n{image}")
+    result = CliRunner().invoke(cli, [verb, "--dry-run", "-f", str(tmp_path / "run.yaml")])
+    assert result.exit_code == 0, result.output
+    assert words in result.output
+    assert {line.split()[1] for line in result.output.splitlines() if line.startswith("# ")} == {f"{verb}:"}

@@ -173,21 +173,16 @@ def test_a_manifest_with_other_bytes_than_its_digest_is_refused(server: Registry
         registry.read_manifest("p/images/code", "sha256:" + "0" * 64)
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("eu.gcr.io/p/i:t", ("eu.gcr.io", "p/i", "t", "")),
-        ("localhost:5000/a@sha256:" + "1" * 64, ("localhost:5000", "a", "", "sha256:" + "1" * 64)),
-        ("debian:bookworm", ("registry-1.docker.io", "library/debian", "bookworm", "")),
-        ("docker.io/a/b", ("registry-1.docker.io", "a/b", "", "")),
-    ],
-)
-def test_names_of_images_are_parsed(name: str, parts: tuple[str, str, str, str]) -> None:
-    parsed = repositories.parse_reference(name)
-    assert (parsed.host, parsed.path, parsed.tag, parsed.digest) == parts
-
-
-def test_malformed_names_of_images_are_refused() -> None:
+def test_names_of_images_are_parsed_and_malformed_ones_refused() -> None:
+    digest = "sha256:" + "1" * 64
+    for name, parts in {
+        "eu.gcr.io/p/i:t": ("eu.gcr.io", "p/i", "t", ""),
+        f"localhost:5000/a@{digest}": ("localhost:5000", "a", "", digest),
+        "debian:bookworm": ("registry-1.docker.io", "library/debian", "bookworm", ""),
+        "docker.io/a/b": ("registry-1.docker.io", "a/b", "", ""),
+    }.items():
+        parsed = repositories.parse_reference(name)
+        assert (parsed.host, parsed.path, parsed.tag, parsed.digest) == parts
     for name in ("gcr.io/P/i", "gcr.io/p/i:", "gcr.io/p@sha256:1", "gcr.io/", "", "gcr.io/p/../q"):
         with pytest.raises(BadInput, match="not the name of an image"):
             repositories.parse_reference(name)

@@ -30,20 +30,16 @@ def test_a_missing_program_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPa
     assert caught.value.exit_code is Exit.BAD_INPUT
 
 
-def test_a_time_out_names_the_command_and_ends_its_children(tmp_path: Path) -> None:
+def test_a_time_out_names_the_command_and_ends_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     note = tmp_path / "child"
     with pytest.raises(CommandTimeout, match="no answer within 1 s from: sh -c"):
         shell.run(["sh", "-c", f"sleep 60 & echo $! > {note}; wait"], timeout=1)
-    pid = int(note.read_text())
-    wait_until(lambda: not is_alive(pid), 5)
-
-
-def test_a_child_that_ignores_the_polite_signal_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_until(lambda: not is_alive(int(note.read_text())), 5)
     monkeypatch.setattr(shell, "_TERMINATE_SECONDS", 0.3)
     begun = time.monotonic()
     with pytest.raises(CommandTimeout):
         shell.run(["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"], timeout=0.5)
-    assert time.monotonic() - begun < 50
+    assert time.monotonic() - begun < 50, "one that ignores the polite signal is killed"
 
 
 def test_a_spawned_process_outlives_its_parent(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Claims about `run --sync`: only what changed travels; the running attempt is stopped first, unless it is refused."""
+"""Claims about overlays and `run --sync`: only changes travel; the running attempt is stopped first, unless refused."""
 
 import io
 import tarfile
@@ -146,3 +146,31 @@ def test_a_refused_request_stops_nothing(tmp_path: Path, code: Path, wrong: dict
     assert "stop" not in work.hosts.calls
     stop_run(work.config(), work.context(), None, grace=None)
     other.join(20)
+
+
+def test_the_same_files_are_the_same_overlay_and_others_another(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        folder = tmp_path / name / "training"
+        (folder / "__pycache__").mkdir(parents=True)
+        (folder / "loop.py").write_text("x = 1\n")
+        (folder / "__pycache__" / "loop.pyc").write_text(name)
+    one, two = (overlays.pack(f"{tmp_path / name / 'training'}=/opt/tpu-launch/training") for name in ("a", "b"))
+    assert one.digest == two.digest
+    (tmp_path / "b" / "training" / "loop.py").write_text("x = 2\n")
+    assert overlays.pack(f"{tmp_path / 'b' / 'training'}=/opt/tpu-launch/training").digest != one.digest
+
+
+def test_an_overlay_holds_no_secrets_of_the_folder(tmp_path: Path) -> None:
+    for name in ("train.py", ".env", "sub/id_rsa", ".git/config", "account"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"private_key": "0123456789abcdef"}' if name == "account" else name)
+    with tarfile.open(fileobj=io.BytesIO(overlays.pack(f"{tmp_path}=/app").archive)) as archive:
+        assert archive.getnames() == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"), [("x", "FOLDER=TARGET"), (".=relative", "FOLDER=TARGET"), ("/no/such=/opt", "is not a folder")]
+)
+def test_a_wrong_overlay_is_refused(wanted: str, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        overlays.pack(wanted)

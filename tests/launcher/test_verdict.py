@@ -144,19 +144,27 @@ def test_a_stop_hides_no_failure_of_the_program(views: list[HostView], expected:
     assert judged(views, 104.0, stop_requested=True) == expected
 
 
-def test_a_host_is_not_lost_before_it_could_be_polled_again_after_our_network_was_down() -> None:
-    back = replace(running(0, seen=1000.0), answering_since=1000.0)
-    away = running(1, seen=800.0, problem="timed out")
-    assert judged([back, away], 1000.0) == (Kind.RUNNING, -1)
-    assert judged([replace(back, seen=1061.0), away], 1061.0) == (Kind.HOST_LOST, 1)
+BACK = replace(running(0, seen=1000.0), answering_since=1000.0)  # after our network was down
+FAILED = replace(exited(0, 1, ended_seen=1000.0, seen=1000.0, away=True), answering_since=997.5)
+AWAY = running(1, seen=900.0, problem="timed out")
 
 
-def test_a_failure_found_after_our_network_was_down_waits_for_the_other_hosts() -> None:
-    failed = replace(exited(0, 1, ended_seen=1000.0, seen=1000.0, away=True), answering_since=997.5)
-    away = running(1, seen=900.0, problem="timed out")
-    assert judged([failed, away], 1006.0) == (Kind.SETTLING, -1)
-    assert judged([failed, running(1, seen=1007.0)], 1007.0) == (Kind.FAILED, 0)
-    assert judged([failed, away], 1012.0) == (Kind.HOST_LOST, 1)
+@pytest.mark.parametrize(
+    ("views", "now", "expected"),
+    [
+        ([BACK, AWAY], 1000.0, (Kind.RUNNING, -1)),  # it could not be polled again yet
+        ([replace(BACK, seen=1061.0), AWAY], 1061.0, (Kind.HOST_LOST, 1)),
+        ([FAILED, AWAY], 1006.0, (Kind.SETTLING, -1)),
+        ([FAILED, running(1, seen=1007.0)], 1007.0, (Kind.FAILED, 0)),
+        ([FAILED, AWAY], 1012.0, (Kind.HOST_LOST, 1)),
+        ([exited(0, 76), running(1, seen=104.0)], 100.0, (Kind.SETTLING, -1)),  # a lost peer alone
+        ([exited(0, 76), running(1, seen=104.0)], 104.0, (Kind.CONNECTION_LOST, 0)),
+    ],
+)
+def test_other_hosts_have_their_time_before_a_verdict(
+    views: list[HostView], now: float, expected: tuple[Kind, int]
+) -> None:
+    assert judged(views, now) == expected
 
 
 def test_a_silent_host_is_the_cause_although_its_last_poll_is_still_open() -> None:
@@ -164,12 +172,6 @@ def test_a_silent_host_is_the_cause_although_its_last_poll_is_still_open() -> No
     assert judged(views, 101.0) == (Kind.SETTLING, -1)
     assert judged(views, 104.0) == (Kind.HOST_LOST, 1)
     assert "(no answer yet to the last look)" in judge(views, 104.0, LIMITS).cause.what
-
-
-def test_a_lost_peer_alone_is_reported_after_the_settling_time() -> None:
-    views = [exited(0, 76), running(1, seen=104.0)]
-    assert judged(views) == (Kind.SETTLING, -1)
-    assert judged(views, 104.0) == (Kind.CONNECTION_LOST, 0)
 
 
 def test_hosts_that_stay_away_while_the_api_answers_are_lost() -> None:
