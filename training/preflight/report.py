@@ -36,7 +36,7 @@ class Costs:
         return self.cycles / self.clock_hertz
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GraphResult:
     """The result for one program on one accelerator."""
 
@@ -48,10 +48,10 @@ class GraphResult:
     fits: bool
     reason: str | None  # why it does not fit, else None
     needed: int | None  # bytes of HBM, if the compiler's message says so
-    memory: Memory | None
-    costs: Costs | None
-    largest: Sequence[Allocation]  # that the compiler lists when it refuses the program
-    collectives: Sequence[Collective]
+    memory: Memory | None = None
+    costs: Costs | None = None
+    largest: Sequence[Allocation] = ()  # that the compiler lists when it refuses the program
+    collectives: Sequence[Collective] = ()
     trace_seconds: float
     compile_seconds: float
 
@@ -99,11 +99,15 @@ class Report:
     def fits(self) -> bool:
         return all(result.fits for result in self.accelerators)
 
+    @property
+    def footer(self) -> str:
+        return f"({self.compiler}; {NOT_VERIFIED})"
+
     def as_json(self) -> dict[str, Any]:
         """Returns the object that `--json` prints and `tpu-launch run` stores."""
         report = asdict(self)
         for result, document in zip(self.accelerators, report["accelerators"], strict=True):
-            lines = [*_accelerator_lines(result), _footer_line(self)]
+            lines = [*_accelerator_lines(result), self.footer]
             document.update(fits=result.fits, distinct_graphs=result.distinct_programs, lines=lines)
             for graph, graph_document in zip(result.graphs, document["graphs"], strict=True):
                 if graph.memory:
@@ -122,6 +126,7 @@ def describe_executable(
     capacity = target.generation.usable_hbm_bytes_per_device
     memory = replace(compiled.memory, resident=traced.resident_bytes + other_programs, capacity=capacity)
     fits = memory.total <= capacity
+    costs = roofline(compiled.flops, compiled.bytes_accessed, target, traced.graph.rows)
     beside = f" ({format_gib(memory.resident)} of them for state and programs beside it)" if memory.resident else ""
     return _make_result(
         traced,
@@ -129,12 +134,7 @@ def describe_executable(
         reason=None if fits else f"{_too_large_reason(memory.total, capacity)}{beside}",
         needed=memory.total,
         memory=memory,
-        costs=replace(
-            roofline(compiled.flops, compiled.bytes_accessed, target, traced.graph.rows),
-            cycles=estimate_cycles(compiled.text),
-            clock_hertz=target.generation.clock_hertz,
-        ),
-        largest=(),
+        costs=replace(costs, cycles=estimate_cycles(compiled.text), clock_hertz=target.generation.clock_hertz),
         collectives=find_collectives(compiled.text),
         compile_seconds=compiled.seconds,
     )
@@ -143,17 +143,8 @@ def describe_executable(
 def describe_refusal(traced: TracedProgram, message: str, seconds: float) -> GraphResult:
     """Returns the result for a program that the compiler refused with `message`, after `seconds`."""
     needed, reason = explain_refusal(message)
-    return _make_result(
-        traced,
-        fits=False,
-        reason=reason,
-        needed=needed,
-        memory=None,
-        costs=None,
-        largest=parse_allocations(message)[:LARGEST],
-        collectives=(),
-        compile_seconds=seconds,
-    )
+    largest = parse_allocations(message)[:LARGEST]
+    return _make_result(traced, fits=False, reason=reason, needed=needed, largest=largest, compile_seconds=seconds)
 
 
 def add_remat_advice(graph: GraphResult, with_remat: GraphResult) -> GraphResult:
@@ -257,11 +248,7 @@ def format_size(amount: float) -> str:
 
 
 def format_report(report: Report) -> list[str]:
-    return [line for result in report.accelerators for line in _accelerator_lines(result)] + [_footer_line(report)]
-
-
-def _footer_line(report: Report) -> str:
-    return f"({report.compiler}; {NOT_VERIFIED})"
+    return [line for result in report.accelerators for line in _accelerator_lines(result)] + [report.footer]
 
 
 def _accelerator_lines(result: AcceleratorResult) -> list[str]:

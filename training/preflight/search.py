@@ -209,7 +209,7 @@ def bisect(
     while (
         (bad is None and good is not None and good < MOST_ROWS)
         or (good is None and bad is not None and bad > 1)
-        or not _near(good, bad)
+        or (good is not None and bad is not None and bad - good > max(1, bad // 16))
     ):
         tries += 1
         expected = estimate() if tries <= 6 else None  # plain bisection ends even if memory does not grow linearly
@@ -218,11 +218,6 @@ def bisect(
         # Near the edge the compiler rematerializes to save memory; no line predicts how far, so the strides grow.
         surprises += expected is not None and good == rows > expected * 33 / 32
     return good, bad
-
-
-def _near(good: int | None, bad: int | None) -> bool:
-    """Returns whether the bounds differ by at most 1/16 of `bad`, or by 1; True if one of them is unknown."""
-    return good is None or bad is None or bad - good <= max(1, bad // 16)
 
 
 def _next_rows(good: int | None, bad: int | None, expected: float | None, surprises: int) -> int:

@@ -94,30 +94,22 @@ class RangedFile(io.RawIOBase):
 
 
 class Storage(Protocol):
-    """The storage operations of checkpoints and runs. The module `training.storage` implements them; a simulation
-    passes its own. Every method raises StorageError when storage fails."""
+    """The storage operations of checkpoints and runs: those functions of the module `training.storage`, which
+    implements them. A simulation passes its own."""
 
-    def stat(self, url: str) -> Stat | None:
-        """Returns size and generation of an object; None if there is none."""
+    def stat(self, url: str) -> Stat | None: ...
 
-    def listing(self, folder: str) -> list[Stat]:
-        """Lists files below a folder, recursively, sorted by URL, without unfinished ones; [] if it is missing."""
+    def listing(self, folder: str) -> list[Stat]: ...
 
-    def read(self, url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
-        """Reads bytes [start, end) of an object. Raises NotFound, and Changed if it is not of `generation`."""
+    def read(self, url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes: ...
 
-    def read_into(self, url: str, start: int, place: memoryview) -> int:
-        """Fills `place` with an object's bytes from `start` on. Returns how many it had. Raises NotFound."""
+    def read_into(self, url: str, start: int, place: memoryview) -> int: ...
 
-    def write(self, url: str, data: bytes | memoryview, *, create_only: bool = False) -> Stat:
-        """Writes a whole object, or nothing; returns its state. With `create_only`, exactly one of several writers
-        succeeds and the others raise AlreadyExists."""
+    def write(self, url: str, data: bytes | memoryview, *, create_only: bool = False) -> Stat: ...
 
-    def delete(self, url: str) -> None:
-        """Deletes an object, if it exists."""
+    def delete(self, url: str) -> None: ...
 
-    def remove_partial_files(self, folder: str, abandoned: Callable[[str], bool]) -> None:
-        """Deletes unfinished files of killed writers in the direct subfolders whose names are `abandoned`."""
+    def remove_partial_files(self, folder: str, abandoned: Callable[[str], bool]) -> None: ...
 
 
 def crc32c(data: bytes | memoryview, crc: int = 0) -> int:

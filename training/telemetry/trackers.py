@@ -140,32 +140,24 @@ class GuardedTracker:
     def flush(self) -> None:
         """Opens the record and sends the queue, unless the service failed less than `PAUSE_SECONDS` ago."""
         if self._clock() >= self._retry_at:
-            self._try(self._send)
+            self._send()
 
     def finish(self, failed: bool) -> None:
         """Sends the queue, even in a pause, and closes the record; warns of lines that did not arrive."""
-        self._try(lambda: self._end(failed))
+        self._send(lambda service: service.close(failed))
         if self._waiting or self._lost:
             self._warn(f"{self._name}: {len(self._waiting) + self._lost} lines of metrics did not reach it")
 
-    def _send(self) -> None:
-        """Opens the record if it is not open; sends the queue, and then clears it."""
-        if self._service is None:
-            self._service = self._open(self._info)
-        if self._waiting:
-            self._service.send(list(self._waiting))
-            self._waiting.clear()
-
-    def _end(self, failed: bool) -> None:
-        """Sends the queue and closes the record."""
-        self._send()
-        assert self._service is not None
-        self._service.close(failed)
-
-    def _try(self, function: Callable[[], None]) -> None:
-        """Calls `function` and catches its error, which begins a pause of `flush`; warns of the first in succession."""
+    def _send(self, close: Callable[[Service], None] = lambda service: None) -> None:
+        """Opens the record if it is not open, sends the queue and clears it, and then calls `close`. An error begins a
+        pause of `flush`; warns of the first in succession."""
         try:
-            function()
+            if self._service is None:
+                self._service = self._open(self._info)
+            if self._waiting:
+                self._service.send(list(self._waiting))
+                self._waiting.clear()
+            close(self._service)
         except Exception as error:  # the service's package may raise anything
             if not self._is_failing:
                 reason = " ".join(str(error).split()) or type(error).__name__
@@ -224,7 +216,11 @@ class MlflowRun:
         os.environ. Raises ValueError if MLFLOW_TRACKING_URI is not set and the run's folder is in a bucket."""
         for name, value in _MLFLOW_TIMEOUTS.items():
             os.environ.setdefault(name, value)
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or _mlflow_folder(info)
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri and is_remote(info.folder):
+            advice = "name a tracking server in run.environment"
+            raise ValueError(f"MLFLOW_TRACKING_URI is not set, and MLflow writes no bucket: {advice}")
+        uri = uri or (Path(info.folder).absolute() / "mlflow").as_uri()
         if "://" not in uri or uri.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise MLflow refuses plain files
         from mlflow import MlflowClient
@@ -252,15 +248,6 @@ class MlflowRun:
 
     def close(self, failed: bool) -> None:
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
-
-
-def _mlflow_folder(info: AttemptInfo) -> str:
-    """Returns the file URI of `mlflow` in the run's folder. Raises ValueError if that folder is in a bucket."""
-    if is_remote(info.folder):
-        raise ValueError(
-            "MLFLOW_TRACKING_URI is not set, and MLflow writes no bucket: name a tracking server in run.environment"
-        )
-    return (Path(info.folder).absolute() / "mlflow").as_uri()
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
