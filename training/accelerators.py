@@ -112,10 +112,9 @@ class Accelerator:
 
     @property
     def wrap(self) -> tuple[bool, bool, bool] | None:
-        """Returns along which axes (x, y, z) the slice's ends are linked to each other: TPU_TOPOLOGY_WRAP.
-
-        With three axes (v4, v5p), all are linked from 4x4x4 on; with two (v5e, v6e), each axis of 16 chips is. Google's
-        GKE device plugin computes it so. None for v2 and v3: libtpu knows those slices itself."""
+        """Returns along which axes (x, y, z) the slice's ends are linked: TPU_TOPOLOGY_WRAP, as Google's GKE device
+        plugin computes it. With three axes (v4, v5p), all from 4x4x4 on; with two (v5e, v6e), each axis of 16 chips.
+        None for v2 and v3, which libtpu knows itself."""
         if self.generation.name in ("v2", "v3"):
             return None
         if len(self.topology) == 3:

@@ -516,9 +516,9 @@ def _plain(place: str) -> str:
 
 
 def _evaluation_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields mistakes: evaluation.every without data.evaluation; checkpoint.best or train.early_stopping without
-    evaluation.every, by a metric that the task does not have, or by different ones; a mode of checkpoint.best that
-    would keep the worst."""
+    """Yields mistakes: evaluation.every without data; checkpoint.best or train.early_stopping without
+    evaluation.every, by an unknown metric, or by different ones; a mode of checkpoint.best that would keep the
+    worst."""
     every, best, stopping = config.evaluation.every, config.checkpoint.best, config.train.early_stopping
     if every is not None and config.data.evaluation is None:
         yield "evaluation.every", "evaluation needs data: set data.evaluation, or remove evaluation.every"

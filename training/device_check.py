@@ -135,10 +135,10 @@ class Devices(Protocol):
 def check_host(
     backend: str, output: str | None, cluster: Cluster, rendezvous: Rendezvous, report: Callable[[str, Any], None]
 ) -> None:
-    """Passes the name and value of each fact about this host to `report`: whether its devices multiply right and add up
-    with all hosts', which must call it together, and whether and how fast `output` is written and read, if that is in
-    Cloud Storage. A wrong sum or a refusal of the bucket is a fact; raises TrainError if a device of the framework
-    `backend` can't be opened or used, or another host is lost."""
+    """Passes each fact about this host to `report`: whether its devices multiply right and add up with all hosts',
+    which must call it together, and whether and how fast `output` is written and read, if that is in Cloud Storage.
+    A wrong sum or a refusal of the bucket is a fact; raises TrainError if a device can't be opened or used, or a
+    host is lost."""
     report("phase", "waiting for all hosts")
     token: str = rendezvous.meet("device check", secrets.token_hex(4))[0]
     report("clock", time.time())

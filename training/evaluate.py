@@ -62,9 +62,8 @@ def evaluate_all(
     phase: str,
     on_batch: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """Returns the totals over the evaluation set; over a part of it if all hosts stopped early, which `signals.stop` of
-    the result says. Warns of replaced damaged records. Other hosts see `phase` while this runs; `on_batch` is called
-    before each batch."""
+    """Returns the totals over the evaluation set, or over a part of it if all hosts stopped early (`signals.stop`).
+    Warns of replaced damaged records. Other hosts see `phase` meanwhile; `on_batch` is called before each batch."""
     total, replaced = StepResult.empty(), 0
     in_flight: deque[Pending] = deque()
     for number, batch in enumerate(backend.evaluation_batches(task)):
@@ -96,10 +95,10 @@ def evaluate(
     shutdown: ShutdownRequest,
     step: int | None = None,
 ) -> Evaluated:
-    """Evaluates the model of `place`: a run's folder, a model folder in Hugging Face's layout, or a name on the Hub.
-    `config` decides data, batch size and precision; `step`: of a run's checkpoint (None: the newest). All hosts call
-    it. Raises BadInput when model and data do not fit together or are not there, TrainError when the process was asked
-    to stop, and the evaluation ended early."""
+    """Evaluates the model of `place`: a run's folder (its checkpoint of `step`, None: the newest), a model folder in
+    Hugging Face's layout, or a name on the Hub. `config` decides data, batch size and precision. All hosts call it.
+    Raises BadInput when model and data are absent or do not fit together, TrainError when the process was asked to
+    stop."""
     if config.data.evaluation is None:
         raise BadInput("there is nothing to evaluate on: set data.evaluation")
     place = model_folder(place)

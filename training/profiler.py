@@ -76,12 +76,11 @@ class Profiler:
         storage: Storage = default_storage,
         machine: Machine = SYSTEM,
     ) -> None:
-        """Creates the folder, removes an old request, records the process id; if that fails, warns and does no more.
+        """Creates the folder (see `folder_of`; None disables profiling), removes an old request, records the process
+        id; if that fails, warns and does no more.
 
         Args:
-            folder: see `folder_of`; None disables profiling.
             output: the folder of the run's profiles, in `storage`.
-            worker: index of this host.
             open_tracer: imports the framework's profiler; called on a request.
             finished: returns the number of steps whose results were read.
         """
@@ -199,12 +198,9 @@ class _Recording:
 
 
 def request(folder: Path, name: str, steps: int, seconds: float, machine: Machine = SYSTEM) -> Answer:
-    """Requests a profile of the next steps from the trainer of a folder (see `folder_of`), and waits for it.
-
-    Raises:
-        BadInput: no trainer is running there, another request is pending, or the name is invalid or taken.
-        TrainError: no profile came within `seconds`, or the trainer reports a problem.
-    """
+    """Requests a profile of the next steps from the trainer of a folder (see `folder_of`), and waits for it. Raises
+    BadInput if no trainer is running there, another request is pending, or the name is invalid or taken; TrainError
+    if no profile came within `seconds`, or the trainer reports a problem."""
     path, answered = folder / "request.json", folder / f"{_checked_name(name)}.json"
     if not _is_training(folder):
         raise BadInput("no trainer is running on this host, or it has not reached its first step")

@@ -32,9 +32,9 @@ from training.telemetry.writer import MetricsWriter, join_thread
 
 
 def compare_weights(run: Run, backend: Backend, replaced: int, seconds: float) -> tuple[str, int]:
-    """Raises TrainError if the hosts ended with different weights. All hosts call it, within `seconds` after their last
-    save. Returns the checksum of the weights, and the number of rows of all hosts that replaced damaged records
-    (`replaced`: of this host)."""
+    """Raises TrainError if the hosts ended with different weights. All hosts call it, within `seconds` after their
+    last save. Returns the weights' checksum, and the rows of all hosts that replaced damaged records (`replaced`: of
+    this host)."""
     reports = run.rendezvous.meet("end", [weights_crc32c(backend, run.cluster.worker), replaced], seconds)
     checksums: dict[str, str] = {}
     for held in (held for held, _ in reports):
@@ -190,15 +190,14 @@ def record_attempt_end(
     machine: Machine = SYSTEM,
     patience: float = math.inf,
 ) -> Iterator[None]:
-    """Runs the block, a whole attempt on host 0, and records how it ended. Errors of the block are raised again.
+    """Runs the block, a whole attempt on host 0, and records how it ended. Errors of the block are raised again; a
+    failure to record is only a warning.
 
     In a thread, calls the functions in `context.close`, and writes the last metrics, the end record beside the start
-    record at `start_url`, and report.html in the run's folder `folder`. A stopped attempt skips report.html: the next
-    attempt or `tpu-train report` writes it. A failure to record is a warning: it changes neither the attempt's result
-    nor its error.
-
-    Recording takes at most `END_SECONDS`; after an error also at most half of `patience`, the seconds that the other
-    hosts wait for this one at a barrier, or they would report this host as lost instead of the error."""
+    record at `start_url`, and report.html in the run's folder `folder`. A stopped attempt skips report.html: the
+    next attempt or `tpu-train report` writes it. This takes at most `END_SECONDS`; after an error also at most half
+    of `patience`, the seconds that the other hosts wait at a barrier, or they would report this host as lost
+    instead."""
     limit = END_SECONDS
     error: BaseException | None = None
 

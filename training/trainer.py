@@ -82,9 +82,9 @@ def train(
     timer: PhaseTimer,
     dependencies: Dependencies | None = None,
 ) -> dict[str, Any]:
-    """Trains to the last step and returns the summary, on every host. `timer` times the phases of this process, and is
-    the clock of checkpoint.every_minutes. Raises StopRequested when the process was asked to stop and the state is
-    committed, TrainError for any other end of the run."""
+    """Trains to the last step and returns the summary, on every host. `timer` times this process, and is the clock
+    of checkpoint.every_minutes. Raises StopRequested when asked to stop, with a committed state, TrainError for
+    other ends."""
     dependencies = dependencies or Dependencies()
     host_progress = HostProgress(timer, dependencies.machine)
     with host_progress.writing():
@@ -108,9 +108,9 @@ def train(
 
 
 def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progress: HostProgress) -> Trainer:
-    """Builds the model and restores the newest checkpoint; on host 0 also opens the metrics and the uploads to the Hub,
-    and puts them and the step count into `context`, for the record of the attempt's end. `record_url`: of this
-    attempt's record. Raises TrainError."""
+    """Builds the model and restores the newest checkpoint; on host 0 also opens the metrics and the uploads to the
+    Hub, and adds them to `context`, for the record of the attempt's end beside its record at `record_url`. Raises
+    TrainError."""
     cluster, config = run.cluster, run.config
     with run.timer.phase("start"):
         run = replace(run, config=with_starting_model(run.config, run.folder, cluster, run.rendezvous))
@@ -216,9 +216,9 @@ class Trainer:
     # --- the loop
 
     def loop(self) -> None:
-        """Waits for all hosts, runs the steps that are left (fewer with early stopping) with the saves and evaluations
-        that are due, and saves the last state. Raises StopRequested, by `stop`, if a host was asked to stop, NonFinite
-        for a step that is not finite, and other TrainErrors."""
+        """Waits for all hosts, runs the steps that are left (fewer with early stopping) with their saves and
+        evaluations, and saves the last state. Raises StopRequested if a host was asked to stop, NonFinite and other
+        TrainErrors."""
         run, progress, steps = self.run, self.progress, self.run.config.train.steps
         best = run.config.best
         save_every, evaluate_every = run.config.checkpoint.every_steps, run.config.evaluation.every
@@ -338,9 +338,9 @@ class Trainer:
         raise StopRequested(f"stopped after step {step}, which is committed: {self._checkpoint_url(step)}")
 
     def finish(self) -> dict[str, Any]:
-        """Evaluates, compares the hosts' weights, exports and waits for the upload to the Hub, after the last step and
-        its save. Returns the summary, which host 0 writes. Raises StopRequested, by `stop`, if a host was asked to stop
-        meanwhile, and TrainError if weights differ."""
+        """Evaluates, compares the hosts' weights, exports and waits for the upload to the Hub. Returns the summary,
+        which host 0 writes. Raises StopRequested if a host was asked to stop meanwhile, and TrainError if weights
+        differ."""
         run, config = self.run, self.run.config
         is_evaluated = config.best is not None and self.evaluations.step == self.progress.step
         if config.data.evaluation and config.evaluation.at_end and not is_evaluated:
@@ -380,11 +380,10 @@ class Trainer:
         return self.history.judge(error, self.restored.manifest.step if self.restored else 0)
 
     def record(self, error: NonFinite) -> None:
-        """Records on host 0, for later attempts, that a step was not finite. All hosts wait for the record, because
-        host 0 ends soon after the first host that leaves. Only the first such step of an attempt is recorded.
-
-        Threads that save call this too: hosts learn from their saves that a state is not finite, each at another step,
-        while host 0 may wait in a step for a host that has left the loop."""
+        """Records on host 0, for later attempts, the first step of this attempt that was not finite. All hosts wait
+        for the record, because host 0 ends soon after the first host that leaves. Threads that save call this too:
+        they learn that a state is not finite at different steps, while host 0 may wait in a step for a host that has
+        left the loop."""
         manifest = self.restored.manifest if self.restored else None
         with self._recording:
             if self._is_recorded:

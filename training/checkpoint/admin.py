@@ -62,18 +62,9 @@ def best_saved_step(folder: str) -> int:
 
 
 def copy_to_run(source: str, target: str, step: int | None) -> int:
-    """Copies a checkpoint into the folder of a new run, which then continues from it. Returns the checkpoint's step.
-
-    Verifies each part against its checksum. The manifest is copied last, without the record of the best step.
-
-    Args:
-        source: as the argument of `find_checkpoints`.
-        target: the folder of a run without checkpoints.
-        step: the checkpoint to copy; None for the newest.
-
-    Raises:
-        BadInput: there is no such checkpoint, it is damaged, or the target has checkpoints.
-    """
+    """Copies the checkpoint of `step` (None: the newest) of `source`, as for `find_checkpoints`, into the folder of
+    a new run, which then continues from it; returns the step. Verifies each part; copies the manifest last, without
+    the record of the best step. Raises BadInput if the checkpoint is absent or damaged, or `target` has checkpoints."""
     checkpoints, steps = find_checkpoints(source)
     chosen = choose_step(checkpoints, steps, step)
     into = storage.join(target, "checkpoints")

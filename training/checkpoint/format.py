@@ -6,7 +6,7 @@
                                            the commit
 
 The manifest lists each tensor with its global shape and its slices (offsets and sizes in that shape, and the part that
-holds them). A slice is a tensor of its part's safetensors file, named by `slices.key_in_part`.
+holds them). A slice is a tensor of its part's safetensors file, named by `tensors.key_in_part`.
 
 Failure model. Hosts may die, be cut off or be slow at any byte; the store never tears an object (`storage.write` is all
 or nothing) but may lose or flip what it holds. Therefore:

@@ -84,21 +84,16 @@ def restore(
     choose: Choose = load_whole,
 ) -> Restored | None:
     """Loads the newest good checkpoint and returns it; None when there is no checkpoint. Every host must call it.
+    Raises BadInput when a checkpoint belongs to something else, or none verifies: starting over silently would throw
+    the run away; LostPeer when a host is lost, or reads for too long.
 
     Args:
-        folder: the run's checkpoint folder.
         identity: what the checkpoint must have been made from.
         load_state: receives the tensors, some at a time; after a damaged checkpoint, the next one overwrites them.
         warn: shows a message about each damaged checkpoint.
-        avoid: names of checkpoints (`checkpoint_name`) to use only when no other one can be: the first step after them
-            was not finite.
+        avoid: names of checkpoints whose next step was not finite, to use only when no other one can be.
         meeting_seconds: for all hosts to meet once they have read a checkpoint, in addition to storage's time.
         choose: what this host loads of each tensor, as `Backend.slice_to_load`.
-
-    Raises:
-        BadInput: a checkpoint belongs to something else, or there are checkpoints but none verifies: starting over
-            silently would throw the run away.
-        LostPeer: a host is lost, or reads for too long.
     """
 
     def load(step: int, name: str, avoid: Collection[str]) -> tuple[Manifest | None, list[str]]:

@@ -113,5 +113,5 @@ def in_batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 
 # Starts a snapshot into the given buffers, as raw little-endian bytes. Their keys name whole tensors, or slices that
-# this host holds (`slices.key_in_part`).
+# this host holds (`tensors.key_in_part`).
 StartSnapshot = Callable[[Mapping[str, memoryview]], Snapshot]

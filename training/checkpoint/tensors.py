@@ -79,9 +79,8 @@ def header_end(data: bytes | memoryview) -> int:
 
 
 def parse_header(head: bytes | memoryview, size: int) -> dict[str, tuple[TensorSpec, slice]]:
-    """Returns specification and byte range of each tensor in a file of `size` bytes. `head` holds the file's first
-    bytes, at least up to its first tensor. Raises Damaged when they are not a safetensors header, or a tensor lies
-    outside of the file."""
+    """Returns specification and byte range of each tensor in a file of `size` bytes, whose first bytes, at least up
+    to its first tensor, are `head`. Raises Damaged for no safetensors header, or a tensor outside of the file."""
     try:
         start = header_end(head)
         header = json.loads(bytes(head[8:start]))

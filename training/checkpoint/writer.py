@@ -87,7 +87,6 @@ class CheckpointWriter:
         Args:
             background: whether `save` returns before the checkpoint is committed.
             fence: raises when this process group may not commit any more.
-            warn: shows a message to the user.
             meeting_seconds: for all hosts to meet once they have written their parts, in addition to storage's time.
         """
         self.folder = folder
@@ -301,9 +300,8 @@ class CheckpointWriter:
             raise
 
     def _delete_old(self, manifest: Manifest) -> None:
-        """Deletes checkpoints that the policy does not keep, and parts that no commit will ever name, all older than
-        the committed `manifest`. Deletes nothing and raises if the fence raises. A storage error is only a warning: the
-        next save tries again."""
+        """Deletes checkpoints that the policy does not keep, and parts that no commit will ever name, older than
+        `manifest`. Raises before if the fence raises. A storage error is only a warning: the next save tries again."""
         newest, best = manifest.step, best_step(manifest)
         try:
             self._check_fence_again(manifest)

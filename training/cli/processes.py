@@ -47,10 +47,10 @@ from training.telemetry.progress_line import FILE_VARIABLE
 
 
 def chip_process_environment(cluster: Cluster) -> dict[str, str]:
-    """Returns the variables from which `torch_xla.launch` derives those of one process for each chip. torch_xla divides
-    bounds by chips only if they have the names of hosts' bounds: it takes the bounds of processes, which
-    `tpu_environment` returns, as final. Raises BadInput if the accelerator is unknown, has another number of hosts, or
-    has two devices a chip (v2 and v3)."""
+    """Returns the variables from which `torch_xla.launch` derives those of one process for each chip: bounds must
+    have the names of hosts' bounds, because it takes the bounds of processes, which `tpu_environment` returns, as
+    final. Raises BadInput if the accelerator is unknown, has another number of hosts, or has two devices a chip (v2
+    and v3)."""
     environment = tpu_environment(cluster)
     accelerator = ACCELERATORS[environment["TPU_ACCELERATOR_TYPE"]]
     if accelerator.generation.devices_per_chip > 1:
@@ -65,11 +65,9 @@ def chip_process_environment(cluster: Cluster) -> dict[str, str]:
 
 
 def gloo_environment(cluster: Cluster) -> dict[str, str]:
-    """Returns torchrun's variables for one process a host, and Hugging Face's switches for torch on the CPU.
-
-    https://pytorch.org/docs/stable/elastic/run.html#environment-variables; transformers and accelerate read
-    USE_TORCH_XLA and ACCELERATE_USE_CPU. One thread per process is torchrun's default, too.
-    """
+    """Returns torchrun's variables (https://pytorch.org/docs/stable/elastic/run.html#environment-variables) for one
+    process a host, with one thread as torchrun's default, and the switches of transformers and accelerate for torch
+    on the CPU."""
     return {
         "RANK": str(cluster.worker),
         "WORLD_SIZE": str(cluster.hosts),
@@ -91,11 +89,9 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def _run_chip_process(ordinal: int, script: str, arguments: Sequence[str]) -> None:
-    """Runs a program in a process that `torch_xla.launch` started.
-
-    Ends the process at once on an exception: the processes of other chips would wait for it in a collective forever,
-    and the pool ends them as soon as one of its processes is gone. SystemExit reaches the parent with its code. Each
-    process has a file of progress of its own."""
+    """Runs a program in a process that `torch_xla.launch` started, with a file of progress of its own. Ends the
+    process at once on an exception: those of other chips would wait for it in a collective forever, and the pool
+    ends them as soon as one is gone. SystemExit reaches the parent with its code."""
     if FILE_VARIABLE in os.environ:
         os.environ[FILE_VARIABLE] += f".{ordinal}"
     try:

@@ -208,9 +208,9 @@ def _discover(backend: str) -> Cluster:
 
 
 def _join_cluster(config: TrainerConfig, shutdown: ShutdownRequest) -> tuple[Cluster, Rendezvous]:
-    """Reads this host's cluster from its environment or the metadata server, and connects to host 0. Returns both.
-    Raises BadInput if the cluster contradicts itself or the hosts have no shared secret, StopRequested if asked to
-    stop, LostPeer or TrainError if host 0 does not answer or refuses."""
+    """Reads this host's cluster, and connects to host 0; returns both. Raises BadInput for a cluster that
+    contradicts itself or has no shared secret, StopRequested if asked to stop, LostPeer or TrainError if host 0 does
+    not answer or refuses."""
     from training.distributed.rendezvous import join
 
     cluster, timeouts = _discover(config.backend), config.rendezvous
@@ -227,9 +227,9 @@ def _join_cluster(config: TrainerConfig, shutdown: ShutdownRequest) -> tuple[Clu
 def _program_host(
     config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest
 ) -> AbstractContextManager[tuple[Cluster, Rendezvous] | None]:
-    """Returns a context with the cluster and the rendezvous with which the program runs on this host. With TensorFlow
-    on a TPU slice of several hosts, host 0 runs the program for all of them: the others serve their devices to host 0
-    until it is done, and then get None."""
+    """Returns a context with the cluster and the rendezvous of the program on this host. With TensorFlow on a TPU
+    slice of several hosts, host 0 runs the program for all: the others serve their devices until it is done, and get
+    None."""
     from training.distributed.cluster import device_kind
 
     if config.backend == "tensorflow" and cluster.hosts > 1 and device_kind() == "TPU":

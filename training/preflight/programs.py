@@ -145,13 +145,9 @@ class ProgramTracer(Protocol):
 def trace_programs(
     config: TrainerConfig, facts: DataFacts, graphs: Sequence[Graph], target: Accelerator
 ) -> list[TracedProgram]:
-    """Traces `graphs` for a slice; returns the programs in this order. Sets PJRT_DEVICE to CPU.
-
-    Raises:
-        BadInput: the backend's framework is not installed, or the model can't be built.
-        CompilerUnavailable: the installed versions are untested.
-        Untraceable, DataDependentProgram: a step is not a single program.
-    """
+    """Traces `graphs` for a slice; returns the programs in this order. Sets PJRT_DEVICE to CPU. Raises BadInput if
+    the framework is not installed or the model can't be built, CompilerUnavailable for untested versions, and
+    Untraceable or DataDependentProgram for a step that is not a single program."""
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     require_versions()

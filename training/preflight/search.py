@@ -34,13 +34,9 @@ def run_preflight(
     config: TrainerConfig, facts: DataFacts, targets: Sequence[Accelerator], *, search_batch: bool, show: ShowProgress
 ) -> Report:
     """Compiles the programs of a run for each accelerator in `targets`; with `search_batch`, also searches for the
-    largest training batch that fits. `show` prints a line of progress.
-
-    Raises:
-        BadInput: a batch or the mesh does not fit the devices, or the model can't be built here.
-        CompilerUnavailable: there is no compiler here, or it does not know a slice.
-        Untraceable, DataDependentProgram: the step is not a single program.
-    """
+    largest training batch that fits. `show` prints a line of progress. Raises BadInput if a batch or the mesh does
+    not fit the devices or the model can't be built, CompilerUnavailable if there is no compiler for a slice here,
+    and Untraceable or DataDependentProgram for a step that is not a single program."""
     require_versions()
     mistakes = []
     for target in targets:
@@ -72,9 +68,8 @@ def compile_all(
     show: ShowProgress,
     flags: Mapping[str, str] = MappingProxyType({}),
 ) -> AcceleratorResult:
-    """Compiles the programs of one run for one accelerator, two at a time, with `flags` beside LIBTPU_INIT_ARGS. A
-    program that the compiler refuses is a result that does not fit. Raises CompilerUnavailable if there is no compiler
-    here, or it does not know the slice."""
+    """Compiles a run's programs for one accelerator, two at a time, with `flags` beside LIBTPU_INIT_ARGS. A refused
+    program is a result that does not fit. Raises CompilerUnavailable if there is no compiler that knows the slice."""
 
     def compile_one(traced: TracedProgram) -> tuple[CompiledProgram | str, float]:
         """Returns (the executable's facts or the refusal's message, seconds of the compilation)."""
@@ -174,8 +169,7 @@ class _Trial:
 
 def estimate_edge(known: Mapping[int, GraphResult], capacity: int) -> float | None:
     """Returns the rows per device at which memory should run out, by a line through the two results nearest to
-    `capacity` bytes; None while too little is known. 0 rows, which need no temporaries, count as a result. `known`:
-    results by rows per device."""
+    `capacity` bytes, or None. `known`: results by rows per device; 0 rows, which need no temporaries, count as one."""
     needed = {rows: result.needed for rows, result in known.items() if result.needed}
     memory = next((result.memory for result in known.values() if result.memory), None)
     if memory:
@@ -191,18 +185,13 @@ def estimate_edge(known: Mapping[int, GraphResult], capacity: int) -> float | No
 def bisect(
     fits: Callable[[int], bool], start: int, start_fits: bool, estimate: Callable[[], float | None] = lambda: None
 ) -> tuple[int | None, int | None]:
-    """Finds the edge between numbers that fit and numbers that don't.
+    """Returns the edge between numbers that fit and numbers that don't, (largest that fits, smallest that does not), at
+    most 1/16 of the larger, or 1, apart. The first is None if not even 1 fits, the second if one of MOST_ROWS or more
+    fits.
 
     Args:
-        fits: tries a number; not called for `start`.
-        start: the first number.
-        start_fits: the result for `start`.
-        estimate: returns where the edge is expected now. While it returns None, the next number is twice or half the
-            last one, and then the middle.
-
-    Returns:
-        (largest that fits, smallest that does not). They differ by at most 1/16 of the larger, or by 1. The first is
-        None if not even 1 fits; the second is None if a number of MOST_ROWS or more fits.
+        fits: tries a number; not called for `start`, whose result is `start_fits`.
+        estimate: returns where the edge is expected now; None: try twice or half the last number, and then the middle.
     """
     good, bad = (start, None) if start_fits else (None, start)
     tries = surprises = 0

@@ -135,9 +135,9 @@ def read_into(url: str, start: int, place: memoryview) -> int:
 
 
 def write(url: str, data: bytes | memoryview, *, create_only: bool = False, replaces: int | None = None) -> Stat:
-    """Writes a whole object (and creates a local file's folder); returns its new state. With `create_only`, raises
-    AlreadyExists when there is one; exactly one of several writers succeeds. With `replaces`, in a bucket only, raises
-    AlreadyExists unless the object has that generation."""
+    """Writes a whole object (and creates a local file's folder); returns its new state. Raises AlreadyExists with
+    `create_only` for all but one of several writers, and with `replaces`, in a bucket, if that is not its
+    generation."""
     if is_remote(url):
         return gcs.write(url, data, 0 if create_only else replaces)
     assert replaces is None
@@ -198,9 +198,8 @@ def remove_partial_files(folder: str, abandoned: Callable[[str], bool]) -> None:
 
 
 def _write_summed(descriptor: int, view: memoryview) -> int:
-    """Writes all bytes to a file and returns their crc32c, which another thread computes meanwhile. Advises the kernel
-    after each piece to write it to the disk, so that the final fsync has little to do: Linux starts that for a local
-    file and returns; other file systems ignore it."""
+    """Writes all bytes to a file and returns their crc32c, which another thread computes meanwhile. Advises the
+    kernel after each piece to begin to write it to a local disk, so that the final fsync has little to do."""
     done = 0
     with ThreadPoolExecutor(1, thread_name_prefix="crc32c") as pool:
         crc = pool.submit(crc32c, view)
@@ -218,9 +217,9 @@ def _is_partial(name: str) -> bool:
 
 @contextlib.contextmanager
 def _replacing(url: str, create_only: bool) -> Iterator[int]:
-    """Yields the descriptor of a hidden file, which is synced and moved to `url` when the block ends, deleted when it
-    raises. Creates the folder. With `create_only`, raises AlreadyExists if there is a file, StorageError if the file
-    system has no hard links."""
+    """Yields the descriptor of a hidden file, which is synced and moved to `url` at the block's end, deleted if it
+    raises. With `create_only`, raises AlreadyExists for an existing file, StorageError where there are no hard
+    links."""
     folder, name = os.path.split(os.path.abspath(url))
     os.makedirs(folder, exist_ok=True)
     if create_only and os.path.lexists(url):

@@ -38,9 +38,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Time-outs of a call, in seconds. `connect` and `silence` end one attempt: no connection, or no byte, for that
-    long. `deadline` limits the whole call, plus 1 s for each `rate` bytes. Delays between attempts start at up to twice
-    `first_delay`."""
+    """Time-outs in seconds. `connect` and `silence` (no byte for so long) end one attempt; `deadline`, plus 1 s for
+    each `rate` bytes, the whole call. Delays between attempts start at up to twice `first_delay`."""
 
     connect: float = 10.0
     silence: float = 20.0

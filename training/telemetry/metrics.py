@@ -92,10 +92,10 @@ class MetricsLog:
         Args:
             resumed_at: steps done by earlier attempts.
             token: of this group of processes alone.
-            trackers: names in `training.telemetry.metrics.TRACKERS`. Reports and later attempts read "jsonl".
+            trackers: names in TRACKERS. Reports and later attempts read "jsonl".
             settings: the trainer's configuration, for trackers that show it.
-            fence: raises when a newer start has claimed the run, whose lines this attempt's would supersede. It is
-                called after the listing that decides the file number: a newer start then has a greater one.
+            fence: raises when a newer start has claimed the run. It is called after the listing that decides the file
+                number: a newer start then has a greater one.
         """
         number = max([attempt, *(used + 1 for used, _ in _list_objects(folder, storage))])  # local attempts are all 0
         fence()
@@ -163,10 +163,9 @@ class JsonLinesTracker:
 
 
 def read_history(folder: str, storage: Storage = default_storage) -> list[dict[str, Any]]:
-    """Returns all lines of a run in the order of its steps, without those that a later attempt superseded. Warns of
-    unreadable lines, and leaves them out. Each has its "step", and "loss", "gradient_norm", "learning_rate",
-    "examples_per_second" and "data_wait" or an evaluation's "eval_..."; None for a figure that is not finite, whose
-    name is in "not_finite"."""
+    """Returns all lines of a run in the order of its steps, without those that a later attempt superseded or that
+    are unreadable, of which it warns: "step" and the training's or an evaluation's figures ("eval_..."), None for
+    those that are not finite, whose names are in "not_finite"."""
     history: list[dict[str, Any]] = []
     for _, url in sorted(_list_objects(folder, storage).items()):
         lines = storage.read(url).splitlines()

@@ -94,9 +94,8 @@ def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int) -
 
 
 def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int = 10) -> str:
-    """Draws true classes downwards, predicted ones across, and below them the `top` most confused pairs. The larger a
-    cell's share of its row, the darker its colour; large cells show their count. `counts`: by (true class, predicted
-    class)."""
+    """Draws true classes downwards, predicted ones across, darker for a larger share of a row, in large cells with
+    the count, and below them the `top` most confused pairs. `counts`: by (true class, predicted class)."""
     cell = max(8, min(36, 640 // len(labels)))
     font = max(7, min(12, cell - 1))
     margin, side = 14 + round(max(map(len, labels)) * font * 0.56), cell * len(labels)

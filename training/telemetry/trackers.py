@@ -168,11 +168,9 @@ class GuardedTracker:
 
 
 class WandbRun:
-    """One of Weights & Biases' runs for each attempt; the attempts of a run are a group.
-
-    WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE and its other variables apply. With WANDB_MODE=offline nothing is sent; the
-    files are in `wandb` below WANDB_DIR, else below the run's folder if that is local, and `wandb sync` uploads them.
-    """
+    """One of Weights & Biases' runs for each attempt; the attempts of a run are a group. WANDB_API_KEY,
+    WANDB_PROJECT and its other variables apply. With WANDB_MODE=offline nothing is sent; the files are in `wandb`
+    below WANDB_DIR, else below the run's folder if that is local, and `wandb sync` uploads them."""
 
     def __init__(self, info: AttemptInfo) -> None:
         """Starts the attempt's run, or continues the one that an earlier call has started."""
@@ -206,10 +204,9 @@ class WandbRun:
 
 
 class MlflowRun:
-    """One of MLflow's runs for each attempt, with the run's id as a tag.
-
-    MLFLOW_TRACKING_URI and its other variables apply. Without that one, records are files in `mlflow` of the run's
-    folder, which must be local (MLflow writes no bucket): `mlflow ui --backend-store-uri` shows them."""
+    """One of MLflow's runs for each attempt, with the run's id as a tag. Its variables apply; without
+    MLFLOW_TRACKING_URI, records are files in `mlflow` of the run's folder, which must be local (MLflow writes no
+    bucket): `mlflow ui --backend-store-uri` shows them."""
 
     def __init__(self, info: AttemptInfo) -> None:
         """Creates the attempt's run with its settings, or continues an earlier call's; sets MLflow's unset time-outs in

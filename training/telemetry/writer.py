@@ -67,14 +67,9 @@ class MetricsWriter:
             self._changed.wait_for(lambda: self._tried >= request or self._is_ending, FLUSH_LIMIT)
 
     def finish(self, seconds: float, *, failed: bool = False, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Lets the thread write the rest, finish the log and end, and waits for that; warns of lines that are lost. A
-        second call does nothing.
-
-        Args:
-            seconds: longest time to wait.
-            failed: whether the attempt ends by an error.
-            is_hurried: returns whether the machine is being taken away; then the wait is at most `HURRIED_SECONDS`.
-        """
+        """Lets the thread write the rest, finish the log of an attempt that `failed` or not, and end; waits for
+        that, at most `seconds`, and at most `HURRIED_SECONDS` once `is_hurried` says that the machine is being taken
+        away. Warns of lines that are lost. A second call does nothing."""
         if self._was_awaited:
             return
         self._was_awaited = True
