@@ -33,7 +33,6 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -157,14 +156,25 @@ _LONGEST_LINE = 65536  # a progress bar that never ends its line is cut here
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
-@dataclass
 class RankProcess:
-    """A started process, and the last lines of its output."""
+    """A process in a session of its own, whose lines threads print with its rank; keeps the last ones."""
 
-    rank: str
-    process: subprocess.Popen[bytes]
-    readers: list[threading.Thread] = field(default_factory=list)
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_SHOWN_LINES))
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], output: threading.Lock) -> None:
+        """Starts the process and the threads, which hold `output` while they print."""
+        self.rank, self._output = environment["RANK"], output
+        self.last_lines: deque[str] = deque(maxlen=_SHOWN_LINES)
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C reaches the parent alone, which forwards it
+        )
+        streams = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
+        self.readers = [threading.Thread(target=self._print_lines, args=each, daemon=True) for each in streams]
+        for reader in self.readers:
+            reader.start()
 
     @property
     def code(self) -> int | None:
@@ -177,6 +187,15 @@ class RankProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
+    def _print_lines(self, source: IO[bytes], target: IO[str]) -> None:
+        """Prints and keeps the lines of one stream, as "rank N: LINE", until it ends; splits long ones."""
+        for line in iter(lambda: source.readline(_LONGEST_LINE), b""):
+            text = line.decode(errors="replace").rstrip("\r\n")
+            self.last_lines.append(text)
+            with self._output:
+                target.write(f"rank {self.rank}: {text}\n")
+                target.flush()
+
 
 def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
     """Runs a command in one process for each environment, which is added to this process's own and has RANK, all at the
@@ -187,12 +206,18 @@ def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]])
     requested: list[int] = []
     with _forwarding(ranks, requested):
         for environment in environments:
-            ranks.append(start_rank(command, environment, output))
+            ranks.append(RankProcess(command, environment, output))
         for rank in ranks if requested else ():  # a signal came while they were started
             rank.send(requested[-1])
         failed = _await_failure(ranks)
         if failed and not requested:
-            _stop(ranks)
+            deadline = time.monotonic() + STOP_SECONDS
+            for rank in ranks:
+                rank.send(signal.SIGTERM)
+            while any(rank.code is None for rank in ranks) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            for rank in ranks:
+                rank.send(signal.SIGKILL)
         for rank in ranks:  # after a request to stop each ends in its own time
             rank.process.wait()
     for rank in ranks:
@@ -204,25 +229,6 @@ def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]])
     assert failed.code is not None
     print(describe_failure(failed, len(ranks), bool(requested)), file=sys.stderr, flush=True)
     return failed.code
-
-
-def start_rank(command: Sequence[str], environment: Mapping[str, str], output: threading.Lock) -> RankProcess:
-    """Starts a process in a session of its own, and the threads that print its lines with its rank."""
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # a terminal's Ctrl-C reaches the parent alone, which forwards it
-    )
-    rank = RankProcess(environment["RANK"], process)
-    for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-        assert source is not None
-        reader = threading.Thread(target=_print_lines, args=(rank, source, target, output), daemon=True)
-        reader.start()
-        rank.readers.append(reader)
-    return rank
 
 
 def describe_failure(failed: RankProcess, number: int, requested: bool) -> str:
@@ -252,17 +258,6 @@ def _await_failure(ranks: Sequence[RankProcess]) -> RankProcess | None:
         time.sleep(_POLL_SECONDS)
 
 
-def _stop(ranks: Sequence[RankProcess]) -> None:
-    """Ends the processes that still run: by SIGTERM, and after at most STOP_SECONDS by SIGKILL."""
-    deadline = time.monotonic() + STOP_SECONDS
-    for rank in ranks:
-        rank.send(signal.SIGTERM)
-    while any(rank.code is None for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-    for rank in ranks:
-        rank.send(signal.SIGKILL)
-
-
 @contextlib.contextmanager
 def _forwarding(ranks: Sequence[RankProcess], requested: list[int]) -> Iterator[None]:
     """Forwards signals to the processes during the block. Appends SIGTERM and SIGINT to `requested`."""
@@ -280,16 +275,6 @@ def _forwarding(ranks: Sequence[RankProcess], requested: list[int]) -> Iterator[
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _print_lines(rank: RankProcess, source: IO[bytes], target: IO[str], output: threading.Lock) -> None:
-    """Prints and keeps the lines of one stream of a process, as "rank N: LINE", until it ends; splits long ones."""
-    for line in iter(lambda: source.readline(_LONGEST_LINE), b""):
-        text = line.decode(errors="replace").rstrip("\r\n")
-        rank.last_lines.append(text)
-        with output:
-            target.write(f"rank {rank.rank}: {text}\n")
-            target.flush()
 
 
 if __name__ == "__main__":

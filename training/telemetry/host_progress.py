@@ -30,21 +30,25 @@ class PhaseTimer:
         self._now = now
         self.began = now() if began is None else began
         self.seconds: dict[str, float] = {}
-        self._stack: list[tuple[str, float]] = []  # open phases, outermost first: (name, counted until)
+        self._stack: list[str] = []  # open phases, outermost first
+        self._counted = self.began  # the time until which phases are counted
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Counts the time of the block for the phase `name`, without that of phases inside the block."""
-        self._count_innermost(now := self._now())
-        self._stack.append((name, now))
+        self._count_innermost()
+        self._stack.append(name)
         try:
             yield
         finally:
-            now = self._now()
-            self._count_innermost(now)
+            self._count_innermost()
             self._stack.pop()
-            if self._stack:
-                self._stack[-1] = (self._stack[-1][0], now)
+
+    def _count_innermost(self) -> None:
+        """Adds the seconds since the last call to the innermost open phase, if there is one."""
+        before, self._counted = self._counted, self._now()
+        if self._stack:
+            self.add(self._stack[-1], self._counted - before)
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Moves `seconds`, if positive, from one phase to another, for example those of a compilation inside a step."""
@@ -58,8 +62,7 @@ class PhaseTimer:
     @property
     def innermost(self) -> str:
         """Returns the name of the innermost open phase; "" without one. Threads may read it."""
-        stack = self._stack[-1:]
-        return stack[0][0] if stack else ""
+        return next(iter(self._stack[-1:]), "")
 
     def total(self) -> float:
         """Returns the seconds since the process began, in phases or not."""
@@ -71,12 +74,6 @@ class PhaseTimer:
         phases = {name: max(0.0, seconds) for name, seconds in self.seconds.items()}
         phases["other"] = max(0.0, total - sum(phases.values()))
         return {name: round(seconds, 3) for name, seconds in {**phases, "total": total}.items()}
-
-    def _count_innermost(self, now: float) -> None:
-        """Adds the seconds until `now` to the innermost open phase; the caller marks them as counted."""
-        if self._stack:
-            name, since = self._stack[-1]
-            self.add(name, now - since)
 
 
 _LOOK_SECONDS, _WRITE_SECONDS = 1.0, 5.0
