@@ -53,7 +53,6 @@ class Generation:
     name: str  # "v5e", as the documentation says
     prefix: str  # "v5litepod", as `--accelerator-type` says
     cores_per_chip: int  # TensorCores, which the number of a name counts
-    devices_per_chip: int  # PJRT devices: 1 with megacore
     bf16_flops_per_chip: float  # FLOP/s
     clock_hertz: float  # at which the chip's matrix units reach its peak
     hbm_bytes_per_second_per_chip: float
@@ -62,6 +61,7 @@ class Generation:
     offers: tuple[Offer, ...]
     gke: GkeNodes | None  # None: GKE never offered it
     gke_one_host: GkeNodes | None = None  # where slices of one host have other nodes
+    devices_per_chip: int = 1  # PJRT devices: 1 with megacore
     runtime_version: str = "tpu-ubuntu2204-base"  # for one's own containers, with `tpu-vm create --version`
 
     @property
@@ -199,7 +199,6 @@ GENERATIONS: tuple[Generation, ...] = (
         name="v4",
         prefix="v4",
         cores_per_chip=2,
-        devices_per_chip=1,
         bf16_flops_per_chip=275e12,
         clock_hertz=1050e6,
         hbm_bytes_per_second_per_chip=1228e9,
@@ -212,7 +211,6 @@ GENERATIONS: tuple[Generation, ...] = (
         name="v5e",
         prefix="v5litepod",
         cores_per_chip=1,
-        devices_per_chip=1,
         bf16_flops_per_chip=197e12,
         clock_hertz=1500e6,
         hbm_bytes_per_second_per_chip=819e9,
@@ -228,7 +226,6 @@ GENERATIONS: tuple[Generation, ...] = (
         name="v5p",
         prefix="v5p",
         cores_per_chip=2,
-        devices_per_chip=1,
         bf16_flops_per_chip=459e12,
         clock_hertz=1750e6,
         hbm_bytes_per_second_per_chip=2765e9,
@@ -242,7 +239,6 @@ GENERATIONS: tuple[Generation, ...] = (
         name="v6e",
         prefix="v6e",
         cores_per_chip=1,
-        devices_per_chip=1,
         bf16_flops_per_chip=918e12,
         clock_hertz=1750e6,
         hbm_bytes_per_second_per_chip=1640e9,

@@ -28,7 +28,6 @@ from training import storage as default_storage
 from training.errors import BadInput, TrainError
 from training.machine import SYSTEM, Machine, Thread
 from training.storage import Storage, StorageError, join
-from training.telemetry.writer import join_thread
 
 _DELIVERY_SECONDS = 10.0  # longest time that the end of an attempt waits for the upload of a profile
 _POLL_SECONDS = 0.2
@@ -126,7 +125,7 @@ class Profiler:
         if self._recording:
             self._end(self._recording, self._finished())
         if self._delivery:
-            join_thread(self._delivery, _DELIVERY_SECONDS, lambda: False, self._machine.clock.monotonic)
+            self._delivery.join(_DELIVERY_SECONDS)
         if self._folder:
             with contextlib.suppress(OSError):
                 (self._folder / "trainer").unlink()

@@ -62,7 +62,7 @@ from training.telemetry.console import (
     warn,
 )
 from training.telemetry.host_progress import HostProgress, PhaseTimer
-from training.telemetry.metrics import MetricsLog
+from training.telemetry.metrics import AttemptInfo, MetricsLog
 from training.telemetry.progress_line import ProgressLine
 from training.telemetry.writer import HURRIED_SECONDS, MetricsWriter
 
@@ -150,12 +150,11 @@ def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progre
 def open_metrics(run: Run, step: int) -> MetricsWriter:
     """Opens the writer of an attempt's metrics, on host 0. `step`: at which the attempt begins. An attempt that a newer
     start has fenced writes none: they would supersede the newer one's."""
-    open_log = partial(
-        MetricsLog, run.folder, run.cluster.attempt, step, run.token,
-        trackers=(*run.dependencies.trackers, *run.config.telemetry.trackers), storage=run.dependencies.storage,
-        settings=run.config.canonical(), fence=run.fence,
-    )  # fmt: skip
-    return MetricsWriter(open_log, warn, run.dependencies.machine)
+    run_folder, attempt, dependencies = run.folder, run.cluster.attempt, run.dependencies
+    info = AttemptInfo(run_folder, attempt, step, run.token, dependencies.storage, run.config.canonical())
+    trackers = (*dependencies.trackers, *run.config.telemetry.trackers)
+    open_log = partial(MetricsLog, info, trackers, run.fence)
+    return MetricsWriter(open_log, warn, dependencies.machine)
 
 
 def open_profiler(run: Run, finished: Callable[[], int]) -> Profiler:

@@ -21,11 +21,11 @@ def read(folder: Path) -> EventAccumulator:
 
 
 def test_resumed_runs_are_one_curve(tmp_path: Path) -> None:
-    first = MetricsLog(str(tmp_path), 0, 0, trackers=("jsonl", "tensorboard"))
+    first = MetricsLog(AttemptInfo(str(tmp_path), 0, 0), trackers=("jsonl", "tensorboard"))
     for step in (1, 2, 3, 4):
         first.log(step, values(float(step)))
     first.flush()  # and then it was killed; the last commit was step 2
-    second = MetricsLog(str(tmp_path), 1, 2, trackers=("jsonl", "tensorboard"))
+    second = MetricsLog(AttemptInfo(str(tmp_path), 1, 2), trackers=("jsonl", "tensorboard"))
     for step in (3, 4, 5):
         second.log(step, values(step + 0.5))
     second.log(5, {"eval_loss": 1.25, "eval_perplexity": math.exp(1.25)})
@@ -41,7 +41,7 @@ def test_resumed_runs_are_one_curve(tmp_path: Path) -> None:
 
 
 def test_a_file_grows_in_place_on_a_disk(tmp_path: Path) -> None:
-    log = events.TensorBoardTracker(AttemptInfo(str(tmp_path), 0, 0, 0))
+    log = events.TensorBoardTracker(AttemptInfo(str(tmp_path), 0, 0))
     log.log(1, values(1.0))
     log.flush()
     [file] = (tmp_path / events.FOLDER).iterdir()
@@ -64,7 +64,7 @@ def test_in_a_bucket_an_object_is_rewritten_until_it_is_full(tmp_path: Path, mon
 
     monkeypatch.setattr(events.storage, "write", write)
     monkeypatch.setattr(events, "ROLL_BYTES", 600)
-    log = events.TensorBoardTracker(AttemptInfo("gs://bucket", 0, 0, 0))
+    log = events.TensorBoardTracker(AttemptInfo("gs://bucket", 0, 0))
     for step in range(1, 13):
         log.log(step, values(float(step)))
         log.flush()

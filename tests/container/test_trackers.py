@@ -22,7 +22,9 @@ def test_offline_wandb_and_mlflow_record_a_run(tmp_path: Path, monkeypatch: pyte
     run.mkdir()
 
     def open_log() -> MetricsLog:
-        return MetricsLog(str(run), 2, 40, "1a2b3c4d", trackers=("jsonl", "wandb", "mlflow"), settings=SETTINGS)
+        return MetricsLog(
+            AttemptInfo(str(run), 2, 40, "1a2b3c4d", settings=SETTINGS), trackers=("jsonl", "wandb", "mlflow")
+        )
 
     writer = MetricsWriter(open_log, warnings.append)
     for step in (50, 60):
@@ -46,7 +48,7 @@ def test_offline_wandb_and_mlflow_record_a_run(tmp_path: Path, monkeypatch: pyte
 
 def test_a_record_is_continued_and_not_created_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    opened = [MlflowRun(AttemptInfo(str(tmp_path), 0, 0, 0, token)) for token in ("aa", "aa", "bb")]
+    opened = [MlflowRun(AttemptInfo(str(tmp_path), 0, 0, token)) for token in ("aa", "aa", "bb")]
     assert opened[0]._run_id == opened[1]._run_id != opened[2]._run_id
 
 

@@ -1,6 +1,7 @@
 """A manifest is what was written or it is damaged; parts share the work; policies never give up the newest."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 from training.checkpoint import format as form
 from training.checkpoint.config import Keep, are_minutes_over, is_step_due
 from training.checkpoint.format import Manifest, Part, StoredSlice, StoredTensor
+from training.checkpoint.reader import require_identity
 from training.checkpoint.tensors import Damaged, Slice, TensorSpec, decode, encode
+from training.errors import BadInput
 
 HALVES = (StoredSlice(0, Slice((0, 0), (3, 2))), StoredSlice(0, Slice((3, 0), (1, 2))))
 WEIGHTS = StoredTensor(TensorSpec("F32", (4, 2), 32), HALVES)
@@ -100,8 +103,9 @@ def test_what_is_no_safetensors_file_is_damaged(data: bytes) -> None:
 
 
 def test_identities_differ_by_name_and_both_values() -> None:
-    told = form.identity_differences({"seed": 1, "a": 2}, {"seed": 1, "a": 3, "b": 4})
-    assert told == ["a: the checkpoint has 2, this run 3", "b: the checkpoint has None, this run 4"]
+    told = r"undo the change:\n  a: the checkpoint has 2, this run 3\n  b: the checkpoint has None, this run 4$"
+    with pytest.raises(BadInput, match=told):
+        require_identity("runs", replace(MANIFEST, identity={"seed": 1, "a": 2}), {"seed": 1, "a": 3, "b": 4})
 
 
 @given(st.sets(st.integers(1, 100)), st.integers(1, 5), st.none() | st.integers(1, 20))

@@ -12,7 +12,7 @@ from training import storage
 from training.cli.main import tpu_train
 from training.errors import BadInput, StopRequested, TrainError
 from training.telemetry import attempts, html
-from training.telemetry.metrics import MetricsLog
+from training.telemetry.metrics import AttemptInfo, MetricsLog
 
 SECONDS = {"start": 2.0, "step": 6.0, "compile": 2.0, "total": 10.0}
 
@@ -23,7 +23,7 @@ def attempt(folder: Path, number: int, resumed: int, steps: range, error: Except
     start.parent.mkdir(parents=True, exist_ok=True)
     record = {"run_id": "bert-<1>", "hosts": ["a", "b"], "code": "c0de", "config": {"seed": 1}}
     start.write_text(json.dumps({**record, "began": 1795169047.0 + number}))
-    log = MetricsLog(str(folder), number, resumed)
+    log = MetricsLog(AttemptInfo(str(folder), number, resumed))
     for step in steps:
         log.log(step, {"loss": 8.0 / step, "learning_rate": 1e-4, "examples_per_second": 100.0 + step})
     log.log(steps[-1], {"eval_loss": 2.5, "eval_accuracy": 0.25})
@@ -85,7 +85,7 @@ def test_the_report_of_a_finished_run_has_figures_and_confusion(tmp_path: Path) 
 def test_the_report_of_a_run_in_a_bucket_is_written_there(gcs: Any) -> None:
     start = "gs://bucket/runs/bert/attempts/attempt-0000.t.json"
     storage.write(start, json.dumps({"run_id": "bert", "hosts": ["a"]}).encode())
-    log = MetricsLog("gs://bucket/runs/bert", 0, 0)
+    log = MetricsLog(AttemptInfo("gs://bucket/runs/bert", 0, 0))
     log.log(1, {"loss": 2.0})
     log.finish()
     attempts.write_end(start, None, 1, SECONDS)

@@ -11,12 +11,12 @@ from training.errors import BadInput
 from training.optim.adamw import bias_corrections
 from training.optim.schedule import learning_rate, step_seed
 from training.telemetry import metrics
-from training.telemetry.metrics import MetricsLog, read_history
+from training.telemetry.metrics import AttemptInfo, MetricsLog, read_history
 
 
 def test_lines_are_buffered_and_written_in_small_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "LINES", 4)
-    log = MetricsLog(str(tmp_path), 0, 0)
+    log = MetricsLog(AttemptInfo(str(tmp_path), 0, 0))
     log.log(1, {"loss": 0.1 + 0.2})
     assert not (tmp_path / "metrics").exists()
     log.flush()
@@ -31,11 +31,11 @@ def test_lines_are_buffered_and_written_in_small_objects(tmp_path: Path, monkeyp
 
 
 def test_repeated_steps_are_in_the_history_once(tmp_path: Path) -> None:
-    first = MetricsLog(str(tmp_path), 0, 0)
+    first = MetricsLog(AttemptInfo(str(tmp_path), 0, 0))
     for step in (1, 2, 3, 4):
         first.log(step, {"loss": float(step)})
     first.flush()  # and then it was killed; the last commit was step 2
-    second = MetricsLog(str(tmp_path), 1, 2)
+    second = MetricsLog(AttemptInfo(str(tmp_path), 1, 2))
     for step in (3, 4, 5):
         second.log(step, {"loss": step + 0.5})
     second.finish()
@@ -44,14 +44,14 @@ def test_repeated_steps_are_in_the_history_once(tmp_path: Path) -> None:
 
 def test_a_run_without_attempt_numbers_never_overwrites_its_past(tmp_path: Path) -> None:
     for resumed_at in (0, 1):
-        log = MetricsLog(str(tmp_path), 0, resumed_at)
+        log = MetricsLog(AttemptInfo(str(tmp_path), 0, resumed_at))
         log.log(resumed_at + 1, {"loss": 1.0})
         log.finish()
     assert [line["step"] for line in read_history(str(tmp_path))] == [1, 2]
 
 
 def test_an_attempt_that_resumes_beside_a_newer_one_hides_no_lines_of_it(tmp_path: Path) -> None:
-    newer = MetricsLog(str(tmp_path), 1, 0)
+    newer = MetricsLog(AttemptInfo(str(tmp_path), 1, 0))
 
     def fence() -> None:  # this attempt was suspended until the newer one had lines
         newer.log(1, {"loss": 1.0})
@@ -59,18 +59,18 @@ def test_an_attempt_that_resumes_beside_a_newer_one_hides_no_lines_of_it(tmp_pat
         raise BadInput("the run was started again")
 
     with pytest.raises(BadInput):
-        MetricsLog(str(tmp_path), 0, 0, fence=fence).finish()
+        MetricsLog(AttemptInfo(str(tmp_path), 0, 0), fence=fence).finish()
     assert [line["step"] for line in read_history(str(tmp_path))] == [1]
 
 
 def test_a_truncated_line_is_left_out_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = MetricsLog(str(tmp_path), 0, 0)
+    log = MetricsLog(AttemptInfo(str(tmp_path), 0, 0))
     for step in (1, 2, 3):
         log.log(step, {"loss": 1.0})
     log.flush()
     [path] = (tmp_path / "metrics").iterdir()
     path.write_bytes(path.read_bytes()[:-5])
-    again = MetricsLog(str(tmp_path), 1, 2)
+    again = MetricsLog(AttemptInfo(str(tmp_path), 1, 2))
     again.log(3, {"loss": 2.0})
     again.finish()
     assert [line["step"] for line in read_history(str(tmp_path))] == [1, 2, 3]

@@ -17,7 +17,7 @@ from training.storage import Stat, StorageError
 from training.telemetry import writer
 from training.telemetry.console import Console, warn
 from training.telemetry.host_progress import PhaseTimer
-from training.telemetry.metrics import MetricsLog, read_history
+from training.telemetry.metrics import AttemptInfo, MetricsLog, read_history
 from training.telemetry.writer import MetricsWriter
 
 
@@ -54,7 +54,7 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def metrics_writer(folder: Path, storage: Any, warnings: list[str]) -> MetricsWriter:
-    return MetricsWriter(lambda: MetricsLog(str(folder), 0, 0, storage=storage), warnings.append)
+    return MetricsWriter(lambda: MetricsLog(AttemptInfo(str(folder), 0, 0, storage=storage)), warnings.append)
 
 
 @pytest.mark.parametrize("refused", range(8))
@@ -73,13 +73,13 @@ def test_each_line_is_written_once_however_often_storage_refuses(tmp_path: Path,
 def test_an_attempt_killed_soon_has_said_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the history would keep steps of an earlier attempt that were done again, perhaps one that was not finite."""
     monkeypatch.setattr(writer, "FLUSH_SECONDS", 600.0)
-    failed = MetricsLog(str(tmp_path), 0, 0)
+    failed = MetricsLog(AttemptInfo(str(tmp_path), 0, 0))
     failed.log(2, {"loss": float("nan")})
     failed.flush()
     opened = threading.Event()
 
     def open_log() -> MetricsLog:
-        log = MetricsLog(str(tmp_path), 1, 0)
+        log = MetricsLog(AttemptInfo(str(tmp_path), 1, 0))
         monkeypatch.setattr(log, "flush", lambda: (MetricsLog.flush(log), opened.set()))
         return log
 
@@ -100,7 +100,7 @@ def test_a_commit_waits_for_its_metrics_unless_storage_hangs(tmp_path: Path, mon
 
     def open_late() -> MetricsLog:
         release.wait(60)
-        return MetricsLog(str(tmp_path), 1, 3)
+        return MetricsLog(AttemptInfo(str(tmp_path), 1, 3))
 
     hung, began = MetricsWriter(open_late, warn), time.monotonic()
     hung.flush()

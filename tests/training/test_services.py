@@ -47,7 +47,7 @@ class Guarded:
 
     def __init__(self, service: Service) -> None:
         self.now, self.warnings = 0.0, list[str]()
-        warn, info = self.warnings.append, AttemptInfo("/runs/a", 0, 0, 0)
+        warn, info = self.warnings.append, AttemptInfo("/runs/a", 0, 0)
         self.tracker = GuardedTracker("wandb", service.open, info, warn=warn, clock=lambda: self.now)
 
 

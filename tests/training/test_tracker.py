@@ -35,7 +35,7 @@ def test_every_tracker_receives_the_same_values(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(tracker.TRACKERS, "recording", "recording_tracker:Tracker")
     run = str(tmp_path / "run")
-    log = MetricsLog(run, 2, 40, "token", trackers=("jsonl", "recording"))
+    log = MetricsLog(AttemptInfo(run, 2, 40, "token"), trackers=("jsonl", "recording"))
     log.log(41, {"loss": 2.5})
     log.log(41, {"eval_loss": 2.25})
     log.flush()
@@ -50,6 +50,6 @@ def test_every_tracker_receives_the_same_values(monkeypatch: pytest.MonkeyPatch,
 
 def test_an_unused_tracker_is_not_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(tracker.TRACKERS, "absent", "no.such.module:Tracker")
-    MetricsLog(str(tmp_path), 0, 0).finish()
+    MetricsLog(AttemptInfo(str(tmp_path), 0, 0)).finish()
     with pytest.raises(ModuleNotFoundError):
-        MetricsLog(str(tmp_path), 0, 0, trackers=("absent",))
+        MetricsLog(AttemptInfo(str(tmp_path), 0, 0), trackers=("absent",))

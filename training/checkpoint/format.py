@@ -246,16 +246,6 @@ def render(body: Mapping[str, Any]) -> str:
     return head + key.removesuffix("null") + table + tail + "\n"
 
 
-def identity_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each key (model, data, seed, ...) in which a checkpoint's identity and this run's differ."""
-    keys = sorted({*saved, *wanted})
-    return [
-        f"{key}: the checkpoint has {saved.get(key)!r}, this run {wanted.get(key)!r}"
-        for key in keys
-        if saved.get(key) != wanted.get(key)
-    ]
-
-
 def list_folders(folder: str, storage: Storage = default_storage) -> dict[int, set[str]]:
     """Lists the step folders of a run's checkpoint folder, committed or not: step -> file names."""
     folders: dict[int, set[str]] = {}

@@ -103,7 +103,7 @@ def restore(
         for _ in range(2):  # once more: the read may have been wrong, and not the checkpoint
             try:
                 manifest, why = read_manifest(folder, step, storage), ""
-                _require_identity(folder, manifest, identity)
+                require_identity(folder, manifest, identity)
                 if checkpoint_name(manifest) in avoid:
                     raise Damaged(_TO_AVOID)
                 load_tensors(folder, manifest, require_finite(load_state), storage, threads, choose)
@@ -359,12 +359,17 @@ def _read_ranges(
         raise Damaged(f"part {part.name} has crc32c {checksum:08x} instead of {part.crc32c:08x}")
 
 
-def _require_identity(folder: str, manifest: Manifest, identity: Mapping[str, Any]) -> None:
-    """Raises BadInput when a checkpoint was made from something else than `identity`."""
-    differences = form.identity_differences(manifest.identity, identity)
+def require_identity(folder: str, manifest: Manifest, identity: Mapping[str, Any]) -> None:
+    """Raises BadInput, with a line for each difference, when a checkpoint was made from something else (model, data,
+    seed, ...) than `identity`."""
+    saved = manifest.identity
+    differences = [
+        f"\n  {key}: the checkpoint has {saved.get(key)!r}, this run {identity.get(key)!r}"
+        for key in sorted({*saved, *identity})
+        if saved.get(key) != identity.get(key)
+    ]
     if differences:
-        url = join(folder, form.step_folder(manifest.step))
         raise BadInput(
-            f"{url} is a checkpoint of something else; use another run id or output, or undo the change:\n  "
-            + "\n  ".join(differences)
+            f"{join(folder, form.step_folder(manifest.step))} is a checkpoint of something else; use another run id or "
+            f"output, or undo the change:{''.join(differences)}"
         )

@@ -16,7 +16,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -44,10 +44,10 @@ class AttemptInfo:
     folder: str  # of the run
     attempt: int
     resumed_at: int  # steps done by earlier attempts
-    file_number: int  # for file names: unique even in a local run, whose attempts all have number 0
     token: str = ""  # of this group of processes: no attempt of another run has it, whatever its folder's name
     storage: Storage = default_storage
     settings: Mapping[str, Any] = field(default_factory=dict)  # the trainer's configuration
+    file_number: int = 0  # for file names: unique even in a local run, whose attempts all have number 0
 
 
 class Tracker(Protocol):
@@ -76,30 +76,14 @@ class MetricsLog:
     """Passes the numbers of one attempt to its trackers, on host 0; in training, the writer's thread calls it."""
 
     def __init__(
-        self,
-        folder: str,
-        attempt: int,
-        resumed_at: int,
-        token: str = "",
-        *,
-        trackers: Sequence[str] = ("jsonl",),
-        storage: Storage = default_storage,
-        settings: Mapping[str, Any] | None = None,
-        fence: Callable[[], None] = lambda: None,
+        self, info: AttemptInfo, trackers: Sequence[str] = ("jsonl",), fence: Callable[[], None] = lambda: None
     ) -> None:
-        """Opens the trackers, with a file number that no earlier attempt in the run's folder `folder` has used.
-
-        Args:
-            resumed_at: steps done by earlier attempts.
-            token: of this group of processes alone.
-            trackers: names in TRACKERS. Reports and later attempts read "jsonl".
-            settings: the trainer's configuration, for trackers that show it.
-            fence: raises when a newer start has claimed the run. It is called after the listing that decides the file
-                number: a newer start then has a greater one.
-        """
-        number = max([attempt, *(used + 1 for used, _ in _list_objects(folder, storage))])  # local attempts are all 0
+        """Opens the `trackers`, names in TRACKERS (reports and later attempts read "jsonl"), with a file number that no
+        earlier attempt of the run has used. `fence` raises when a newer start has claimed the run; it is called after
+        the listing that decides the file number: a newer start then has a greater one."""
+        used = [number + 1 for number, _ in _list_objects(info.folder, info.storage)]
         fence()
-        info = AttemptInfo(folder, attempt, resumed_at, number, token, storage, settings or {})
+        info = replace(info, file_number=max([info.attempt, *used]))  # local attempts are all 0
         self._trackers: list[Tracker] = [load(TRACKERS[name])(info) for name in trackers]
 
     def log(self, step: int, values: Values) -> None:
