@@ -72,7 +72,10 @@ class StepChecker:
             self._add(LintFinding(VALUE, "", f"{trace.transfers - explained} transfer(s) to the host within a step"))
         key = tuple(sorted(shapes.items()))
         if trace.compilations and key not in self._operations and len(self._operations) >= self._expected_shapes:
-            self._add(self._new_shape(number, shapes, trace.operations))
+            known, operations = list(self._operations.items())[-1]
+            places = (new.place for _, new in _differences(operations, trace.operations) if new.place)
+            change = f"step {number} has a new shape: {_shapes(shapes)}, after {_shapes(dict(known))}"
+            self._add(LintFinding(PROGRAM, next(places, ""), f"{change}. Pad batches to one shape, or to a few"))
         elif trace.compilations and key in self._operations and SHAPE not in rules:
             self._add_recompilation(number, self._operations[key], trace, explained=bool(rules))
         self._operations[key] = trace.operations
@@ -90,39 +93,23 @@ class StepChecker:
         first, count = self._findings.get(key, (finding, 0))
         self._findings[key] = (first, count + 1)
 
-    def _new_shape(self, number: int, shapes: Shapes, operations: Sequence[TracedOperation]) -> LintFinding:
-        """Returns the finding for a new shape, at the first operation that differs from the previous new shape's."""
-        earlier, earlier_operations = list(self._operations.items())[-1]
-        places = (operation.place for _, operation in _differences(earlier_operations, operations) if operation.place)
-        message = (
-            f"step {number} has a new shape: {_shapes(shapes)}, after {_shapes(dict(earlier))}. Pad batches to one "
-            "shape, or to a few"
-        )
-        return LintFinding(PROGRAM, next(places, ""), message)
-
     def _add_recompilation(
         self, number: int, earlier: Sequence[TracedOperation], trace: StepTrace, *, explained: bool
     ) -> None:
         """Adds the finding for a step that compiled although its shape is known. If no operation differs and the step
         is `explained`, another finding already says why it compiles in pieces."""
-        difference = next(_differences(earlier, trace.operations), None)
-        if difference is not None:
-            self._add(_changed_operation(number, *difference))
+        old, new = next(_differences(earlier, trace.operations), (None, None))
+        if new is not None:
+            before, advice = "where nothing was before", "every step must do the same"
+            if old is not None and old.name == new.name:
+                before, advice = f"after {_short(old.operands)}", "numbers that change must come as tensors"
+            elif old is not None:
+                before = f"where {old.name} was before"
+            message = f"step {number} compiled again: {new.name}{_short(new.operands)} {before}; {advice}"
+            self._add(LintFinding(PROGRAM, new.place, message))
         elif not explained:
             message = f"step {number} compiled again, though its operations were those of the step before"
             self._add(LintFinding(PROGRAM, "", message))
-
-
-def _changed_operation(number: int, old: TracedOperation | None, new: TracedOperation) -> LintFinding:
-    """Returns the finding for a step that compiled again because it runs `new` in place of `old` (None: of nothing)."""
-    same_operation = old is not None and old.name == new.name
-    if old is None:
-        before = "where nothing was before"
-    else:
-        before = f"after {_short(old.operands)}" if same_operation else f"where {old.name} was before"
-    advice = "numbers that change must come as tensors" if same_operation else "every step must do the same"
-    message = f"step {number} compiled again: {new.name}{_short(new.operands)} {before}; {advice}"
-    return LintFinding(PROGRAM, new.place, message)
 
 
 def _short(text: str) -> str:

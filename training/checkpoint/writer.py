@@ -129,7 +129,14 @@ class CheckpointWriter:
         `state` (without `background`, waits for the thread too). Every host must call it at the same step."""
         began = self._clock()
         self.wait()
-        self._warn_if_late(step, self._clock() - began)
+        waited = self._clock() - began
+        self._late = self._late + 1 if waited > _LATE else 0
+        if self._late == 2 and self._cluster.is_first:
+            self._warn(
+                f"saves take longer than the time between them: training waited {waited:.1f} s for the one of step "
+                f"{self.newest} before that of step {step} could begin; save less often (checkpoint.every_steps, "
+                "checkpoint.every_minutes)"
+            )
         self.newest = step
         if self._preparing:
             self._preparing.join()
@@ -155,16 +162,6 @@ class CheckpointWriter:
         )
         if not self._background:
             self.wait()
-
-    def _warn_if_late(self, step: int, waited: float) -> None:
-        """Warns, on host 0, when two saves in a row had to wait for the one before; this one `waited` seconds."""
-        self._late = self._late + 1 if waited > _LATE else 0
-        if self._late == 2 and self._cluster.is_first:
-            self._warn(
-                f"saves take longer than the time between them: training waited {waited:.1f} s for the one of step "
-                f"{self.newest} before that of step {step} could begin; save less often (checkpoint.every_steps, "
-                "checkpoint.every_minutes)"
-            )
 
     def check(self) -> None:
         """Raises the error of the background thread, once."""

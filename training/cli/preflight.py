@@ -67,6 +67,7 @@ def preflight(
     tpu-train preflight run.yaml --accelerator v3-8,v4-32 --max-batch
     """
     from training.config import from_document
+    from training.distributed.cluster import LIBTPU_FLAGS
     from training.preflight.programs import assume_facts, read_facts
     from training.preflight.report import format_report
     from training.preflight.search import run_preflight
@@ -74,7 +75,10 @@ def preflight(
 
     document = load(config, overrides)
     settings, targets = from_document(document), _parse_targets(document, accelerators)
-    _take_libtpu_flags(document)
+    run = document.value.get("run")
+    variables = run.get("environment") if isinstance(run, dict) else None
+    if isinstance(variables, dict) and LIBTPU_FLAGS in variables:
+        os.environ[LIBTPU_FLAGS] = str(variables[LIBTPU_FLAGS])  # the run's
     if vocabulary is not None and lengths is not None:
         facts = assume_facts(settings, vocabulary, _parse_lengths(lengths), labels)
     elif vocabulary is None and lengths is None:
@@ -88,16 +92,6 @@ def preflight(
     report = run_preflight(settings, facts, targets, search_batch=max_batch, show=show)
     click.echo(json.dumps(report.as_json()) if as_json else "\n".join(format_report(report)))
     raise EndAtOnce(Exit.FINISHED if report.fits else Exit.DOES_NOT_FIT)
-
-
-def _take_libtpu_flags(document: Document) -> None:
-    """Sets this process's LIBTPU_INIT_ARGS to the run's, if run.environment has it; else leaves it as it is."""
-    from training.distributed.cluster import LIBTPU_FLAGS
-
-    run = document.value.get("run")
-    variables = run.get("environment") if isinstance(run, dict) else None
-    if isinstance(variables, dict) and LIBTPU_FLAGS in variables:
-        os.environ[LIBTPU_FLAGS] = str(variables[LIBTPU_FLAGS])
 
 
 def _parse_targets(document: Document, names: str | None) -> list[Accelerator]:

@@ -8,8 +8,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -160,8 +159,13 @@ def trace_programs(
     for graph in sorted(graphs, key=lambda graph: graph.kind != "evaluation"):
         began = time.monotonic()
         sizes = tracer.open()
-        with _explain_errors(graph):
+        try:
             program = tracer.trace(graph.kind, empty_batch(config, graph, facts))
+        except TrainError:
+            raise
+        except Exception as error:  # of the model's own code
+            why = f"{type(error).__name__}: {error}{_model_place(error)}"
+            raise Untraceable(f"the program of {graph} can't be built: {why}") from None
         resident = sum(sizes.values()) - sum(sizes[name] for name in program.arguments.values())
         programs.append(TracedProgram(graph, program, resident, time.monotonic() - began))
     tracer.close()
@@ -173,18 +177,6 @@ def _open_backend(config: TrainerConfig, facts: DataFacts, accelerator_type: str
     longest = max((*facts.lengths, *facts.evaluation_lengths))
     requirements = ModelRequirements(facts.vocabulary, facts.pad, longest, TASKS[config.task].head, facts.labels)
     return backend_class(config, Cluster(0, ("localhost",), accelerator_type), SingleHost(), requirements)
-
-
-@contextmanager
-def _explain_errors(graph: Graph) -> Iterator[None]:
-    """Turns an error of the model's own code into an Untraceable with its file and line."""
-    try:
-        yield
-    except TrainError:
-        raise
-    except Exception as error:
-        place = _model_place(error)
-        raise Untraceable(f"the program of {graph} can't be built: {type(error).__name__}: {error}{place}") from None
 
 
 def _model_place(error: BaseException) -> str:

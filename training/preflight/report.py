@@ -263,7 +263,12 @@ def _accelerator_lines(result: AcceleratorResult) -> list[str]:
     for graph in result.graphs:
         lines += [f"  {line}" for line in _graph_lines(graph, result.devices)]
     if result.max_batch:
-        lines.append(f"  {_largest_batch_line(result.max_batch)}")
+        batch = result.max_batch
+        found = f"none; not even {batch.refused} fits"
+        if batch.fits is not None:
+            beyond = f"{batch.refused} does not" if batch.refused else "more was not tried"
+            found = f"{batch.fits} fits ({batch.rows_per_device} rows a device), {beyond}"
+        lines.append(f"  largest batch: {found} ({batch.tried} compiled)")
     if result.flags:
         lines.append(f"  compiled with the run's LIBTPU_INIT_ARGS: {result.flags}")
     return lines
@@ -296,11 +301,3 @@ def _graph_lines(graph: GraphResult, devices: int) -> list[str]:
         for item in graph.largest
     ]
     return lines
-
-
-def _largest_batch_line(batch: LargestBatch) -> str:
-    if batch.fits is None:
-        return f"largest batch: none; not even {batch.refused} fits ({batch.tried} compiled)"
-    beyond = f"{batch.refused} does not" if batch.refused else "more was not tried"
-    rows = f"{batch.rows_per_device} rows a device"
-    return f"largest batch: {batch.fits} fits ({rows}), {beyond} ({batch.tried} compiled)"
