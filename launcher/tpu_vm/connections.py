@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from launcher import home
@@ -28,17 +28,19 @@ from launcher.tpu_vm import commands, slice_hints, slices
 from launcher.workstation import Address, ConnectionFailed, HostConnection, Workstation
 from training.machine import Future
 
+_STALE_SECONDS = 10.0  # without a command, after which a connection may be dead
+_AT_ONCE = 64  # hosts
+_GCLOUD_SECONDS = 40.0  # for one call, beside the time of the script that it runs
+_GCLOUD_CALLS = 16  # at once
+_ASK_AGAIN_SECONDS = 5.0  # from a failure of gcloud, whose calls cost a second of a core, until it is asked again
+
 
 @dataclass(frozen=True)
 class KnownSlice:
     """A slice when it was last seen READY."""
 
-    created: str
-    """Creation time: distinguishes it from a later slice of the same name."""
-
-    internal: tuple[str, ...]
-    """The addresses by which hosts reach each other, in worker order."""
-
+    created: str  # creation time: distinguishes it from a later slice of the same name
+    internal: tuple[str, ...]  # the addresses by which hosts reach each other, in worker order
     addresses: tuple[Address, ...]
 
 
@@ -57,18 +59,10 @@ def parse_dry_run(text: str) -> list[Address]:
         if target is None or "HostKeyAlias" not in options:
             raise LaunchError(f"gcloud's dry run is not as expected, is this a new SDK? It printed: {line}")
         user, host = target.rsplit("@", 1)
-        match = re.search(r"-(\d+)(?:-[^-]{6})?$", options["HostKeyAlias"])
+        key_file, alias = words[words.index("-i") + 1], options["HostKeyAlias"]
+        match = re.search(r"-(\d+)(?:-[^-]{6})?$", alias)
         worker = int(match.group(1)) if match else len(addresses)
-        addresses.append(
-            Address(
-                worker,
-                host,
-                user,
-                words[words.index("-i") + 1],
-                options.get("UserKnownHostsFile", ""),
-                options["HostKeyAlias"],
-            )
-        )
+        addresses.append(Address(worker, host, user, key_file, options.get("UserKnownHostsFile", ""), alias))
     return addresses
 
 
@@ -110,28 +104,17 @@ def _addresses_file(config: Config) -> Path:
     return home.of_slice(config.project, config.slice.name, "hosts.json")
 
 
-_STALE_SECONDS = 10.0
-_AT_ONCE = 64  # hosts
-
-
 @dataclass(frozen=True)
 class HostResult:
     """The output of a command on a host, or why it could not be run (`problem`)."""
 
     worker: int
-
-    returncode: int | None
-    """None when the host was not reached."""
-
+    returncode: int | None  # None when the host was not reached
     stdout: str = ""
     stderr: str = ""
     problem: str = ""
-
-    refused: bool = False
-    """The host answers but refuses our connection (keys, host keys, a proxy): gcloud may get through."""
-
-    timed_out: bool = False
-    """The command started and did not end in time."""
+    refused: bool = False  # the host answers but refuses us (keys, host keys, a proxy): gcloud may get through
+    timed_out: bool = False  # the command started and did not end in time
 
     @property
     def reached(self) -> bool:
@@ -149,10 +132,6 @@ class ConnectionPool:
         self._used: dict[int, float] = {}  # time of the last command, by worker
         self._locks = {worker: machine.threads.lock() for worker in self.addresses}
 
-    @property
-    def workers(self) -> list[int]:
-        return sorted(self.addresses)
-
     def run(self, worker: int, script: str, *, timeout: float, stdin: str | None = None) -> HostResult:
         """Runs a script on a host, again if a connection that was idle for 10 s proves dead. Failures of the network or
         the host are in the result.
@@ -161,51 +140,55 @@ class ConnectionPool:
             script: Text for `sh -c`; must be safe to run twice.
             timeout: Seconds, for connecting and the command together.
         """
-        # A connection that was idle for a while may be dead: retry it once.
+        script = f"connected_worker={worker}\n{script}"  # saves report.sh a call of the metadata server
+
+        def run(connection: HostConnection) -> HostResult:
+            command = f"sh -c {shlex.quote(script)}"
+            return HostResult(worker, *connection.run(command, timeout=timeout, stdin=stdin))
+
         idle = self._machine.clock.monotonic() - self._used.get(worker, 0.0)
-        stale = self._is_open(worker) and idle > _STALE_SECONDS
-        result = self._run(worker, script, timeout, stdin)
-        if stale and not result.reached and not result.timed_out:
-            result = self._run(worker, script, timeout, stdin)
+        may_be_dead = self._is_open(worker) and idle > _STALE_SECONDS
+        result = self._try(worker, run, f"no answer within {timeout:.0f} s")
+        if may_be_dead and not result.reached and not result.timed_out:
+            result = self._try(worker, run, f"no answer within {timeout:.0f} s")
         self._used[worker] = self._machine.clock.monotonic()
         return result
 
-    def _run(self, worker: int, script: str, timeout: float, stdin: str | None) -> HostResult:
-        """Runs a script as `run` does, once. Closes the connection after a failure."""
-        connection: HostConnection | None = None
-        try:
-            connection = self._connect(worker)
-            # Saves report.sh a call of the metadata server.
-            command = f"connected_worker={worker}\n{script}"
-            code, out, err = connection.run(f"sh -c {shlex.quote(command)}", timeout=timeout, stdin=stdin)
-        except TimeoutError:
-            _close(connection)
-            return HostResult(worker, None, problem=f"no answer within {timeout:.0f} s", timed_out=True)
-        except ConnectionFailed as error:
-            _close(connection)
-            return HostResult(worker, None, problem=str(error), refused=error.refused)
-        return HostResult(worker, code, out, err)
-
     def follow(self, worker: int, script: str, *, timeout: float, on_line: Callable[[str], None]) -> HostResult:
         """Runs a script on a host, once, and passes each line of its output to `on_line` as it comes; its standard
-        input ends with the connection. Returns a result without output. Failures and `timeout` are as for `run`."""
+        input ends with the connection. Returns a result without output, `refused` only if nothing can have run.
+        Failures and `timeout` are as for `run`."""
+        has_begun = False
+
+        def follow(connection: HostConnection) -> HostResult:
+            nonlocal has_begun
+            has_begun = True
+            code = connection.follow(f"sh -c {shlex.quote(script)}", timeout=timeout, on_line=on_line)
+            return HostResult(worker, code)
+
+        result = self._try(worker, follow, f"no end within {timeout:.0f} s")
+        return replace(result, refused=result.refused and not has_begun)
+
+    def _try(self, worker: int, command: Callable[[HostConnection], HostResult], late: str) -> HostResult:
+        """Runs a command once over a host's connection, which it opens if needed and closes after a failure. `late`:
+        the problem when the command does not end in time."""
         connection: HostConnection | None = None
         try:
             connection = self._connect(worker)
-            code = connection.follow(f"sh -c {shlex.quote(script)}", timeout=timeout, on_line=on_line)
+            return command(connection)
         except TimeoutError:
-            _close(connection)
-            return HostResult(worker, None, problem=f"no end within {timeout:.0f} s", timed_out=True)
+            failed = HostResult(worker, None, problem=late, timed_out=True)
         except ConnectionFailed as error:
-            _close(connection)
-            return HostResult(worker, None, problem=str(error), refused=error.refused and connection is None)
-        return HostResult(worker, code)
+            failed = HostResult(worker, None, problem=str(error), refused=error.refused)
+        if connection is not None:
+            connection.close()
+        return failed
 
     def run_all(
         self, script: str, *, timeout: float, workers: Sequence[int] | None = None, stdin: str | None = None
     ) -> list[HostResult]:
         """Runs a script, as `run` does, on all hosts or on `workers` at once. Returns the results in worker order."""
-        chosen = self.workers if workers is None else sorted(workers)
+        chosen = sorted(self.addresses if workers is None else workers)
         return self._machine.threads.map(
             lambda worker: self.run(worker, script, timeout=timeout, stdin=stdin), chosen, at_once=_AT_ONCE
         )
@@ -213,7 +196,7 @@ class ConnectionPool:
     @property
     def connected(self) -> bool:
         """Returns whether there is an open connection to every host."""
-        return all(map(self._is_open, self.workers))
+        return all(map(self._is_open, self.addresses))
 
     def connect_all(self) -> None:
         """Opens the connections that can be opened, and raises nothing: the next command reports the others."""
@@ -223,7 +206,7 @@ class ConnectionPool:
                 self._connect(worker)
                 self._used[worker] = self._machine.clock.monotonic()
 
-        self._machine.threads.map(connect, self.workers, at_once=_AT_ONCE)
+        self._machine.threads.map(connect, sorted(self.addresses), at_once=_AT_ONCE)
 
     def close(self) -> None:
         """Closes all connections; the next command on a host opens its connection again."""
@@ -243,16 +226,6 @@ class ConnectionPool:
     def _is_open(self, worker: int) -> bool:
         connection = self._connections.get(worker)
         return connection is not None and connection.is_open
-
-
-def _close(connection: HostConnection | None) -> None:
-    if connection is not None:
-        connection.close()
-
-
-_GCLOUD_SECONDS = 40.0  # for one call, beside the time of the script that it runs
-_GCLOUD_CALLS = 16  # at once
-_ASK_AGAIN_SECONDS = 5.0  # from a failure of gcloud, whose calls cost a second of a core, until it is asked again
 
 
 class SliceConnections:
@@ -298,19 +271,13 @@ class SliceConnections:
         if another:
             self.forget()
 
-    def internal_addresses(self) -> list[str]:
-        """Returns the hosts' addresses for each other, in worker order; [] when the slice must be described first."""
+    def identity(self) -> tuple[str, tuple[str, ...]]:
+        """Returns when the slice was created, and the hosts' addresses for each other in worker order; "" and () if an
+        earlier command left no knowledge and the slice must be described first."""
         with self._lock:
             if self._state is not None:
-                return list(self._state.hosts)
-            return list(self._known.internal) if self._known is not None else []
-
-    def identity(self) -> tuple[str, str]:
-        """Returns when the slice was created, and host 0's address, as `internal_addresses`; "" and "" if unknown."""
-        with self._lock:
-            if self._state is not None:
-                return self._state.created, next(iter(self._state.hosts), "")
-            return (self._known.created, self._known.internal[0]) if self._known is not None else ("", "")
+                return self._state.created, self._state.hosts
+            return (self._known.created, self._known.internal) if self._known is not None else ("", ())
 
     def forget(self) -> None:
         """Drops the kept addresses, on disk too, and closes the connections."""

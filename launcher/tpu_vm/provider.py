@@ -16,7 +16,7 @@ from launcher.gcloud.calls import Retry, call_gcloud
 from launcher.gcloud.errors import Conflict, PermissionDenied, Preempted, explain_error
 from launcher.log_lines import LogWindow
 from launcher.provider import Attempt, CommandReport, HostReport, Observation, SliceState
-from launcher.tpu_vm import CAPABILITIES, candidates, commands, deletion, host_scripts, slice_hints, slices
+from launcher.tpu_vm import CAPABILITIES, candidates, commands, deletion, host_scripts, slices
 from launcher.tpu_vm.connections import HostResult, SliceConnections
 from launcher.tpu_vm.execution import Execution
 from launcher.workstation import Workstation
@@ -46,7 +46,7 @@ class TpuVm:
     @property
     def config(self) -> Config:
         """Returns the configuration of the candidate as which the slice was last seen, else of the first one."""
-        return slice_hints.in_current_place(self._wanted)
+        return self._connections.config
 
     @property
     def host_count(self) -> int:
@@ -70,7 +70,8 @@ class TpuVm:
 
     def identity(self) -> tuple[str, str]:
         """Returns when the slice was created, and host 0's address; "" and "" if unknown. Asks nothing."""
-        return self._connections.identity()
+        created, hosts = self._connections.identity()
+        return created, next(iter(hosts), "")
 
     def withdraw_unused(self) -> None:
         """Withdraws the requests for candidates that a killed command left open. Raises Conflict while another asks."""
@@ -239,12 +240,11 @@ class TpuVm:
 
     # -- all hosts ----------------------------------------------------------------------------------------------------
 
-    def _internal_addresses(self) -> list[str]:
+    def _internal_addresses(self) -> Sequence[str]:
         """Returns the hosts' internal addresses, from a description if unknown. Raises LaunchError without a slice."""
-        addresses = self._connections.internal_addresses()
-        if not addresses and self.describe() is None:
+        if not self._connections.identity()[1] and self.describe() is None:
             raise LaunchError(f"slice {self.config.slice.name} does not exist; `tpu-launch up` creates it")
-        return addresses or self._connections.internal_addresses()
+        return self._connections.identity()[1]
 
     def _wait_for_hosts(self, machine: Workstation) -> None:
         """Waits until every host answers over ssh and its engine is up; tells the user which do not yet. gcloud uploads
