@@ -103,18 +103,7 @@ def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: s
     # Root: only root has capabilities in a privileged container, and the drivers of v2 to v4 map a chip's memory only
     # for CAP_SYS_ADMIN (kernel, drivers/staging/gasket/gasket_core.c).
     arguments += ["--user", attempt.user or "0"]
-    for key, value in container_environment(attempt, hosts, accelerator_type).items():
-        arguments += ["--env", f"{key}={value}"]
-    if not attempt.waits(len(hosts)):
-        return [*arguments, attempt.image, *attempt.command]
-    tmpfs = ["--tmpfs", f"{_SECRETS_FOLDER}:mode=1777,size=1m"]
-    wait = render("await_secrets", seconds=math.ceil(attempt.start_seconds) + DELIVERY_SECONDS)
-    return [*arguments, *tmpfs, attempt.image, "sh", "-c", wait, "sh", *attempt.command]
-
-
-def container_environment(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> dict[str, str]:
-    """Returns the environment of every host's container but TPU_WORKER_ID; the attempt's variables override ours."""
-    return {
+    environment = {
         "PJRT_DEVICE": "TPU",
         "TPU_LAUNCH_RUN_ID": attempt.run_id,
         "TPU_LAUNCH_ATTEMPT": str(attempt.number),
@@ -122,13 +111,15 @@ def container_environment(attempt: Attempt, hosts: Sequence[str], accelerator_ty
         "TPU_WORKER_HOSTNAMES": ",".join(hosts),
         FILE_VARIABLE: FILE,
         **compile_cache_environment(attempt.compile_cache_gb),
-        **attempt.environment,
+        **attempt.environment,  # overrides ours
     }
-
-
-def huge_pages_file(accelerator_type: str) -> str:
-    """Returns the path of the kernel's huge pages switch where it speeds up libtpu's start (v5e and newer); else ""."""
-    return "" if accelerator(accelerator_type).generation.name in _WITHOUT_HUGE_PAGES else HUGE_PAGES
+    for key, value in environment.items():
+        arguments += ["--env", f"{key}={value}"]
+    if not attempt.waits(len(hosts)):
+        return [*arguments, attempt.image, *attempt.command]
+    tmpfs = ["--tmpfs", f"{_SECRETS_FOLDER}:mode=1777,size=1m"]
+    wait = render("await_secrets", seconds=math.ceil(attempt.start_seconds) + DELIVERY_SECONDS)
+    return [*arguments, *tmpfs, attempt.image, "sh", "-c", wait, "sh", *attempt.command]
 
 
 def start_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> str:
@@ -139,6 +130,8 @@ def start_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) 
     An image named by its id must be on the host. It switches on transparent huge pages where they help; without
     permission, it reports their setting."""
     registry = attempt.image.split("/")[0]
+    needs_huge_pages = accelerator(accelerator_type).generation.name not in _WITHOUT_HUGE_PAGES
+    assert all(re.fullmatch(r"[\w.-]+", name) for name in attempt.files), attempt.files.keys()
     return render(
         "start",
         *create_arguments(attempt, hosts, accelerator_type),
@@ -151,17 +144,11 @@ def start_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) 
         label_boot=LABEL_BOOT,
         hosts=" ".join(f"{worker}={address}" for worker, address in enumerate(hosts)),
         list_holders=load_script("list_tpu_holders"),
-        huge_pages=huge_pages_file(accelerator_type),
+        huge_pages=HUGE_PAGES if needs_huge_pages else "",
         pull="@" in attempt.image,
         registry=registry if is_google(registry) else "",
-        files="\n".join(_file_line(name, content) for name, content in attempt.files.items()),
+        files="\n".join(f"{name} {base64.b64encode(data).decode()}" for name, data in attempt.files.items()),
     )
-
-
-def _file_line(name: str, content: bytes) -> str:
-    """Returns the line by which start.sh gets a file: its name, and its content in base64."""
-    assert re.fullmatch(r"[\w.-]+", name), name
-    return f"{name} {base64.b64encode(content).decode()}"
 
 
 def overlay_script(attempt: Attempt) -> str:
@@ -169,11 +156,6 @@ def overlay_script(attempt: Attempt) -> str:
     overlay = attempt.overlay
     assert overlay is not None
     return render("copy_overlay", container=attempt.container, target=overlay.target, digest=overlay.digest)
-
-
-def check_engine_script() -> str:
-    """Returns the script that reports `up` if the host's container engine answers, else `forbidden` or `failed`."""
-    return render("check_engine")
 
 
 def secrets_script(attempt: Attempt) -> str:
@@ -231,11 +213,6 @@ def stacks_script(container: str, native: bool = False) -> str:
     return render("stacks", container=container, dump=DUMP_STACKS, native="native" if native else "")
 
 
-def evidence_script(container: str) -> str:
-    """Returns the script that prints a container's inspection and the host's disks, memory, kernel and TPU logs."""
-    return render("evidence", container=container)
-
-
 def stop_script(container: str, grace: int, *, remove: bool) -> str:
     """Returns the script that stops a container (SIGTERM once, SIGKILL after `grace` seconds) and keeps start.sh from
     creating it later; it deletes one that never started, or any if `remove`. It reports `stopped`, without one too."""
@@ -248,33 +225,26 @@ FORBIDDEN = "forbidden"
 """Begins the detail of a host whose engine this user may not use."""
 
 _CLOCK_SECONDS = 30.0  # hosts that differ more spoil tokens, certificates, and the order of log lines
-_BUSY = "busy"  # a container of another run is running on the host; the detail is that run's id
-_FAILED = "failed"
 
 
 def parse_reports(output: str, word: str, workers: Iterable[int]) -> list[HostReport]:
     """Returns a report of every worker: ok when the host reported `word`, else a failure, also for a silent host."""
     reports = {}
     for line in output.splitlines():
-        match = re.match(r"tpu-launch (\d+) (\S+) ?(.*)", line.strip())
-        if match:
-            worker = int(match[1])
-            reports[worker] = _to_report(worker, match[2], match[3], expected=word)
+        if match := re.match(r"tpu-launch (\d+) (\S+) ?(.*)", line.strip()):
+            worker, reported, detail = int(match[1]), match[2], match[3]
+            if reported == "busy":  # a container of another run is running there; the detail is that run's id
+                report = HostReport(worker, False, f"run {detail} is on this host", occupied_by=detail)
+            else:
+                text = detail if reported in (word, "failed") else f"{reported} {detail}"
+                report = HostReport(worker, reported == word, text)
+            reports[worker] = report
     return [reports.get(worker, HostReport(worker, False, "the host did not answer")) for worker in workers]
 
 
 def has_reports(output: str) -> bool:
     """Returns whether any host reported anything."""
     return re.search(r"^[ \t]*tpu-launch \d+ \S", output, re.MULTILINE) is not None
-
-
-def _to_report(worker: int, word: str, detail: str, *, expected: str) -> HostReport:
-    """Returns a report, ok if `word` is the expected one. For "busy", `occupied_by` is the id of the other run."""
-    if word == expected:
-        return HostReport(worker, True, detail)
-    if word == _BUSY:
-        return HostReport(worker, False, f"run {detail} is on this host", occupied_by=detail)
-    return HostReport(worker, False, detail if word == _FAILED else f"{word} {detail}")
 
 
 def start_warnings(time: int, pages: str, begin: float, end: float) -> Iterator[str]:

@@ -52,14 +52,6 @@ class TpuVm:
     def host_count(self) -> int:
         return self.config.accelerator.hosts
 
-    @property
-    def _workers(self) -> range:
-        return range(self.host_count)
-
-    @property
-    def _start_seconds(self) -> float:
-        return self.config.run.start_minutes * 60
-
     # -- the slice ----------------------------------------------------------------------------------------------------
 
     def describe(self) -> SliceState | None:
@@ -137,12 +129,13 @@ class TpuVm:
             return reports
         if (overlay := attempt.overlay) is not None:
             archive = base64.b64encode(overlay.archive).decode()
-            script = host_scripts.overlay_script(attempt)
-            copied = self._send(script, archive, "copied", timeout=self._start_seconds)
+            script, seconds = host_scripts.overlay_script(attempt), self.config.run.start_minutes * 60
+            copied = self._report_all(script, "copied", archive, timeout=seconds)
             if not all(report.ok for report in copied):
                 return copied
         secrets = host_scripts.secrets_input(attempt.all_secrets(len(reports)))
-        delivered = self._send(host_scripts.secrets_script(attempt), secrets, "delivered", timeout=_SECRETS_SECONDS)
+        script = host_scripts.secrets_script(attempt)
+        delivered = self._report_all(script, "delivered", secrets, timeout=_SECRETS_SECONDS)
         return reports if all(report.ok for report in delivered) else delivered
 
     def _start_containers(self, attempt: Attempt) -> list[HostReport]:
@@ -150,7 +143,7 @@ class TpuVm:
         of hosts whose clock is wrong or that lack huge pages."""
         begin = self._machine.clock.time()
         script = host_scripts.start_script(attempt, self._internal_addresses(), self.config.slice.accelerator_type)
-        reports = self._run_through_gcloud(script, "started", timeout=self._start_seconds)
+        reports = self._run_through_gcloud(script, "started", timeout=self.config.run.start_minutes * 60)
         end = self._machine.clock.time()
         started = []
         for report in reports:
@@ -201,8 +194,7 @@ class TpuVm:
     ) -> list[HostReport]:
         """Runs stop.sh on `workers` (None: all hosts), again where not reached. Returns reports, also of failures."""
         script = host_scripts.stop_script(container, grace, remove=remove)
-        chosen = self._workers if workers is None else workers
-        return [_to_report(result, "stopped") for result in self._run_all(script, chosen, timeout=grace + 30)]
+        return self._report_all(script, "stopped", workers=workers, timeout=grace + 30)
 
     def execute(
         self,
@@ -226,7 +218,7 @@ class TpuVm:
             files = {"slice.json": str(error)}
         if self._connections.gcloud_only:
             return files
-        script = host_scripts.evidence_script(container)
+        script = host_scripts.render("evidence", container=container)
         try:
             results = self._connections.run_all(script, timeout=30, workers=workers)
         except LaunchError as error:  # not even the hosts' addresses can be found out
@@ -235,7 +227,8 @@ class TpuVm:
 
     def stacks(self, container: str, *, native: bool = False) -> dict[int, str]:
         """Returns by worker the stack traces of the container's processes, or why there are none."""
-        results = self._run_all(host_scripts.stacks_script(container, native), self._workers, timeout=25, again=False)
+        script = host_scripts.stacks_script(container, native)
+        results = self._run_all(script, range(self.host_count), timeout=25, again=False)
         return {result.worker: _all_output(result) for result in results}
 
     # -- all hosts ----------------------------------------------------------------------------------------------------
@@ -293,7 +286,7 @@ class TpuVm:
         PermissionDenied if the user may not use an engine. `seconds`: the time-out; half a second a host is added."""
         timeout = seconds + self.config.accelerator.hosts / 2
         try:
-            reports = self._run_through_gcloud(host_scripts.check_engine_script(), "up", timeout=timeout)
+            reports = self._run_through_gcloud(host_scripts.render("check_engine"), "up", timeout=timeout)
         except LaunchError as error:  # guest attributes may still be empty, sshd not up yet
             return [str(error).splitlines()[0]]
         for report in reports:
@@ -312,12 +305,20 @@ class TpuVm:
         result = self._machine.run(argv, timeout=timeout)
         if not result.ok and not host_scripts.has_reports(result.stdout):
             raise explain_error(result.stderr, argv[:-1])
-        return host_scripts.parse_reports(result.stdout, word, self._workers)
+        return host_scripts.parse_reports(result.stdout, word, range(self.host_count))
 
-    def _send(self, script: str, stdin: str, word: str, *, timeout: float) -> list[HostReport]:
-        """Runs a script with `stdin` on all hosts, perhaps twice. Returns reports, ok where it printed `word`."""
-        results = self._run_all(script, self._workers, stdin, timeout=timeout)
-        return [_to_report(result, word) for result in results]
+    def _report_all(
+        self, script: str, word: str, stdin: str | None = None, workers: Sequence[int] | None = None, *, timeout: float
+    ) -> list[HostReport]:
+        """Runs a script on `workers` (None: all hosts), perhaps twice. Returns reports: ok where it printed `word`, else
+        a failure with its reason."""
+        chosen = range(self.host_count) if workers is None else workers
+        return [
+            host_scripts.parse_reports(result.stdout, word, [result.worker])[0]
+            if result.reached
+            else HostReport(result.worker, False, result.problem)
+            for result in self._run_all(script, chosen, stdin, timeout=timeout)
+        ]
 
     def _run_all(
         self, script: str, workers: Sequence[int], stdin: str | None = None, *, timeout: float, again: bool = True
@@ -335,13 +336,6 @@ class TpuVm:
         for result in self._connections.run_all_through_gcloud(script, left, stdin, timeout=timeout):
             results[result.worker] = result
         return [results[worker] for worker in sorted(results)]
-
-
-def _to_report(result: HostResult, word: str) -> HostReport:
-    """Returns a host's report: ok if the host was reached and printed `word`, else a failure with the reason."""
-    if not result.reached:
-        return HostReport(result.worker, False, result.problem)
-    return host_scripts.parse_reports(result.stdout, word, [result.worker])[0]
 
 
 def _all_output(result: HostResult) -> str:

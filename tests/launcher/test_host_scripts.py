@@ -49,11 +49,11 @@ def reported(host: ScriptHost, script: str, shell: str = "sh", stdin: str = "") 
     [
         start(files={"config.yaml": b"x"}),
         start(image=f"eu-docker.pkg.dev/p/r/i{DIGEST}"),
-        host_scripts.check_engine_script(),
+        host_scripts.render("check_engine"),
         host_scripts.observe_script("demo", "2026-01-01T00:00:00Z"),
         host_scripts.observe_script("demo", "2026-01-01T00:00:00Z", patience=2.0, tail=10, progress=True),
         host_scripts.stop_script("demo", 5, remove=True),
-        host_scripts.evidence_script("demo"),
+        host_scripts.render("evidence", container="demo"),
         host_scripts.stacks_script("demo"),
         host_scripts.execute_script("demo", ["echo", "it's"], "mark", seconds=5, held=True),
         host_scripts.end_execution_script("demo", "mark"),
@@ -385,7 +385,7 @@ def test_a_user_who_may_not_use_an_engine_is_told_from_an_engine_that_is_not_up_
     if refused:
         host.replace("sudo", "echo sudo: a password is required >&2; exit 1")
     socket = host.folder if is_there else host.folder / "missing"
-    script = host_scripts.check_engine_script().replace("[ -w /var/run/docker.sock ]", "false")
+    script = host_scripts.render("check_engine").replace("[ -w /var/run/docker.sock ]", "false")
     assert reported(host, script.replace("/var/run/docker.sock", str(socket)), shell) == report
 
 
