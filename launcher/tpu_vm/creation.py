@@ -107,7 +107,7 @@ class _Creation:
         self.lost: LaunchError | None = None  # why the answer to a create request is not known
         self.missing_since: float | None = None
         self.reported = ""
-        self.deadline = self._from_now(config.slice.create_minutes * 60)
+        self._reset_deadline()
 
     def run(self) -> SliceState:
         """Returns the slice when it is READY. Raises NotOurs for another owner's that was not READY at first sight."""
@@ -150,14 +150,26 @@ class _Creation:
         elif node.gone_for_good:
             self._replace(node)
         else:
-            _check_type(self.config, node)
+            self._check_size(node)
             if node.ready:
-                _check_hosts(self.config, node)
                 return True
             if node.state == "STOPPED":
                 self._start(node)
             self._wait(node)
         return False
+
+    def _check_size(self, node: SliceState) -> None:
+        """Raises Conflict for a node of another type, LaunchError for a READY one without all hosts of its type."""
+        wanted, hosts = self.config.slice.accelerator_type, self.config.accelerator.hosts
+        if node.accelerator_type and node.accelerator_type != wanted:
+            raise Conflict(
+                f"slice {node.name} exists and is a {node.accelerator_type}, not a {wanted}: "
+                "choose another slice.name, or delete it with `tpu-launch down`"
+            )
+        if node.ready and len(node.hosts) != hosts:
+            raise LaunchError(
+                f"slice {node.name} has {len(node.hosts)} hosts; a {wanted} has {hosts}: delete and create it again"
+            )
 
     def _handle_missing(self) -> None:
         """Creates the node, or waits a moment if it was requested and may not be visible yet. Raises Conflict when it
@@ -193,10 +205,11 @@ class _Creation:
         slice_hints.save_create_time(config, self.machine.clock.time())
         if slice_.queued is not None:
             queued.Acquisition(config, labels, self.say, self.machine).run()
-            self.granted, self.deadline = True, self._from_now(slice_.create_minutes * 60)
+            self.granted = True
+            self._reset_deadline()
             return
         if self.creates == 1:
-            self.deadline = self._from_now(slice_.create_minutes * 60)
+            self._reset_deadline()
         try:
             seconds = max(1.0, self.deadline - self.machine.clock.monotonic())
             command = commands.create_command(config, labels)
@@ -250,8 +263,9 @@ class _Creation:
                 "creates it again"
             )
         self.say(f"slice {node.name} is DELETING: waiting until it is gone, then creating it")
-        delete_node(self.config, node, self.say, self.machine, self._from_now(DELETE_SECONDS), wait_only=True)
-        self.deadline = self._from_now(self.config.slice.create_minutes * 60)
+        deadline = self.machine.clock.monotonic() + DELETE_SECONDS
+        delete_node(self.config, node, self.say, self.machine, deadline, wait_only=True)
+        self._reset_deadline()
 
     def _replace(self, node: SliceState) -> None:
         """Deletes a lost node and its request; resets the deadline. Raises Preempted if this command created it."""
@@ -261,7 +275,7 @@ class _Creation:
             )
         self.say(f"slice {node.name} is {node.state}: deleting it, because its name can't be used before")
         delete_in_zone(self.config, slices.find_request(self.config, self.machine), node, self.say, self.machine)
-        self.deadline = self._from_now(self.config.slice.create_minutes * 60)
+        self._reset_deadline()
 
     def _wait(self, node: SliceState) -> None:
         """Tells the user a new state and sleeps. Raises CommandTimeout after slice.create_minutes."""
@@ -275,8 +289,9 @@ class _Creation:
             )
         self.machine.clock.sleep(_POLL_SECONDS)
 
-    def _from_now(self, seconds: float) -> float:
-        return self.machine.clock.monotonic() + seconds
+    def _reset_deadline(self) -> None:
+        """Gives the slice slice.create_minutes from now on to become READY."""
+        self.deadline = self.machine.clock.monotonic() + self.config.slice.create_minutes * 60
 
 
 def add_bill(config: Config, error: LaunchError) -> LaunchError:
@@ -286,22 +301,3 @@ def add_bill(config: Config, error: LaunchError) -> LaunchError:
         "`tpu-launch down` deletes it",
         exit_code=error.exit_code,
     )
-
-
-def _check_type(config: Config, node: SliceState) -> None:
-    """Raises Conflict for a node whose accelerator type is another than the configuration's."""
-    wanted = config.slice.accelerator_type
-    if node.accelerator_type and node.accelerator_type != wanted:
-        raise Conflict(
-            f"slice {node.name} exists and is a {node.accelerator_type}, not a {wanted}: "
-            "choose another slice.name, or delete it with `tpu-launch down`"
-        )
-
-
-def _check_hosts(config: Config, node: SliceState) -> None:
-    """Raises LaunchError unless the node has as many hosts as its type."""
-    if len(node.hosts) != config.accelerator.hosts:
-        raise LaunchError(
-            f"slice {node.name} has {len(node.hosts)} hosts; a {config.slice.accelerator_type} has "
-            f"{config.accelerator.hosts}: delete and create it again"
-        )

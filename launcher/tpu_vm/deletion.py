@@ -56,24 +56,34 @@ def delete_places(
         except LaunchError as error:
             return error
 
-    in_flight, deleted = _InFlightCreates(config, say, machine), False
+    clock, name = machine.clock, config.slice.name
+    begun = clock.monotonic()
+    visible_by = begun + slices.LAG_SECONDS - slice_hints.seconds_since_create(config, clock.time())
+    deleted = said = False
     while True:
-        in_flight.begin_look()
+        look_began, in_flight = clock.monotonic(), slice_hints.is_create_in_flight(config)
         outcomes = machine.threads.map(delete_there, places, at_once=len(places))
         deleted |= True in outcomes
-        # The request of a killed command may arrive after the slice of a later one was deleted.
-        done = any(outcomes) and not in_flight.was_in_flight
-        if (done and not all_requests) or not in_flight.wait():
+        now = clock.monotonic()
+        if in_flight:  # the request of a killed command may arrive after the slice of a later one was deleted
+            visible_by = now + slices.LAG_SECONDS
+        if look_began >= visible_by or (any(outcomes) and not in_flight and not all_requests):
             break
-    failures = [
-        (placed.zone, outcome)
-        for placed, outcome in zip(places, outcomes, strict=True)
-        if isinstance(outcome, LaunchError)
-    ]
+        if now >= begun + _IN_FLIGHT_SECONDS:
+            raise CommandTimeout(
+                f"a create request for slice {name} is still in flight after {_IN_FLIGHT_SECONDS / 60:.0f} minutes, "
+                "and the slice is billed if it arrives: run `tpu-launch down` again"
+            )
+        if not said:
+            say(f"a create request for slice {name} is still in flight; waiting")
+            said = True
+        clock.sleep(LOOK_AGAIN_SECONDS)
+    pairs = zip(places, outcomes, strict=True)
+    failures = [(placed.zone, outcome) for placed, outcome in pairs if isinstance(outcome, LaunchError)]
     if (deleted or all_requests) and all(isinstance(error, NotOurs) for _, error in failures):
         for _, error in failures:
             say(f"left alone: {str(error).splitlines()[0]}")
-        failures = []
+        return deleted
     if failures and len(places) == 1:
         raise failures[0][1]
     if failures:
@@ -83,41 +93,6 @@ def delete_places(
             exit_code=failures[0][1].exit_code,
         )
     return deleted
-
-
-class _InFlightCreates:
-    """Create requests of this machine (of a killed command) that may still reach Google or become visible."""
-
-    def __init__(self, config: Config, say: Say, machine: Workstation) -> None:
-        self.config, self.say, self.machine, self.said = config, say, machine, False
-        self.look_began, self.was_in_flight = machine.clock.monotonic(), False
-        since_create = slice_hints.seconds_since_create(config, machine.clock.time())
-        self.visible_by = self.look_began + slices.LAG_SECONDS - since_create
-        self.deadline = self.look_began + _IN_FLIGHT_SECONDS
-
-    def begin_look(self) -> None:
-        """Records when a look begins, and whether a create request is in flight at that time."""
-        self.look_began = self.machine.clock.monotonic()
-        self.was_in_flight = slice_hints.is_create_in_flight(self.config)
-
-    def wait(self) -> bool:
-        """Waits 5 s and returns True while a create request may show up after the last look; else returns False at
-        once. Raises CommandTimeout if one is in flight for more than five minutes."""
-        now, name = self.machine.clock.monotonic(), self.config.slice.name
-        if self.was_in_flight:
-            self.visible_by = now + slices.LAG_SECONDS
-        if self.look_began >= self.visible_by:
-            return False
-        if now >= self.deadline:
-            raise CommandTimeout(
-                f"a create request for slice {name} is still in flight after {_IN_FLIGHT_SECONDS / 60:.0f} minutes, "
-                "and the slice is billed if it arrives: run `tpu-launch down` again"
-            )
-        if not self.said:
-            self.say(f"a create request for slice {name} is still in flight; waiting")
-            self.said = True
-        self.machine.clock.sleep(LOOK_AGAIN_SECONDS)
-        return True
 
 
 def look_and_delete(config: Config, say: Say, machine: Workstation) -> bool:

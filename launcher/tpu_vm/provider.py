@@ -310,8 +310,7 @@ class TpuVm:
     def _report_all(
         self, script: str, word: str, stdin: str | None = None, workers: Sequence[int] | None = None, *, timeout: float
     ) -> list[HostReport]:
-        """Runs a script on `workers` (None: all hosts), perhaps twice. Returns reports: ok where it printed `word`, else
-        a failure with its reason."""
+        """Runs a script on `workers` (None: all hosts), perhaps twice. Returns reports, ok where it printed `word`."""
         chosen = range(self.host_count) if workers is None else workers
         return [
             host_scripts.parse_reports(result.stdout, word, [result.worker])[0]

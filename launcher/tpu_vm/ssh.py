@@ -3,7 +3,7 @@
 
 Only Fabric's `Connection.open` and `close` are used, which authenticate and set up the transport. Its `run` and `Group`
 start four threads a command and host, too many to observe 64 hosts a second. Commands run on a channel of the transport
-instead (`_execute`), with one deadline for the whole command.
+instead, with one deadline for the whole command.
 """
 
 from __future__ import annotations
@@ -170,19 +170,39 @@ class SshConnection:
 
     def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
         """Runs a command line. Returns exit code, output, error output. Raises TimeoutError, ConnectionFailed."""
-        with _failures():
-            code, out, err = _execute(self._connection, command, timeout, stdin)
-        if code == -1:  # paramiko: the channel closed without a status
-            raise ConnectionFailed("the connection closed before the command ended")
-        return code, out, err
+        deadline = time.monotonic() + timeout
+        with self._open_channel(timeout) as channel:
+            channel.exec_command(command)
+            if stdin is not None:
+                channel.sendall(stdin.encode())
+            channel.shutdown_write()
+            out, err = [b"".join(_receive(channel, read, deadline)) for read in (channel.recv, channel.recv_stderr)]
+            code = _wait_for_exit_code(channel, deadline)
+        return code, out.decode(errors="surrogateescape"), err.decode(errors="surrogateescape")
 
     def follow(self, command: str, *, timeout: float, on_line: Callable[[str], None]) -> int:
-        """Runs a command line, and passes its lines to `on_line`. Returns its exit code. Raises as `run`."""
-        with _failures():
-            code = _follow(self._connection, command, timeout, on_line)
-        if code == -1:
-            raise ConnectionFailed("the connection closed before the command ended")
-        return code
+        """Runs a command line, and passes each line of its output and error output to `on_line` as it comes. Returns
+        its exit code. Raises as `run`."""
+        deadline = time.monotonic() + timeout
+        with self._open_channel(timeout) as channel:
+            channel.set_combine_stderr(True)
+            channel.exec_command(command)
+            rest = b""
+            for data in _receive(channel, channel.recv, deadline):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    on_line(line.decode(errors="replace").removesuffix("\r"))
+            if rest:
+                on_line(rest.decode(errors="replace"))
+            return _wait_for_exit_code(channel, deadline)
+
+    @contextlib.contextmanager
+    def _open_channel(self, timeout: float) -> Iterator[paramiko.Channel]:
+        """Opens a channel for one command, in whose block errors are those of `_failures`."""
+        transport = self._connection.client.get_transport()
+        with _failures(), transport.open_session(timeout=min(timeout, _CHANNEL_SECONDS)) as channel:
+            channel.settimeout(timeout)
+            yield channel
 
     def close(self) -> None:
         """Closes the connection, also a broken one; commands that run on it fail."""
@@ -206,50 +226,23 @@ def _failures() -> Iterator[None]:
         raise ConnectionFailed(_describe(error)) from error
 
 
-def _execute(connection: FabricConnection, command: str, timeout: float, stdin: str | None) -> tuple[int, str, str]:
-    """Runs a command on a channel of its own. Returns its exit code (-1 if the channel closed without one), output and
-    error output. Raises TimeoutError after `timeout` seconds, and paramiko's errors for a broken connection."""
-    deadline = time.monotonic() + timeout
-    with connection.client.get_transport().open_session(timeout=min(timeout, _CHANNEL_SECONDS)) as channel:
-        channel.settimeout(timeout)
-        channel.exec_command(command)
-        if stdin is not None:
-            channel.sendall(stdin.encode())
-        channel.shutdown_write()
-        parts: dict[str, list[bytes]] = {"recv": [], "recv_stderr": []}
-        for source, received in parts.items():
-            while True:
-                channel.settimeout(max(0.01, deadline - time.monotonic()))
-                if not (data := getattr(channel, source)(1 << 16)):
-                    break
-                received.append(data)
-        if not channel.status_event.wait(max(0.01, deadline - time.monotonic())):
-            raise TimeoutError
-        out, err = (b"".join(received).decode(errors="surrogateescape") for received in parts.values())
-        return channel.exit_status, out, err
+def _receive(channel: paramiko.Channel, read: Callable[[int], bytes], deadline: float) -> Iterator[bytes]:
+    """Yields what a channel receives until its end. Raises TimeoutError after the deadline."""
+    while True:
+        channel.settimeout(max(0.01, deadline - time.monotonic()))
+        if not (data := read(1 << 16)):
+            return
+        yield data
 
 
-def _follow(connection: FabricConnection, command: str, timeout: float, on_line: Callable[[str], None]) -> int:
-    """Runs a command on a channel of its own, and passes each line of its output and error output to `on_line` as it
-    comes. Returns its exit code, -1 if the channel closed without one. Raises like `_execute`."""
-    deadline = time.monotonic() + timeout
-    with connection.client.get_transport().open_session(timeout=min(timeout, _CHANNEL_SECONDS)) as channel:
-        channel.set_combine_stderr(True)
-        channel.settimeout(timeout)
-        channel.exec_command(command)
-        rest = b""
-        while True:
-            channel.settimeout(max(0.01, deadline - time.monotonic()))
-            if not (data := channel.recv(1 << 16)):
-                break
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                on_line(line.decode(errors="replace").removesuffix("\r"))
-        if rest:
-            on_line(rest.decode(errors="replace"))
-        if not channel.status_event.wait(max(0.01, deadline - time.monotonic())):
-            raise TimeoutError
-        return int(channel.exit_status)
+def _wait_for_exit_code(channel: paramiko.Channel, deadline: float) -> int:
+    """Returns the exit code of the channel's command. Raises TimeoutError after the deadline, and ConnectionFailed if
+    the channel closed without one."""
+    if not channel.status_event.wait(max(0.01, deadline - time.monotonic())):
+        raise TimeoutError
+    if channel.exit_status == -1:
+        raise ConnectionFailed("the connection closed before the command ended")
+    return int(channel.exit_status)
 
 
 def _describe(error: BaseException) -> str:

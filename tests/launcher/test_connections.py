@@ -580,10 +580,11 @@ def test_a_command_without_a_status_ends_at_its_deadline(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("follows", [True, False])
-def test_a_command_whose_connection_closes_has_not_ended(monkeypatch: pytest.MonkeyPatch, follows: bool) -> None:
-    monkeypatch.setattr(ssh, "_follow", lambda *_: -1)
-    monkeypatch.setattr(ssh, "_execute", lambda *_: (-1, "", ""))
-    connection = ssh.SshConnection(SimpleNamespace())
+def test_a_command_whose_connection_closes_has_not_ended(follows: bool) -> None:
+    channel = Channel((0.0, b""), (0.0, b""))
+    channel.exit_status = -1
+    opened = SimpleNamespace(open_session=lambda **_: contextlib.nullcontext(channel))
+    connection = ssh.SshConnection(SimpleNamespace(client=SimpleNamespace(get_transport=lambda: opened)))
     run = partial(connection.follow, on_line=print) if follows else partial(connection.run, stdin=None)
     with pytest.raises(ConnectionFailed, match="closed before the command ended"):
         run("train", timeout=6.0)
