@@ -113,9 +113,6 @@ def test_a_clock_that_is_off_and_a_full_disk_are_told_and_keep_no_run_from_start
     assert results[3].findings[0].message == "1.0 GiB of disk are free"
 
 
-# -- on hosts ---------------------------------------------------------------------------------------------------------
-
-
 class CheckedHosts(FakeProvider):
     """Two hosts that report what they are told to; host 1 may refuse the container."""
 
@@ -163,9 +160,6 @@ def test_the_bucket_of_the_file_is_what_is_measured() -> None:
     config = load(EXAMPLE)
     attempt = make_attempt(config, "device-check-1", "image")
     assert attempt.command[-2:] == ("--output", config.trainer.output)
-
-
-# -- in the container -------------------------------------------------------------------------------------------------
 
 
 class Broken:

@@ -87,9 +87,6 @@ def test_a_request_for_several_slices_is_not_ours_to_count(specs: list[dict[str,
     assert inventory.parse_queued({"name": "a/b/c/d/e/f", "tpu": {"nodeSpec": specs}}) is None
 
 
-# -- removing ---------------------------------------------------------------------------------------------------------
-
-
 def leftover(cloud: Cloud) -> inventory.OwnedSlice:
     """The one leftover of a list that was made now."""
     listed = inventory.list_owned("p", ["us-central2-b"], cloud.machine()).slices

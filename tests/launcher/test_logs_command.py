@@ -137,8 +137,6 @@ def test_following_an_attempt_ends_although_the_next_one_has_begun(tmp_path: Pat
     assert sorted(terminal.printed) == sorted(everything(1))
 
 
-# -- the end of an attempt --------------------------------------------------------------------------------------------
-
 SHORT_PAGE = 100
 LONG = [line(number) for number in range(12 * SHORT_PAGE)]
 

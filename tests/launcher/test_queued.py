@@ -246,9 +246,6 @@ def test_a_failure_that_waiting_does_not_mend_ends_it_at_once(config: Config, cl
     assert request_state(cloud) == "", "a failed request would keep its quota"
 
 
-# -- a cloud that does not always answer ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("answer", [UNAVAILABLE, OFFLINE, DENIED])
 def test_waiting_survives_minutes_of_failures_and_says_so(config: Config, cloud: Cloud, answer: str) -> None:
     begin = cloud.clock.now

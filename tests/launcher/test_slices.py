@@ -55,9 +55,6 @@ def _first(cloud: Cloud, command: str) -> bool:
     return command == "tpu-vm create" and cloud.calls.count(f"{ZONE} tpu-vm create") == 1
 
 
-# -- whose it is ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("labels", "reason"), FOREIGN)
 def test_down_deletes_nothing_of_others(cloud: Cloud, config: Config, labels: dict[str, str], reason: str) -> None:
     cloud.made_by(labels)
@@ -113,9 +110,6 @@ def test_a_slice_that_takes_the_place_of_ours_is_left_alone(cloud: Cloud, config
     assert down(cloud, config)
     left = cloud.node()
     assert (left.state, left.resource["labels"]) == ("READY", bobs)
-
-
-# -- up ---------------------------------------------------------------------------------------------------------------
 
 
 FULL = 'ERROR: (gcloud.create) {"code": 8, "message": "There is no more capacity in the zone"}'
@@ -247,9 +241,6 @@ def test_our_slice_is_found_behind_one_of_another_owner_in_the_first_zone(cloud:
     cloud.made_by(OURS, zone="us-west4-a")
     found = slices.describe(zones, cloud.machine())
     assert (found.labels["tpu-launch-owner"], found.state) == (OURS["tpu-launch-owner"], "READY")
-
-
-# -- down -------------------------------------------------------------------------------------------------------------
 
 
 def test_down_looks_again_for_a_slice_that_a_killed_command_has_just_requested(cloud: Cloud, config: Config) -> None:
