@@ -167,8 +167,8 @@ class SimulatedHub:
 
 
 class FeaturePromises:
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, broken: Callable[[str, str], None]) -> None:
+        self._world, self._broken = world, broken
         self._model = f"{world.config.output}/run/model"
 
     def object_written(self, url: str, stored: Stored, by: str) -> None:
@@ -234,9 +234,6 @@ class FeaturePromises:
     def a_second_interrupt_ends_at_once(self, host: Host) -> None:
         if host.code is None and not host.hurt:
             self._broken("a second Ctrl-C ends a process", f"{host.name} still runs")
-
-    def _broken(self, promise: str, what: str) -> None:
-        self._world.promises.broken(promise, what)
 
 
 def is_export(request: Request) -> bool:

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.simulation.trainer.bucket import Stored
-from tests.simulation.trainer.evaluations import EvaluationPromises
+from tests.simulation.trainer.evaluations import EvaluationPromises, RecordPromises
 from tests.simulation.trainer.features import FeaturePromises, put_strange_records
-from tests.simulation.trainer.records import RecordPromises
 from training.checkpoint.format import MANIFEST, Manifest, load_manifest, step_of
 from training.checkpoint.tensors import Damaged, decode
 from training.errors import Exit
@@ -50,9 +49,9 @@ class Claimed:
 class Promises:
     def __init__(self, world: World) -> None:
         self._world = world
-        self.features = FeaturePromises(world)
-        self.evaluations = EvaluationPromises(world)
-        self.records = RecordPromises(world, RUN)
+        self.features = FeaturePromises(world, self.broken)
+        self.evaluations = EvaluationPromises(world, self.broken)
+        self.records = RecordPromises(world, self.broken, RUN)
         self.violations: list[tuple[str, str]] = []  # (promise, observation)
         self.newest_whole = 0
         self.claims: dict[str, Claimed] = {}  # by group label, in the order of writing
