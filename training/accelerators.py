@@ -46,13 +46,14 @@ class GkeNodes:
     machine_type: str  # of the node pool. In the table, `{chips}` stands for the chips of a host
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Generation:
     """Properties that all slices of a TPU generation share."""
 
     name: str  # "v5e", as the documentation says
     prefix: str  # "v5litepod", as `--accelerator-type` says
     cores_per_chip: int  # TensorCores, which the number of a name counts
+    devices_per_chip: int  # PJRT devices: 1 with megacore
     bf16_flops_per_chip: float  # FLOP/s
     clock_hertz: float  # at which the chip's matrix units reach its peak
     hbm_bytes_per_second_per_chip: float
@@ -61,7 +62,6 @@ class Generation:
     offers: tuple[Offer, ...]
     gke: GkeNodes | None  # None: GKE never offered it
     gke_one_host: GkeNodes | None = None  # where slices of one host have other nodes
-    devices_per_chip: int = 1  # PJRT devices: 1 with megacore
     runtime_version: str = "tpu-ubuntu2204-base"  # for one's own containers, with `tpu-vm create --version`
 
     @property
@@ -161,16 +161,20 @@ _V6E_ZONES = (
     *("europe-west4-a", "asia-northeast1-b", "southamerica-west1-a"),
 )
 
+# Prefix of names; TensorCores and PJRT devices of a chip, its bf16 FLOP/s, Hz and bytes/s of HBM; usable bytes a device.
+_FIGURES = {
+    "v2": ("v2", 2, 2, 46e12, 700e6, 700e9, int(7.48 * GIB)),
+    "v3": ("v3", 2, 2, 123e12, 940e6, 900e9, int(15.48 * GIB)),
+    "v4": ("v4", 2, 1, 275e12, 1050e6, 1228e9, int(30.75 * GIB)),
+    "v5e": ("v5litepod", 1, 1, 197e12, 1500e6, 819e9, int(15.75 * GIB)),
+    "v5p": ("v5p", 2, 1, 459e12, 1750e6, 2765e9, int(95.74 * GIB)),
+    "v6e": ("v6e", 1, 1, 918e12, 1750e6, 1640e9, int(31.25 * GIB)),
+}
+
 GENERATIONS: tuple[Generation, ...] = (
     Generation(
-        name="v2",
-        prefix="v2",
-        cores_per_chip=2,
-        devices_per_chip=2,
-        bf16_flops_per_chip=46e12,
-        clock_hertz=700e6,
-        hbm_bytes_per_second_per_chip=700e9,
-        usable_hbm_bytes_per_device=int(7.48 * GIB),
+        "v2",
+        *_FIGURES["v2"],
         topologies=_V2_TOPOLOGIES,
         offers=(
             Offer(("us-central1-b", "us-central1-c", "europe-west4-a", "asia-east1-c"), (Api.CLOUD_TPU,), largest=8),
@@ -179,14 +183,8 @@ GENERATIONS: tuple[Generation, ...] = (
         gke=None,
     ),
     Generation(
-        name="v3",
-        prefix="v3",
-        cores_per_chip=2,
-        devices_per_chip=2,
-        bf16_flops_per_chip=123e12,
-        clock_hertz=940e6,
-        hbm_bytes_per_second_per_chip=900e9,
-        usable_hbm_bytes_per_device=int(15.48 * GIB),
+        "v3",
+        *_FIGURES["v3"],
         topologies=f"{_V2_TOPOLOGIES} 4x8 16x32 32x32",
         offers=(
             Offer(("us-central1-a", "us-central1-b", "europe-west4-a"), largest=8),
@@ -196,25 +194,15 @@ GENERATIONS: tuple[Generation, ...] = (
         gke_one_host=GkeNodes("tpu-v3-device", "ct3-hightpu-4t"),
     ),
     Generation(
-        name="v4",
-        prefix="v4",
-        cores_per_chip=2,
-        bf16_flops_per_chip=275e12,
-        clock_hertz=1050e6,
-        hbm_bytes_per_second_per_chip=1228e9,
-        usable_hbm_bytes_per_device=int(30.75 * GIB),
+        "v4",
+        *_FIGURES["v4"],
         topologies=_V4_TOPOLOGIES,
         offers=(Offer(("us-central2-b",)),),
         gke=GkeNodes("tpu-v4-podslice", "ct4p-hightpu-{chips}t"),
     ),
     Generation(
-        name="v5e",
-        prefix="v5litepod",
-        cores_per_chip=1,
-        bf16_flops_per_chip=197e12,
-        clock_hertz=1500e6,
-        hbm_bytes_per_second_per_chip=819e9,
-        usable_hbm_bytes_per_device=int(15.75 * GIB),
+        "v5e",
+        *_FIGURES["v5e"],
         runtime_version="v2-alpha-tpuv5-lite",
         topologies=_V5E_TOPOLOGIES,
         offers=(
@@ -223,26 +211,16 @@ GENERATIONS: tuple[Generation, ...] = (
         gke=GkeNodes("tpu-v5-lite-podslice", "ct5lp-hightpu-{chips}t"),
     ),
     Generation(
-        name="v5p",
-        prefix="v5p",
-        cores_per_chip=2,
-        bf16_flops_per_chip=459e12,
-        clock_hertz=1750e6,
-        hbm_bytes_per_second_per_chip=2765e9,
-        usable_hbm_bytes_per_device=int(95.74 * GIB),
+        "v5p",
+        *_FIGURES["v5p"],
         runtime_version="v2-alpha-tpuv5",
         topologies=f"{_V4_TOPOLOGIES} 4x4x20 4x8x12 4x4x28",
         offers=(Offer(("us-central1-a", "us-east5-a", "europe-west4-b")),),
         gke=GkeNodes("tpu-v5p-slice", "ct5p-hightpu-{chips}t"),
     ),
     Generation(
-        name="v6e",
-        prefix="v6e",
-        cores_per_chip=1,
-        bf16_flops_per_chip=918e12,
-        clock_hertz=1750e6,
-        hbm_bytes_per_second_per_chip=1640e9,
-        usable_hbm_bytes_per_device=int(31.25 * GIB),
+        "v6e",
+        *_FIGURES["v6e"],
         runtime_version="v2-alpha-tpuv6e",
         topologies=_V5E_TOPOLOGIES,
         offers=(Offer(_V6E_ZONES),),

@@ -159,7 +159,6 @@ def open_metrics(run: Run, step: int) -> MetricsWriter:
 
 def open_profiler(run: Run, finished: Callable[[], int]) -> Profiler:
     """Returns a `Profiler` of this host's steps that writes below the run's folder, by the backend's own tracer."""
-
     dependencies, worker = run.dependencies, run.cluster.worker
     return Profiler(
         dependencies.profiles(worker), storage.join(run.folder, "profiles"), worker,

@@ -62,12 +62,8 @@ _ONE_REQUEST = 8 << 20  # bytes up to which the client sends an object in one re
 # Reasons of a 403 that a permission would not remove:
 # https://cloud.google.com/storage/docs/json_api/v1/status-codes
 _QUOTA_REASONS = (
-    "quotaExceeded",
-    "rateLimitExceeded",
-    "userRateLimitExceeded",
-    "dailyLimitExceeded",
-    "accountDisabled",
-    "notBillable",
+    *("quotaExceeded", "rateLimitExceeded", "userRateLimitExceeded", "dailyLimitExceeded"),
+    *("accountDisabled", "notBillable"),
 )
 
 # One attempt, with the client's (connect, read) time-outs and the moment of its deadline.

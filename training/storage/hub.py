@@ -18,13 +18,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     *("vocab.txt", "vocab.json", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model"),
 )
-MODEL_FILES = (
-    "config.json",
-    "model.safetensors",
-    "model-*.safetensors",
-    "model.safetensors.index.json",
-    *TOKENIZER_FILES,
-)
+_WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+MODEL_FILES = ("config.json", *_WEIGHTS, *TOKENIZER_FILES)
 
 
 def is_on_hub(path: str) -> bool:
