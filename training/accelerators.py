@@ -161,7 +161,7 @@ _V6E_ZONES = (
     *("europe-west4-a", "asia-northeast1-b", "southamerica-west1-a"),
 )
 
-# Prefix of names; TensorCores and PJRT devices of a chip, its bf16 FLOP/s, Hz and bytes/s of HBM; usable bytes a device.
+# Prefix of names; TensorCores, PJRT devices, bf16 FLOP/s, Hz, HBM bytes/s of a chip; usable HBM bytes of a device.
 _FIGURES = {
     "v2": ("v2", 2, 2, 46e12, 700e6, 700e9, int(7.48 * GIB)),
     "v3": ("v3", 2, 2, 123e12, 940e6, 900e9, int(15.48 * GIB)),
