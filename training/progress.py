@@ -20,9 +20,9 @@ from training.checkpoint.config import Best
 from training.distributed.rendezvous import Rendezvous
 from training.errors import BadInput, NonFinite, TrainError
 from training.storage import Storage
-from training.telemetry.attempts import NonFiniteStep, read_nonfinite
 from training.telemetry.host_progress import PhaseTimer
 from training.telemetry.metrics import finite_or_none
+from training.telemetry.report import NonFiniteStep, read_nonfinite
 
 _SHOWN_RECORDS = 64  # of a batch, in the message about a loss that is not finite
 MOST_SKIPPED = 50  # steps in a row whose update was left out: then training goes nowhere

@@ -24,7 +24,7 @@ from training.models.flops import WorkCounter, mfu, peak_flops
 from training.progress import Evaluations, Progress
 from training.run_setup import Run
 from training.storage import Storage, join
-from training.telemetry import attempts, html
+from training.telemetry import report
 from training.telemetry.console import Console, format_summary
 from training.telemetry.host_progress import PhaseTimer
 from training.telemetry.metrics import finite_or_none
@@ -157,9 +157,9 @@ def build_summary(
 def write_summary(run: Run, evaluations: Evaluations, summary: dict[str, Any]) -> None:
     """Writes summary.json, and a classifier's confusion matrix, and prints the summary. Call it on host 0 only."""
     if run.task.labels and (confusion := run.task.confusion(evaluations.counts)):
-        html.write_confusion(run.folder, run.task.labels, confusion)
+        report.write_confusion(run.folder, run.task.labels, confusion)
     run.dependencies.storage.write(
-        join(run.folder, html.SUMMARY_FILE), json.dumps(summary, indent=1, allow_nan=False).encode() + b"\n"
+        join(run.folder, report.SUMMARY_FILE), json.dumps(summary, indent=1, allow_nan=False).encode() + b"\n"
     )
     run.console.print(format_summary(summary))
     run.console.print("summary: " + json.dumps(summary, allow_nan=False))
@@ -209,9 +209,9 @@ def record_attempt_end(
             if context.log:
                 failed = error is not None and not isinstance(error, StopRequested)
                 context.log.finish(limit / 3, failed=failed, is_hurried=context.is_hurried)
-            attempts.write_end(start_url, error, context.step(), timer.report(), storage=storage)
+            report.write_end(start_url, error, context.step(), timer.report(), storage=storage)
             if not isinstance(error, StopRequested):
-                context.console.print(f"report: {html.write_report(folder, storage=storage)}")
+                context.console.print(f"report: {report.write_report(folder, storage=storage)}")
         except Exception as problem:
             warn(f"the end of the attempt is not recorded in {folder}: {type(problem).__name__}: {problem}")
 

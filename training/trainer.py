@@ -51,7 +51,6 @@ from training.run_setup import (
     open_run,
     with_starting_model,
 )
-from training.telemetry.attempts import NonFiniteStep, write_nonfinite
 from training.telemetry.console import (
     Console,
     format_early_end,
@@ -64,6 +63,7 @@ from training.telemetry.console import (
 from training.telemetry.host_progress import HostProgress, PhaseTimer
 from training.telemetry.metrics import AttemptInfo, MetricsLog
 from training.telemetry.progress_line import ProgressLine
+from training.telemetry.report import NonFiniteStep, write_nonfinite
 from training.telemetry.writer import HURRIED_SECONDS, MetricsWriter
 
 _FINISH_SECONDS = 60.0  # for the last metrics to be written

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from training import storage
 from training.cli.main import tpu_train
 from training.errors import BadInput, StopRequested, TrainError
-from training.telemetry import attempts, html
+from training.telemetry import report as html
 from training.telemetry.metrics import AttemptInfo, MetricsLog
 
 SECONDS = {"start": 2.0, "step": 6.0, "compile": 2.0, "total": 10.0}
@@ -29,7 +29,7 @@ def attempt(folder: Path, number: int, resumed: int, steps: range, error: Except
     log.log(steps[-1], {"eval_loss": 2.5, "eval_accuracy": 0.25})
     log.flush()
     if ended:
-        attempts.write_end(str(start), error, steps[-1], SECONDS)
+        html.write_end(str(start), error, steps[-1], SECONDS)
 
 
 def texts(document: str) -> str:
@@ -88,7 +88,7 @@ def test_the_report_of_a_run_in_a_bucket_is_written_there(gcs: Any) -> None:
     log = MetricsLog(AttemptInfo("gs://bucket/runs/bert", 0, 0))
     log.log(1, {"loss": 2.0})
     log.finish()
-    attempts.write_end(start, None, 1, SECONDS)
+    html.write_end(start, None, 1, SECONDS)
     assert html.write_report("gs://bucket/runs/bert") == "gs://bucket/runs/bert/report.html"
     assert "bert finished" in texts(storage.read("gs://bucket/runs/bert/report.html").decode())
 

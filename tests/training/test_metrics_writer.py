@@ -146,7 +146,7 @@ def test_slow_storage_does_not_delay_the_exit(
 ) -> None:
     monkeypatch.setattr(run_end, "END_SECONDS", 0.2)
     release = threading.Event()
-    monkeypatch.setattr("training.telemetry.html.write_report", lambda *_, **__: release.wait(30))
+    monkeypatch.setattr("training.telemetry.report.write_report", lambda *_, **__: release.wait(30))
     assert Runs(tmp_path).train("r", 0)["steps"] == 40
     release.set()
     assert "is not recorded in" in capsys.readouterr().err

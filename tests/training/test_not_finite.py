@@ -12,9 +12,8 @@ from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import verify
 from training.errors import BadInput, NonFinite, StopRequested
 from training.progress import MOST_STEPS_BACK, NonFiniteHistory
-from training.telemetry.attempts import NonFiniteStep
-from training.telemetry.html import write_report
 from training.telemetry.metrics import read_history
+from training.telemetry.report import NonFiniteStep, write_report
 
 
 @pytest.fixture

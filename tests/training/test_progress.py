@@ -14,8 +14,8 @@ from training.checkpoint.config import Best
 from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput, NonFinite, TrainError
 from training.progress import MOST_SKIPPED, Compilations, Evaluations, NonFiniteHistory, Progress
-from training.telemetry.attempts import NonFiniteStep, write_nonfinite
 from training.telemetry.host_progress import PhaseTimer
+from training.telemetry.report import NonFiniteStep, write_nonfinite
 
 
 def batch(length: int = 8) -> HostBatch:

@@ -15,7 +15,7 @@ from training.errors import Exit
 @option("--out", help="File to write.  [default: report.html in the run's folder]")
 def report(run: str, out: str | None) -> None:
     """Write report.html of RUN, a run's folder, whether the run is finished, stopped, failed or still running."""
-    from training.telemetry.html import write_report
+    from training.telemetry.report import write_report
 
     click.echo(write_report(run, out))
 

@@ -4,7 +4,6 @@ metrics        Tracker, a Protocol, MetricsLog, which passes numbers to trackers
 trackers       TensorBoard, Weights & Biases and MLflow
 writer         the thread of host 0 that writes metrics
 host_progress  seconds by phase, and the line of progress of this host (progress_line)
-attempts       records of how each attempt began and ended
 console        prints on host 0; formats the progress line and the summary
-html           report.html, with the charts of svg
+report         records of how attempts began and ended; report.html, with the charts of svg
 """

@@ -1,28 +1,37 @@
-"""Writes report.html: a run on one page that fetches nothing.
+"""Records how the attempts of a run began and ended, and writes report.html: a run on one page that fetches nothing.
 
-The page is rendered from the run's folder alone, so it can be written at any time for any run: finished, stopped,
-failed or still running.
+    attempts/attempt-0002.<token>.json              when all hosts have agreed: hosts, code, configuration
+    attempts/attempt-0002.<token>.end.json          when the attempt ends, unless it is killed
+    attempts/attempt-0002.<token>.nonfinite.json    before that, if a step that was not finite ended it
+
+Host 0 writes these records to the run's folder. An attempt without the second file is running, or was killed:
+preempted, out of memory, SIGKILL. The token belongs to one group of processes, so no record is ever overwritten. The
+page is rendered from the run's folder alone, so it can be written at any time for any run.
 """
 
+import contextlib
 import json
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any
 
 from training import storage as default_storage
 from training.checkpoint.format import Manifest, committed_steps, read_manifest
 from training.checkpoint.tensors import Damaged
-from training.errors import BadInput
-from training.storage import NotFound, Storage, join
-from training.telemetry import console, svg
-from training.telemetry.attempts import AttemptRecords, read_attempts
+from training.errors import BadInput, Exit, StopRequested, TrainError
+from training.storage import NotFound, Storage, join, name_of
+from training.telemetry import svg
+from training.telemetry.console import format_program_counts, format_skipped_steps, format_upload, warn
 from training.telemetry.metrics import read_history
 
 NAME = "report.html"
 SUMMARY_FILE = "summary.json"
 CONFUSION_FILE = "confusion.json"
+_RECORD_NAME = re.compile(r"attempt-(\d+)\.([^.]+)(\.end)?\.json")
+_END, _NON_FINITE = ".end.json", ".nonfinite.json"
 _UNFINISHED = "going on, or killed"  # an attempt without an end record
 _STYLE = """
 body { margin: 2rem auto; max-width: 1180px; padding: 0 1rem; background: var(--paper); color: var(--ink); }
@@ -38,6 +47,87 @@ th, td { padding: .25rem .9rem .25rem 0; text-align: left; vertical-align: top; 
 th { font-weight: 600; } td.number, th.number { text-align: right; } td { white-space: pre-wrap; }
 pre { overflow-x: auto; padding: .8rem; border: 1px solid var(--rule); }
 """
+
+
+@dataclass(frozen=True)
+class AttemptRecords:
+    """The start record and the end record of one attempt."""
+
+    number: int
+    start: Mapping[str, Any] = field(default_factory=dict)
+    end: Mapping[str, Any] | None = None  # how, message, step, ended, seconds
+
+
+@dataclass(frozen=True)
+class NonFiniteStep:
+    """An attempt's record of a step that was not finite. Later attempts choose their checkpoint by it."""
+
+    step: int
+    restored: int  # step of the checkpoint that the attempt had restored; 0 without one
+    checkpoint: str | None  # unique name of that checkpoint
+    program: str  # hash of configuration and code: another program may not have this problem
+
+
+def write_nonfinite(start_url: str, record: NonFiniteStep, storage: Storage = default_storage) -> None:
+    """Writes the record of a step that was not finite beside the attempt's start record at `start_url`."""
+    url = start_url.removesuffix(".json") + _NON_FINITE
+    storage.write(url, json.dumps(asdict(record), indent=1).encode() + b"\n")
+
+
+def read_nonfinite(folder: str, storage: Storage = default_storage) -> list[NonFiniteStep]:
+    """Returns the records of a run's steps that were not finite, by attempt, without unreadable ones."""
+    records = []
+    for info in storage.listing(join(folder, "attempts")):
+        if info.url.endswith(_NON_FINITE):
+            with contextlib.suppress(ValueError, TypeError):
+                records.append(NonFiniteStep(**json.loads(storage.read(info.url))))
+    return records
+
+
+def write_end(
+    start_url: str,
+    error: BaseException | None,
+    step: int,
+    seconds: Mapping[str, float],
+    storage: Storage = default_storage,
+) -> None:
+    """Writes the end record of an attempt, with the time now, beside its start record at `start_url`. `error` ended the
+    attempt (None: it finished) after `step` steps; `seconds` is by phase, from PhaseTimer.report."""
+    record = {
+        "how": classify_end(error),
+        "message": str(error or ""),
+        "step": step,
+        "ended": round(time.time(), 3),
+        "seconds": dict(seconds),
+    }
+    storage.write(start_url.removesuffix(".json") + _END, json.dumps(record, indent=1).encode() + b"\n")
+
+
+def classify_end(error: BaseException | None) -> str:
+    """Returns "finished", "stopped", "refused" (exit code BAD_INPUT), "lost a host", or "failed" (any other error)."""
+    if error is None:
+        return "finished"
+    if isinstance(error, StopRequested):
+        return "stopped"
+    if isinstance(error, TrainError) and error.exit_code == Exit.BAD_INPUT:
+        return "refused"
+    return "lost a host" if isinstance(error, TrainError) and error.exit_code == Exit.LOST_PEER else "failed"
+
+
+def read_attempts(folder: str, storage: Storage = default_storage) -> list[AttemptRecords]:
+    """Returns a run's attempts by number, then by start. Warns of each unreadable record, and leaves it out."""
+    records: dict[tuple[int, str], dict[str, Any]] = {}  # (number, token) -> "start" and "end"
+    for info in storage.listing(join(folder, "attempts")):
+        if match := _RECORD_NAME.fullmatch(name_of(info.url)):
+            document = None
+            with contextlib.suppress(ValueError):
+                document = json.loads(storage.read(info.url))
+            if isinstance(document, dict):
+                records.setdefault((int(match[1]), match[2]), {})["end" if match[3] else "start"] = document
+            else:
+                warn(f"{info.url}: not readable as JSON; left out")
+    ordered = sorted(records.items(), key=lambda item: (item[0][0], item[1].get("start", {}).get("began", 0.0)))
+    return [AttemptRecords(number, record.get("start", {}), record.get("end")) for (number, _), record in ordered]
 
 
 @dataclass(frozen=True)
@@ -96,7 +186,7 @@ def render_report(run: RunContents) -> str:
     """Returns the page as XHTML, valid XML too. State, message and configuration are those of the newest attempt."""
     start = run.attempts[-1].start if run.attempts else {}
     end = (run.attempts[-1].end or {}) if run.attempts else {}
-    name = str((run.summary or start).get("run_id", default_storage.name_of(run.folder)))
+    name = str((run.summary or start).get("run_id", name_of(run.folder)))
     message = str(end.get("message", ""))
     state_class = "faint" if run.state == "finished" else "bad"
     made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
@@ -128,12 +218,12 @@ def _render_figures(run: RunContents) -> str:
         f"<li><span class='faint'>{escape(name)}</span><b>{escape(value)}</b></li>"
         for name, value in _headline_figures(run.lines, summary)
     )
-    notes = [console.format_program_counts(dict(summary))] if summary else []
+    notes = [format_program_counts(dict(summary))] if summary else []
     if summary.get("hub"):
-        notes.append(console.format_upload(summary["hub"]))
+        notes.append(format_upload(summary["hub"]))
     skipped = summary.get("skipped_steps") or max((line.get("skipped_steps", 0) for line in run.lines), default=0)
     if skipped:
-        notes.append(console.format_skipped_steps(skipped))
+        notes.append(format_skipped_steps(skipped))
     if summary.get("skipped_records"):
         notes.append(f"{summary['skipped_records']} rows of damaged records were replaced (data.on_corrupt: skip)")
     return f"<ul class='figures'>{items}</ul>" + "".join(f"<p>{escape(note)}</p>" for note in notes)
