@@ -31,17 +31,10 @@ _Records = Callable[[bytes, _Open], Iterator[tuple[str, bytes, bool]]]
 class LogWindow:
     """The lines in a piece of a log, and those that it leaves open."""
 
-    lines: tuple[LogLine, ...] = ()
-    """In the order of their ends, which stays the same in later pieces."""
-
-    open: Mapping[str, int] = field(default_factory=dict)
-    """Bytes so far of each line that has not ended, by its time."""
-
-    first: str = ""
-    """Time of the first record; "" without any."""
-
-    records: int = 0
-    """How many records it has: lines, and parts of lines."""
+    lines: tuple[LogLine, ...] = ()  # in the order of their ends, which stays the same in later pieces
+    open: Mapping[str, int] = field(default_factory=dict)  # bytes so far of each line that has not ended, by its time
+    first: str = ""  # time of the first record; "" without any
+    records: int = 0  # lines, and parts of lines
 
 
 def docker_records(piece: bytes, begun: _Open) -> Iterator[tuple[str, bytes, bool]]:

@@ -18,46 +18,28 @@ from training.machine import Clock
 from training.telemetry.progress_line import ProgressLine
 
 LOG_OVERLAP = timedelta(seconds=1)  # how far before the newest known line `observe` begins again
-
-DELIVERY_SECONDS = 120
-"""How long a container waits for its secrets beyond Attempt.start_seconds."""
-
-SECRETS_LATE = "tpu-launch: the secrets of this run did not arrive"
-"""Begins the only line of a container that waited for its secrets in vain."""
+DELIVERY_SECONDS = 120  # how long a container waits for its secrets beyond Attempt.start_seconds
+SECRETS_LATE = "tpu-launch: the secrets of this run did not arrive"  # begins the only line of a container without them
 
 
 @dataclass(frozen=True)
 class Capabilities:
     """Properties of a provider that are known without making one. Callers check these, never a provider's name."""
 
-    cloud_tpu_node: bool
-    """The slice is a Cloud TPU node: gcloud lists it and opens shells on its hosts, and its price is known."""
-
-    emulated: bool
-    """`--emulated` can stand in for it."""
-
-    sends_secrets: bool
-    """Values of `run.secrets` travel from this machine to the hosts. Otherwise the platform has its own secrets."""
-
-    replaces_hosts: bool
-    """A recreated slice has other hosts. Otherwise the platform chooses hosts for each attempt."""
-
-    overlays: bool
-    """Supports `run --overlay`."""
-
-    programs: tuple[str, ...] = ()
-    """Programs that it runs on this machine."""
+    cloud_tpu_node: bool  # gcloud lists the slice and opens shells on its hosts, and its price is known
+    emulated: bool  # `--emulated` can stand in for it
+    sends_secrets: bool  # `run.secrets` travel from this machine to the hosts; else the platform has its own secrets
+    replaces_hosts: bool  # a recreated slice has other hosts; else the platform chooses hosts for each attempt
+    overlays: bool  # supports `run --overlay`
+    programs: tuple[str, ...] = ()  # that it runs on this machine
 
 
 @dataclass(frozen=True)
 class Overlay:
     """Files that replace or complement those of an image."""
 
-    target: str
-    """Absolute path of the container's folder into which the archive is unpacked."""
-
-    archive: bytes = field(repr=False)
-    """A gzip-compressed tar archive."""
+    target: str  # absolute path of the container's folder into which the archive is unpacked
+    archive: bytes = field(repr=False)  # a gzip-compressed tar archive
 
     @property
     def digest(self) -> str:
@@ -127,9 +109,7 @@ class Attempt:
     compile_cache_gb: float = 0.0  # of compiled programs that the host's disk keeps for later attempts
     stop_seconds: int = 30  # that the container has to end when its host shuts down
     user: str | None = None
-    secrets: Mapping[str, str] = field(
-        default_factory=dict, repr=False
-    )  # environment variables, seen by the command only
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables that only the command sees
     overlay: Overlay | None = None
     start_seconds: float = 900.0  # for pulling the image and starting it, on all hosts
     host_secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False, compare=False)
@@ -164,10 +144,8 @@ class ContainerState:
     finished_at: str = ""
     error: str = ""
     image: str = ""
-    rebooted: bool = False
-    """The host has booted since the container was created."""
-    ended_before_reboot: bool = False
-    """The command had ended before that boot."""
+    rebooted: bool = False  # the host has booted since the container was created
+    ended_before_reboot: bool = False  # the command had ended before that boot
 
     @property
     def running(self) -> bool:
@@ -208,11 +186,8 @@ class HostReport:
 
     worker: int
     ok: bool
-    detail: str
-    """The image id, or what went wrong, for the user."""
-
-    occupied_by: str = ""
-    """Id of the other run whose use of the host made the command fail."""
+    detail: str  # the image id, or what went wrong, for the user
+    occupied_by: str = ""  # id of the other run whose use of the host made the command fail
 
 
 @dataclass(frozen=True)
@@ -220,15 +195,9 @@ class CommandReport:
     """The end of a command in a host's live container."""
 
     worker: int
-
-    exit_code: int | None
-    """None when the command did not run, or its end was not seen."""
-
-    ended: float
-    """Seconds of this machine's monotonic clock."""
-
-    problem: str = ""
-    """Why there is no exit code, for the user."""
+    exit_code: int | None  # None when the command did not run, or its end was not seen
+    ended: float  # seconds of this machine's monotonic clock
+    problem: str = ""  # why there is no exit code, for the user
 
 
 class Provider(Protocol):

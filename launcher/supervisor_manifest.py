@@ -38,15 +38,10 @@ _MEMORY = "512Mi"
 class SupervisorSpec:
     """Where a supervisor runs, and what it supervises."""
 
-    folder: str
-    """gs://BUCKET/FOLDER with the runs."""
-
-    image: str
-    """REPOSITORY@sha256:... of images/launcher."""
-
+    folder: str  # gs://BUCKET/FOLDER with the runs
+    image: str  # REPOSITORY@sha256:... of images/launcher
     project: str
-    zone: str
-    """The VM's zone; the Cloud Run job is in its region."""
+    zone: str  # the VM's zone; the Cloud Run job is in its region
 
     @property
     def account(self) -> str:

@@ -27,12 +27,8 @@ _ACCOUNT_COMMAND = ["gcloud", "config", "get", "account", "--quiet"]
 class Owner:
     """A user with a Google account, for the labels of the slices that they create. Both values are valid in a label."""
 
-    user: str
-    """The name of the user on this machine."""
-
-    account: str = ""
-    """The first digits of the SHA-256 of the account's e-mail address, because all members of a project can see labels;
-    empty if gcloud has none."""
+    user: str  # the name on this machine
+    account: str = ""  # a hash, because all members of a project can see labels; "" if gcloud has no account
 
 
 def this_owner() -> Owner:
@@ -62,8 +58,7 @@ class Address:
     user: str
     key_file: str
     known_hosts: str
-    alias: str
-    """The name under which the host's key is kept in `known_hosts`."""
+    alias: str  # the name under which the host's key is kept in `known_hosts`
 
 
 class ConnectionFailed(Exception):

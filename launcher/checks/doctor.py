@@ -34,16 +34,10 @@ _TESTED = "528.0.0"
 class Finding:
     """The result of one check, for `doctor` and `doctor --devices`."""
 
-    where: str
-    """The thing that was checked: "ssh key", "host 3", "slice"."""
-
-    severity: Literal["PASS", "WARN", "FAIL"]
-    """WARN: it may be fine, and the user decides. FAIL: a run can't work."""
-
+    where: str  # the thing that was checked: "ssh key", "host 3"
+    severity: Literal["PASS", "WARN", "FAIL"]  # WARN: the user decides; FAIL: a run can't work
     message: str
-
-    fix: str = ""
-    """The remedy: a command, or a sentence where no command would do."""
+    fix: str = ""  # the remedy: a command, or a sentence where no command would do
 
     @property
     def fatal(self) -> bool:

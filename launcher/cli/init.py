@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
@@ -23,10 +23,6 @@ from training.accelerators import Accelerator, UnknownAccelerator, accelerator
 _COMPLETION_VARIABLE = "_TPU_LAUNCH_COMPLETE"  # click's name for the program tpu-launch
 _PLAIN = re.compile(r"[A-Za-z]([A-Za-z0-9._/:-]*[A-Za-z0-9])?")
 _PROJECT = re.compile(r"[a-z0-9][a-z0-9.:-]{0,60}[a-z0-9]")
-_NO_TRAINER = (
-    "# No trainer sections: give the command, `tpu-launch run -- python train.py`. "
-    "With `init --bucket` the trainer's are written too."
-)
 _WORDS = ("true", "false", "null", "yes", "no", "on", "off")
 
 
@@ -98,9 +94,7 @@ def _ask(flag: str, question: str, default: str | None = None, *, optional: bool
 
 def _slice_name(path: Path) -> str:
     """Returns the name of the file's folder as a valid name of a slice; "slice" if nothing is left of it."""
-    letters = "".join(
-        letter if letter.isascii() and letter.isalnum() else "-" for letter in path.absolute().parent.name.lower()
-    )
+    letters = re.sub("[^a-z0-9]", "-", path.absolute().parent.name.lower())
     return letters.strip("-0123456789")[:40].rstrip("-") or "slice"
 
 
@@ -112,67 +106,66 @@ def known(accelerator_type: str) -> Accelerator:
         raise BadInput(str(error)) from None
 
 
+_SLICE = """\
+# What to run, and where. Checked by `tpu-launch plan`, `tpu-launch doctor` says what this machine lacks.
+
+project: {project} # Google Cloud project
+zone: {zone} # {size.name} slices are in {zones}
+slice:
+  name: {name} # name of the TPU node
+  accelerator_type: {size.name} # {size.hosts} host{plural}, {size.devices} devices
+  capacity: {capacity} # on-demand, spot (cheap, can be taken away), reserved
+  expires_hours: 48 # after so long `tpu-launch gc` removes it, if you forgot
+  # max_cost_per_hour: 30 # dollars; what costs more is not created
+image:
+  repository: {repository}
+  # code: src # a folder of yours, for the image's working directory
+run:
+  stop_seconds: 30 # between SIGTERM and SIGKILL: time to save
+  # command: [python, train.py] # your own program instead of the trainer below
+
+"""
+_NO_TRAINER = """\
+# No trainer sections: give the command, `tpu-launch run -- python train.py`. \
+With `init --bucket` the trainer's are written too.
+"""
+_TRAINER = """\
+# From here on: what `tpu-train` reads on every host.
+seed: 1
+task: mlm # masked language modelling, from scratch
+model: {{name: bert-base}} # bert-tiny to bert-large, roberta-base, or {{path: folder}}
+data: # written by `tpu-launch local -- tpu-train tokenizer ...` and `... shards ...`
+  tokenizer: {tokenizer}
+  train: {train}
+  evaluation: {evaluation}
+train:
+  steps: 10000
+  global_batch_size: {batch} # over all hosts and devices
+  learning_rate: 1.0e-4
+  warmup_steps: 1000
+evaluation: {{every: 1000}} # steps
+checkpoint: {{every_steps: 500, keep_last: 2}}
+output: {runs} # checkpoints, metrics, summary: below <output>/<run id>
+"""
+
+
 def text(answers: Answers) -> str:
     """Returns the file's content. Raises BadInput for an unknown accelerator or an invalid project id."""
     slice_type = known(answers.accelerator_type)
     if not _PROJECT.fullmatch(answers.project):
         raise BadInput(f"{answers.project!r} can't be a project id: lower-case letters, digits and hyphens")
-    lines = [
-        "# What to run, and where. Checked by `tpu-launch plan`, `tpu-launch doctor` says what this machine lacks.",
-        "",
-        f"project: {_scalar(answers.project)} # Google Cloud project",
-        f"zone: {_scalar(answers.zone)} # {slice_type.name} slices are in {', '.join(slice_type.zones())}",
-        "slice:",
-        f"  name: {_scalar(answers.name)} # name of the TPU node",
-        f"  accelerator_type: {slice_type.name} # {_counts(slice_type)}",
-        f"  capacity: {answers.capacity} # on-demand, spot (cheap, can be taken away), reserved",
-        "  expires_hours: 48 # after so long `tpu-launch gc` removes it, if you forgot",
-        "  # max_cost_per_hour: 30 # dollars; what costs more is not created",
-        "image:",
-        _repository(answers),
-        "  # code: src # a folder of yours, for the image's working directory",
-        "run:",
-        "  stop_seconds: 30 # between SIGTERM and SIGKILL: time to save",
-        "  # command: [python, train.py] # your own program instead of the trainer below",
-        "",
-    ]
-    return "\n".join([*lines, *(_trainer(answers.bucket, slice_type) if answers.bucket else [_NO_TRAINER])]) + "\n"
-
-
-def _repository(answers: Answers) -> str:
-    """Returns the line of `image.repository`: the answer, or null with a comment that shows the form of a name."""
-    if answers.repository:
-        return f"  repository: {_scalar(answers.repository)} # where the image is pushed; hosts run it by digest"
+    values = {key: _scalar(value) for key, value in asdict(answers).items() if value is not None}
+    pushed = f"{values.get('repository')} # where the image is pushed; hosts run it by digest"
     example = f"REGION-docker.pkg.dev/{answers.project}/REPOSITORY/NAME"
-    return f"  repository: null # for real slices: {example}; emulated ones need none"
-
-
-def _counts(slice_type: Accelerator) -> str:
-    """Returns the slice's size in words: "2 hosts, 8 devices"."""
-    hosts = "1 host" if slice_type.hosts == 1 else f"{slice_type.hosts} hosts"
-    return f"{hosts}, {slice_type.devices} devices"
-
-
-def _trainer(bucket: str, slice_type: Accelerator) -> list[str]:
-    """Returns the lines of the trainer's sections, with data and output in the bucket (a name without gs://)."""
-    return [
-        "# From here on: what `tpu-train` reads on every host.",
-        "seed: 1",
-        "task: mlm # masked language modelling, from scratch",
-        "model: {name: bert-base} # bert-tiny to bert-large, roberta-base, or {path: folder}",
-        "data: # written by `tpu-launch local -- tpu-train tokenizer ...` and `... shards ...`",
-        f"  tokenizer: {_scalar(f'gs://{bucket}/tokenizer')}",
-        f"  train: {_scalar(f'gs://{bucket}/data/train')}",
-        f"  evaluation: {_scalar(f'gs://{bucket}/data/evaluation')}",
-        "train:",
-        "  steps: 10000",
-        f"  global_batch_size: {32 * slice_type.devices} # over all hosts and devices",
-        "  learning_rate: 1.0e-4",
-        "  warmup_steps: 1000",
-        "evaluation: {every: 1000} # steps",
-        "checkpoint: {every_steps: 500, keep_last: 2}",
-        f"output: {_scalar(f'gs://{bucket}/runs')} # checkpoints, metrics, summary: below <output>/<run id>",
-    ]
+    none = f"null # for real slices: {example}; emulated ones need none"
+    values["repository"] = pushed if answers.repository else none
+    zones, plural = ", ".join(slice_type.zones()), "s"[: slice_type.hosts > 1]
+    beginning = _SLICE.format(**values, size=slice_type, zones=zones, plural=plural)
+    if answers.bucket is None:
+        return beginning + _NO_TRAINER
+    folders = {"tokenizer": "tokenizer", "train": "data/train", "evaluation": "data/evaluation", "runs": "runs"}
+    urls = {key: _scalar(f"gs://{answers.bucket}/{folder}") for key, folder in folders.items()}
+    return beginning + _TRAINER.format(batch=32 * slice_type.devices, **urls)
 
 
 def _scalar(value: str) -> str:

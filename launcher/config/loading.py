@@ -73,29 +73,18 @@ class Candidate:
 class Config:
     """The content of a run's file, with the choices of one command line."""
 
-    document: Document
-    """The file's content with every `--set`; hosts get it."""
-
+    document: Document  # the file's content with every `--set`; hosts get it
     project: str
     zone: str
     slice: SliceSection
     image: ImageSection
     run: RunSection
-
-    trainer: TrainerConfig | None
-    """None when the run has a command of its own, or the file has no trainer sections."""
-
+    trainer: TrainerConfig | None  # None when the run has a command of its own, or the file has no trainer sections
     gke: GkeSection = field(default_factory=GkeSection)
     provider: str = "tpu-vm"  # the command line chooses it
-
-    any_owner: bool = False
-    """Whether this command may use and delete a slice of another owner; the command line chooses it."""
-
-    left_out: tuple[str, ...] = ()
-    """Accelerator types of `slice.candidates` on which the step does not fit, as preflight found."""
-
-    node_name: str = ""
-    """Name of the candidate's node, when it is not slice.name."""
+    any_owner: bool = False  # whether this command may use and delete a slice of another owner: --any-owner
+    left_out: tuple[str, ...] = ()  # types of `slice.candidates` on which the step does not fit, as preflight found
+    node_name: str = ""  # of the candidate's node, when it is not slice.name
 
     @property
     def accelerator(self) -> Accelerator:
