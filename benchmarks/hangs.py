@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.launch import drain, share_of_core, until
 from benchmarks.peers.light_hosts import Rack, rack
 from benchmarks.peers.rows import finish, row
-from launcher.container_scripts import DUMP_STACKS
+from launcher.container_output import DUMP_STACKS
 
 WATCH_SECONDS = 60
 PROGRAM = """import json, os, time

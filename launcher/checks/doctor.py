@@ -18,8 +18,7 @@ from launcher import costs, home, shell
 from launcher.checks import inputs
 from launcher.config import Config
 from launcher.errors import CommandMissing, LaunchError
-from launcher.gcloud.calls import run_gcloud
-from launcher.gcloud.errors import PermissionDenied
+from launcher.gcloud import PermissionDenied, run_gcloud
 from launcher.images import engine, local
 from launcher.images.registry import Registry
 from launcher.images.repositories import find_credentials, is_google

@@ -16,7 +16,7 @@ from launcher.cli import terminal
 from launcher.cli.options import configured
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
-from launcher.gcloud.errors import explain_error
+from launcher.gcloud import explain_error
 from launcher.tpu_vm import commands, slice_hints
 from launcher.tpu_vm.host_scripts import EXECUTION_MARK, render
 

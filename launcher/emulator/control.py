@@ -30,8 +30,7 @@ from launcher.emulator.vm.engine_client import Engine, EngineError
 from launcher.emulator.vm.engine_images import remove_pulled
 from launcher.emulator.vm.host_containers import remove_everything
 from launcher.errors import BadInput, LaunchError
-from launcher.file_lock import is_held, lock
-from launcher.home import root, write_private
+from launcher.home import is_held, lock, root, write_private
 from launcher.images.build import ensure_image, make_plan
 from launcher.images.specification import folder_spec
 from launcher.installation import shared_folder

@@ -33,8 +33,7 @@ from launcher.emulator.vm.engine_images import EngineImages
 from launcher.emulator.vm.engine_proxy import EngineProxy
 from launcher.emulator.vm.host_containers import HostContainers, in_parallel
 from launcher.emulator.vm.hosts import Hosts, unix_listener
-from launcher.file_lock import lock
-from launcher.home import write_private
+from launcher.home import lock, write_private
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from launcher.container_output import LogWindow, kubelet_records, read_log
 from launcher.errors import Exit, LaunchError
 from launcher.gke.kubectl import Kubectl
 from launcher.gke.workload import CONTAINER
-from launcher.log_lines import LogWindow, kubelet_records, read_log
 from launcher.provider import ContainerState, LogLine
 from training.machine import Event
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from launcher.config import Config
-from launcher.container_scripts import DUMP_STACKS, READ_PROGRESS, split_progress
+from launcher.container_output import DUMP_STACKS, READ_PROGRESS, LogWindow, split_progress
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.gke import CAPABILITIES, workload
 from launcher.gke.commented_yaml import dump_documents
@@ -19,7 +19,6 @@ from launcher.gke.kubectl import Kubectl, NotTaken
 from launcher.gke.manifest import make_objects
 from launcher.gke.pods import Pod, PodWatch, describe_waiting, find_start_error, parse_log
 from launcher.gke.workload import CONTAINER, LABEL_RUN, LABEL_SLICE, Workload, host_name, jobset_name, needs_secret
-from launcher.log_lines import LogWindow
 from launcher.provider import Attempt, CommandReport, ContainerState, HostReport, Observation, SliceState
 from launcher.workstation import Workstation
 from training.accelerators import gke_nodes

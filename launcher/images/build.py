@@ -25,7 +25,7 @@ from typing import IO
 
 from launcher import shell
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.home import home, where, write_private
+from launcher.home import home, lock, where, write_private
 from launcher.images import build_context, engine
 from launcher.images.registry import Registry
 from launcher.images.repositories import (
@@ -349,8 +349,6 @@ def show_steps(say: Callable[[str], None]) -> Callable[[str], None]:
 @contextmanager
 def _open_log(name: str, say: Callable[[str], None]) -> Iterator[IO[str]]:
     """Opens the log of a tag's builds and holds its lock during the block; waits for another process, and says so."""
-    from launcher.file_lock import lock  # needs fcntl, which some systems that make images without an engine lack
-
     folder = home() / "images"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{name}.log"

@@ -17,8 +17,7 @@ from typing import Any
 
 from launcher import shell
 from launcher.errors import BadInput, LaunchError
-from launcher.gcloud.calls import run_gcloud
-from launcher.gcloud.errors import Conflict, ResourceNotFound
+from launcher.gcloud import Conflict, ResourceNotFound, run_gcloud
 
 _GOOGLE = re.compile(r"([a-z0-9-]+-docker\.pkg\.dev|([a-z0-9-]+\.)?gcr\.io)")
 DOCKER_HUB = "registry-1.docker.io"

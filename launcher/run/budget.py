@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from launcher import costs
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.file_lock import hold_shared
+from launcher.home import hold_shared
 from launcher.run import events
 from launcher.run.events import Entry
 from launcher.run.session import Session, deletion_mark, runs_on_slice

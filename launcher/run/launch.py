@@ -11,7 +11,7 @@ from pathlib import Path
 from launcher.checks import inputs, preflight
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.file_lock import is_held
+from launcher.home import is_held
 from launcher.images import local, overlays
 from launcher.provider import Overlay, Provider
 from launcher.run import budget, events, specification

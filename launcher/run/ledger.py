@@ -30,8 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.errors import BadInput, Exit, LaunchError, from_disk
-from launcher.file_lock import is_held, lock
-from launcher.home import write_private, write_whole
+from launcher.home import is_held, lock, write_private, write_whole
 from launcher.run.bucket import Lease, RunBucket
 from launcher.run.events import Entry, RunEvent, from_document
 from launcher.run.state import Phase, RunState, state_of

@@ -6,8 +6,8 @@ LOG_OVERLAP before the newest line, and lines that were delivered before are ski
 its lines were delivered, and a new process goes on from its end.
 
 Lines are delivered when they have ended, in the order of their ends, but have the times of their beginnings
-(`launcher.log_lines`). While a line is open, observations begin before it, also in a new process: its time is in a file
-beside the log. The parts of a line that was cut are skipped.
+(`launcher.container_output`). While a line is open, observations begin before it, also in a new process: its time is in
+a file beside the log. The parts of a line that was cut are skipped.
 
 A host's clock can step back. Lines then have times before the newest line, and are not among the lines from that time
 on. While a host's clock is behind that time, the host returns its last lines instead (`tpu_vm/scripts/observe.sh`);
@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.config import Config
+from launcher.container_output import CUT, after
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import write_private, write_whole
-from launcher.log_lines import CUT, after
 from launcher.provider import LOG_OVERLAP, LogLine, Observation, Provider, container_name
 from launcher.run.ledger import Ledger
 from launcher.run.session import Context, Output, find_on_slice, open_session

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.file_lock import hold_shared
-from launcher.gcloud.calls import Retry
-from launcher.home import of_slice, write_private
+from launcher.gcloud import Retry
+from launcher.home import hold_shared, of_slice, write_private
 from launcher.provider import LogLine, Overlay, Provider, SliceState, container_name
 from launcher.run import specification
 from launcher.run.bucket import FOLDER, Lease, RunBucket

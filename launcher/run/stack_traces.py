@@ -1,4 +1,4 @@
-"""Parses what `container_scripts.DUMP_STACKS` prints, and tells what a thread of a training program waits for. Pure."""
+"""Parses what `container_output.DUMP_STACKS` prints, and tells what a thread of a training program waits for. Pure."""
 
 import enum
 import re

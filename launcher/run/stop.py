@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.file_lock import hold_shared
+from launcher.home import hold_shared
 from launcher.provider import HostReport
 from launcher.run import events
 from launcher.run.ledger import Ledger

@@ -18,8 +18,7 @@ from typing import Any
 from launcher import costs
 from launcher.config import Candidate, Config
 from launcher.errors import BadInput, LaunchError
-from launcher.gcloud.calls import Backoff
-from launcher.gcloud.errors import Conflict, QuotaExceeded, Refused, Stockout
+from launcher.gcloud import Backoff, Conflict, QuotaExceeded, Refused, Stockout
 from launcher.provider import SliceState
 from launcher.shell import Result
 from launcher.tpu_vm import creation, deletion, requests, slice_hints, slices

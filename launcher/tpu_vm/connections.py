@@ -21,8 +21,7 @@ from pathlib import Path
 from launcher import home
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
-from launcher.gcloud.calls import call_gcloud
-from launcher.gcloud.errors import summarize_error
+from launcher.gcloud import call_gcloud, summarize_error
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, slice_hints, slices
 from launcher.workstation import Address, ConnectionFailed, HostConnection, Workstation

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from launcher import costs
 from launcher.config import Candidate, Config
 from launcher.errors import BadInput, CommandTimeout, LaunchError
-from launcher.gcloud.calls import DELETE_SECONDS, Backoff, Retry, call_gcloud
-from launcher.gcloud.errors import Conflict, Preempted, StillRunning, Stockout
+from launcher.gcloud import DELETE_SECONDS, Backoff, Conflict, Preempted, Retry, StillRunning, Stockout, call_gcloud
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, queued, slice_hints, slices
 from launcher.tpu_vm.deletion import delete_in_zone, delete_node

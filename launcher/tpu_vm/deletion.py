@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from launcher import costs
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
-from launcher.gcloud.calls import DELETE_SECONDS, Look, Retry, delete_until_gone
+from launcher.gcloud import DELETE_SECONDS, Look, Retry, delete_until_gone
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, queued, requests, slice_hints, slices
 from launcher.tpu_vm.requests import RequestRecord, place_of

@@ -24,9 +24,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from launcher.container_scripts import DUMP_STACKS, READ_PROGRESS, split_progress
+from launcher.container_output import (
+    DUMP_STACKS,
+    LINE_BYTES,
+    READ_PROGRESS,
+    LogWindow,
+    docker_records,
+    read_log,
+    split_progress,
+)
 from launcher.images.repositories import is_google
-from launcher.log_lines import LINE_BYTES, LogWindow, docker_records, read_log
 from launcher.provider import (
     COMPILE_CACHE_FOLDER,
     DELIVERY_SECONDS,

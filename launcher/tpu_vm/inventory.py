@@ -13,7 +13,7 @@ from typing import Any
 
 from launcher import costs
 from launcher.errors import LaunchError
-from launcher.gcloud.calls import DELETE_SECONDS, Look, Retry, call_gcloud, delete_until_gone
+from launcher.gcloud import DELETE_SECONDS, Look, Retry, call_gcloud, delete_until_gone
 from launcher.tpu_vm.commands import tpus_command
 from launcher.tpu_vm.slices import ACCOUNT, EXPIRES, LABEL, OWNER, RUN, read_resource, why_not_ours
 from launcher.workstation import Owner, Workstation

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from launcher.config import Config
+from launcher.container_output import LogWindow
 from launcher.errors import HostsUnreachable, LaunchError
-from launcher.gcloud.calls import Retry, call_gcloud
-from launcher.gcloud.errors import Conflict, PermissionDenied, Preempted, explain_error
-from launcher.log_lines import LogWindow
+from launcher.gcloud import Conflict, PermissionDenied, Preempted, Retry, call_gcloud, explain_error
 from launcher.provider import Attempt, CommandReport, HostReport, Observation, SliceState
 from launcher.tpu_vm import CAPABILITIES, candidates, commands, deletion, host_scripts, slices
 from launcher.tpu_vm.connections import HostResult, SliceConnections

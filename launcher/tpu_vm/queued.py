@@ -11,8 +11,17 @@ from collections.abc import Callable
 from launcher import costs
 from launcher.config import Config
 from launcher.errors import LaunchError
-from launcher.gcloud.calls import DELETE_SECONDS, Backoff, Look, Retry, call_gcloud, delete_until_gone
-from launcher.gcloud.errors import Conflict, Stockout, explain_error
+from launcher.gcloud import (
+    DELETE_SECONDS,
+    Backoff,
+    Conflict,
+    Look,
+    Retry,
+    Stockout,
+    call_gcloud,
+    delete_until_gone,
+    explain_error,
+)
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, slice_hints, slices
 from launcher.tpu_vm.slices import Request

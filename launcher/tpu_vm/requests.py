@@ -26,8 +26,8 @@ from typing import Any
 from launcher import home
 from launcher.config import Candidate, Config
 from launcher.errors import LaunchError
-from launcher.file_lock import lock
-from launcher.gcloud.errors import Conflict
+from launcher.gcloud import Conflict
+from launcher.home import lock
 from training import storage
 
 WITHDRAWN, NO_CAPACITY, TAKEN, DELETED, REFUSED = "withdrawn", "no capacity", "taken away", "deleted", "refused"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launcher import home
 from launcher.config import Candidate, Config
-from launcher.file_lock import hold_shared, is_held
+from launcher.home import hold_shared, is_held
 
 
 def in_every_place(config: Config) -> list[Config]:

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.config import Config
-from launcher.gcloud.calls import call_gcloud
-from launcher.gcloud.errors import Conflict, PermissionDenied, ResourceNotFound
+from launcher.gcloud import Conflict, PermissionDenied, ResourceNotFound, call_gcloud
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, slice_hints
 from launcher.workstation import Owner, Workstation

@@ -21,7 +21,7 @@ from launcher.cli.main import cli
 from launcher.config import Candidate, Config
 from launcher.emulator.http_server import HttpResponse
 from launcher.errors import BadInput, CommandTimeout, LaunchError
-from launcher.gcloud.errors import Conflict, QuotaExceeded, Refused, Stockout, Unavailable
+from launcher.gcloud import Conflict, QuotaExceeded, Refused, Stockout, Unavailable
 from launcher.provider import SliceState
 from launcher.run.ledger import RunRecord
 from launcher.run.session import begin_run

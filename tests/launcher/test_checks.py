@@ -19,7 +19,7 @@ from launcher.emulator.bucket import StorageApiError
 from launcher.emulator.http_server import HttpRequest, HttpResponse, json_response
 from launcher.emulator.storage import error_response, refuse_buckets
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.gcloud.errors import PermissionDenied, explain_error
+from launcher.gcloud import PermissionDenied, explain_error
 from tests.bucket_server import BucketServer
 from tests.kubernetes.golden import EXAMPLE
 from tests.launcher.run_files import SLICE, load_text

@@ -24,7 +24,7 @@ import pytest
 
 from launcher.config import Config
 from launcher.errors import CommandTimeout, HostsUnreachable, LaunchError
-from launcher.gcloud.errors import Conflict, PermissionDenied, Preempted
+from launcher.gcloud import Conflict, PermissionDenied, Preempted
 from launcher.provider import Attempt, HostReport, Overlay, SliceState
 from launcher.providers import this_machine
 from launcher.shell import Result

@@ -15,8 +15,7 @@ import pytest
 
 from launcher.config import Config
 from launcher.errors import BadInput, CommandTimeout, Exit, LaunchError
-from launcher.gcloud.calls import Retry, call_gcloud, delete_until_gone, run_gcloud
-from launcher.gcloud.errors import (
+from launcher.gcloud import (
     Busy,
     Conflict,
     PermissionDenied,
@@ -24,10 +23,14 @@ from launcher.gcloud.errors import (
     QuotaExceeded,
     Refused,
     ResourceNotFound,
+    Retry,
     StillRunning,
     Stockout,
     Unavailable,
+    call_gcloud,
+    delete_until_gone,
     explain_error,
+    run_gcloud,
     summarize_error,
 )
 from launcher.shell import Result

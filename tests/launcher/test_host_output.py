@@ -8,8 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from launcher.container_scripts import DUMP_STACKS, READ_PROGRESS, split_progress
-from launcher.log_lines import LogWindow
+from launcher.container_output import DUMP_STACKS, READ_PROGRESS, LogWindow, split_progress
 from launcher.provider import ContainerState
 from launcher.providers import this_machine
 from launcher.run.stack_traces import parse_stacks

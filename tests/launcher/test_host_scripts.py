@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher import container_scripts
+from launcher import container_output
 from launcher.provider import Attempt, ContainerState, Overlay
 from launcher.providers import this_machine
 from launcher.tpu_vm import host_scripts
@@ -62,8 +62,8 @@ def reported(host: ScriptHost, script: str, shell: str = "sh", stdin: str = "") 
         host_scripts.overlay_script(attempt(overlay=Overlay("/opt/it's here", b"x"))),
         host_scripts.render("await_secrets", seconds=5),
         host_scripts.load_script("receive_secrets"),
-        container_scripts.DUMP_STACKS,
-        container_scripts.READ_PROGRESS,
+        container_output.DUMP_STACKS,
+        container_output.READ_PROGRESS,
         host_scripts.load_script("list_tpu_holders"),
     ],
 )

@@ -19,7 +19,7 @@ import pytest
 
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, HostsUnreachable, LaunchError
-from launcher.gcloud.errors import PermissionDenied, QuotaExceeded, Stockout
+from launcher.gcloud import PermissionDenied, QuotaExceeded, Stockout
 from launcher.provider import SECRETS_LATE, Attempt, ContainerState, HostReport, LogLine, Observation
 from launcher.run import events, launch, start
 from launcher.run.ledger import Ledger

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher import log_lines
-from launcher.log_lines import CUT, LogWindow, kubelet_records, read_log
+from launcher import container_output
+from launcher.container_output import CUT, LogWindow, kubelet_records, read_log
 from launcher.provider import LogLine, Observation
 from launcher.run import logs
 from launcher.run.logs import Cursor, HostLog, next_page, read_from
@@ -243,8 +243,8 @@ def test_lines_of_two_streams_in_parts_are_delivered_once(  # type: ignore[no-un
 ) -> None:
     docker, log = Docker(), HostLog(tmp_path_factory.mktemp("log") / "host-0.log")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log_lines, "PART_BYTES", PART)
-        patch.setattr(log_lines, "LINE_BYTES", limits[0])
+        patch.setattr(container_output, "PART_BYTES", PART)
+        patch.setattr(container_output, "LINE_BYTES", limits[0])
         patch.setattr(host_scripts, "LOG_BYTES", limits[1])
         patch.setattr(provider, "_TAIL", tail)
         patch.setattr(host_scripts, "observe_script", lambda _, since, tail=None, **__: (since, tail))
@@ -283,6 +283,6 @@ def test_lines_in_the_last_records_come_after_a_clocks_step(tmp_path: Path, monk
 
 
 def test_times_that_older_kubelets_print_between_parts_are_not_in_the_line() -> None:
-    half = log_lines.PART_BYTES - 1
+    half = container_output.PART_BYTES - 1
     data = f"{stamp(1)} ".encode() + b"a" * half + f"\xc3{stamp(2)} ".encode("latin-1") + b"\xa9 end\n"
     assert read_log(data, kubelet_records, complete=False).lines == (LogLine(stamp(1), "a" * half + "é end"),)

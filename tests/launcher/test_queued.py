@@ -12,7 +12,7 @@ from launcher.config import Config
 from launcher.emulator import faults
 from launcher.emulator.state import Fault
 from launcher.errors import BadInput
-from launcher.gcloud.errors import Conflict, PermissionDenied, QuotaExceeded, Stockout, Unavailable
+from launcher.gcloud import Conflict, PermissionDenied, QuotaExceeded, Stockout, Unavailable
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, creation, deletion, slice_hints, slices
 from launcher.tpu_vm.slices import NotOurs

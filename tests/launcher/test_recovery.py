@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.errors import BadInput, Exit, HostsUnreachable, LaunchError
-from launcher.gcloud.errors import Busy, Conflict, PermissionDenied, Preempted, QuotaExceeded, Stockout, Unavailable
+from launcher.gcloud import Busy, Conflict, PermissionDenied, Preempted, QuotaExceeded, Stockout, Unavailable
 from launcher.provider import SliceState
 from launcher.run import recovery
 from launcher.run.events import NOT_STARTED, Ended, Recovering, RunEvent, SliceReplaced

@@ -15,7 +15,7 @@ import pytest
 
 from launcher import shell
 from launcher.errors import CommandMissing, CommandTimeout, Exit
-from launcher.file_lock import is_held
+from launcher.home import is_held
 from tests.launcher.run_files import SLICE
 from tests.launcher.script_host import write_program
 from tests.processes import ROOT, is_alive, wait_until
@@ -58,8 +58,8 @@ def test_a_gcloud_that_outlives_its_launcher_keeps_its_mark(tmp_path: Path) -> N
     assert not is_held(mark)
     code = f"""
 from pathlib import Path
-from launcher.gcloud.calls import run_gcloud
-from launcher.file_lock import hold_shared
+from launcher.gcloud import run_gcloud
+from launcher.home import hold_shared
 with hold_shared(Path({str(mark)!r})) as descriptor:
     run_gcloud(["sh", "-c", "echo $$ >{pid_file}; exec sleep 60"], timeout=60, pass_fds=(descriptor,))
 """

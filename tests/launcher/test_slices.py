@@ -9,7 +9,7 @@ import pytest
 
 from launcher.config import Config
 from launcher.errors import BadInput, CommandTimeout, Exit, LaunchError
-from launcher.gcloud.errors import Conflict, Stockout, Unavailable
+from launcher.gcloud import Conflict, Stockout, Unavailable
 from launcher.provider import SliceState
 from launcher.tpu_vm import candidates, creation, deletion, slice_hints, slices
 from launcher.tpu_vm.slices import NotOurs

@@ -24,7 +24,7 @@ from launcher.emulator.api.catalogue import CODES, ApiError
 from launcher.emulator.http_server import HttpRequest, HttpResponse, json_response
 from launcher.emulator.state import EmulatorState, Host, Store
 from launcher.emulator.vm import metadata
-from launcher.gcloud.calls import call_gcloud
+from launcher.gcloud import call_gcloud
 from launcher.providers import this_machine
 from launcher.tpu_vm import commands, creation, deletion, inventory, slices
 from launcher.tpu_vm.connections import SliceConnections, parse_dry_run

@@ -27,7 +27,7 @@ from unittest import mock
 from launcher.config import Config, load
 from launcher.emulator.api import stock
 from launcher.errors import LaunchError
-from launcher.gcloud.errors import Stockout
+from launcher.gcloud import Stockout
 from launcher.run import bucket, session, supervisor
 from launcher.run.events import AttemptBegan, Supervised
 from launcher.run.ledger import Ledger, RunRecord

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from launcher.container_scripts import DUMP_STACKS
+from launcher.container_output import DUMP_STACKS
 from launcher.gke.workload import CONTAINER, LABEL_ATTEMPT, LABEL_RUN
 from tests.kubernetes.cluster import controllers
 from tests.kubernetes.cluster import store as stores

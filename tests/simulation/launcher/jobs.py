@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from launcher.log_lines import PART_BYTES
+from launcher.container_output import PART_BYTES
 from launcher.run.progress import DEFAULT_SECONDS
 from tests.simulation.launcher import hangs
 from tests.simulation.launcher.hangs import Hang, Slow

@@ -1,4 +1,5 @@
-"""Takes whole lines out of what an engine printed of a container's log. Pure: bytes in, lines out.
+"""The scripts that run inside the containers of a run, the same with every provider, and what containers print: the
+lines of progress, and whole lines out of what an engine printed of a container's log. Pure: bytes in, lines out.
 
 Engines store a line longer than 16 KiB in parts, each as soon as it is full. Docker prints before each part the time of
 the line's first part (moby#37681); parts of stdout and stderr may alternate, and at the end of a container each stream
@@ -15,16 +16,71 @@ from datetime import UTC, datetime, timedelta
 
 from launcher.provider import LogLine
 from training.machine import shift
+from training.telemetry.progress_line import ProgressLine, parse
+
+READ_PROGRESS = """\
+for file in "$0" "$0".[0-9]*; do
+  [ -f "$file" ] && printf 'progress %s\\n' "$(head -c 4000 "$file" | head -n 1)"
+done
+"""
+"""Prints `progress <JSON>`, the first line, for the file $0 and each $0.<rank>."""
+
+DUMP_STACKS = """\
+cd /sys/fs/cgroup 2>/dev/null
+tell_memory() {
+  set -- memory.events memory.pressure memory.stat memory/memory.stat memory/memory.oom_control
+  set -- /proc/meminfo /proc/pressure/memory "$@"
+  echo memory $(sed -n '/^Mem[TA]/p; /^full/p; /^oom_kill /p; /^workingset_refault_/p' "$@" 2>/dev/null)
+}
+tell_memory
+for process in /proc/[0-9]*; do
+  state=$(sed -n 's/^State:[[:space:]]*//p' "$process/status" 2>/dev/null)
+  case $state$(readlink "$process/exe") in
+    Z*) echo "process ${process#/proc/} [$state] [] $(cat "$process/comm")" ;;
+    *python*)
+      name=$(tr '\\0' ' ' <"$process/cmdline" | tr -d '\\n' | head -c 300)
+      echo "process ${process#/proc/} [$state] [$(cat "$process/wchan")] $name"
+      echo "polling $(grep -l poll_schedule "$process"/task/*/wchan | wc -l)"
+      dump="timeout 15 py-spy dump --full-filenames --pid ${process#/proc/}"
+      stacks=$($dump --nonblocking 2>&1)
+      printf '%s\\n' "$stacks"
+      printf '%s\\n' "$stacks" | sed -n 's/^ .*(\\(\\/.*\\):\\([0-9][0-9]*\\))$/\\2 \\1/p' | sort -u | head -n 300 |
+        awk '{ file = substr($0, index($0, " ") + 1)
+          for (n = 0; n < $1 && (getline text < file) > 0; n++) continue
+          close(file)
+          if (n == $1) printf "source %s:%s %s\\n", file, n, substr(text, 1, 200) }'
+      case $0$state in native[RS]*) $dump --native 2>&1 ;; esac
+      ;;
+  esac
+done
+tell_memory
+"""
+"""Prints `memory <the kernel's figures>`, and again at the end, because py-spy needs memory itself; for every Python
+process `process <id> [<state>] [<wait channel>] <command>`, `polling <number of its threads, native ones too, that wait
+in poll(), as for a connection>`, its stack traces by py-spy (in our images) or why there are none, and `source
+<file>:<line> <text>` for each frame. With $0 "native", frames of native code too, if ptrace is allowed: it pauses each
+process for about 0.3 s."""
 
 LINE_BYTES = 1 << 20
 CUT = " [tpu-launch cut this line]"
 PART_BYTES = 1 << 14
+_PROGRESS, _MOST_PROCESSES = "progress ", 64
 _TIME_BYTES = 31  # of a docker time, with the blank behind it
 _TIME = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{1,9})?(?:Z|[-+]\d\d:\d\d)) ")
 _DOCKER_TIME = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{9}Z) ")
 
 _Open = dict[str, tuple[int, list[bytes]]]  # lines that have not ended, by time: where they begin, and their parts
 _Records = Callable[[bytes, _Open], Iterator[tuple[str, bytes, bool]]]
+
+
+def split_progress(output: str) -> tuple[tuple[ProgressLine, ...], str]:
+    """Returns the lines of progress that begin an output (those that can be parsed, 64 at most), and the rest of it."""
+    progress: list[ProgressLine] = []
+    while output.startswith(_PROGRESS):
+        line, _, output = output.partition("\n")
+        if (parsed := parse(line.removeprefix(_PROGRESS))) and len(progress) < _MOST_PROCESSES:
+            progress.append(parsed)
+    return tuple(progress), output
 
 
 @dataclass(frozen=True)
