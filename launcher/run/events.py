@@ -19,6 +19,9 @@ INTERRUPTED = "it was interrupted while it was started"
 VANISHED = "vanished"
 """Outcome of an attempt whose containers were missing on every host when they were next observed."""
 
+KINDS: dict[str, type["RunEvent"]] = {}
+"""The class of each kind, by its name."""
+
 
 @dataclass(frozen=True)
 class RunEvent:
@@ -29,12 +32,15 @@ class RunEvent:
     attempt: int
     """Number of the attempt that the event belongs to, from 0."""
 
+    def __init_subclass__(cls, kind: str) -> None:
+        cls.kind = kind
+        KINDS[kind] = cls
+
 
 @dataclass(frozen=True)
-class AttemptBegan(RunEvent):
+class AttemptBegan(RunEvent, kind="attempt"):
     """An attempt is about to be started on all hosts."""
 
-    kind: ClassVar[str] = "attempt"
     image: str = ""
     """The image that hosts run: REPOSITORY@sha256:... or an image id."""
     command: tuple[str, ...] = ()
@@ -52,10 +58,9 @@ class AttemptBegan(RunEvent):
 
 
 @dataclass(frozen=True)
-class Started(RunEvent):
+class Started(RunEvent, kind="started"):
     """The containers were started on all hosts."""
 
-    kind: ClassVar[str] = "started"
     image_id: str = ""
     """The image id that all hosts reported."""
     slice_created: str = ""
@@ -65,10 +70,9 @@ class Started(RunEvent):
 
 
 @dataclass(frozen=True)
-class Judged(RunEvent):
+class Judged(RunEvent, kind="judged"):
     """How the attempt ends, before its containers are ended: the next supervisor goes on with it after a kill."""
 
-    kind: ClassVar[str] = "judged"
     outcome: str
     """An outcome as in `ended`."""
     cause: Cause | None
@@ -78,10 +82,9 @@ class Judged(RunEvent):
 
 
 @dataclass(frozen=True)
-class Ended(RunEvent):
+class Ended(RunEvent, kind="ended"):
     """The attempt is over."""
 
-    kind: ClassVar[str] = "ended"
     outcome: str = ""
     """finished, saved, failed, bad input, host lost, connection lost, preempted, slice deleted, stalled, stopped,
     not started, or vanished."""
@@ -96,29 +99,26 @@ class Ended(RunEvent):
 
 
 @dataclass(frozen=True)
-class Requested(RunEvent):
+class Requested(RunEvent, kind="requested"):
     """`tpu-launch run` was asked to start or resume the run. Stops that were requested before no longer count."""
 
-    kind: ClassVar[str] = "requested"
     stops: int
     """How many stops had been requested by then. A stop beyond that number counts, wherever its line is."""
 
 
 @dataclass(frozen=True)
-class Supervised(RunEvent):
+class Supervised(RunEvent, kind="supervised"):
     """A process took the lease of the run: events of the supervisor before it are refused from here on."""
 
-    kind: ClassVar[str] = "supervised"
     holder: str
     """Name of the supervisor's machine, and a number that no other supervisor has."""
 
 
 @dataclass(frozen=True)
-class RunStopRequested(RunEvent):
+class RunStopRequested(RunEvent, kind="stop"):
     """The run was stopped (`tpu-launch stop`, `down`, the end of its budget). No attempt follows until the next
     `tpu-launch run`."""
 
-    kind: ClassVar[str] = "stop"
     grace: int = 30
     """Seconds between SIGTERM and SIGKILL."""
     by_budget: bool = False
@@ -128,10 +128,9 @@ class RunStopRequested(RunEvent):
 
 
 @dataclass(frozen=True)
-class HostStopped(RunEvent):
+class HostStopped(RunEvent, kind="stopped"):
     """A host was told to end its container because the attempt had failed."""
 
-    kind: ClassVar[str] = "stopped"
     host: int
     """Worker index."""
     ok: bool
@@ -141,10 +140,9 @@ class HostStopped(RunEvent):
 
 
 @dataclass(frozen=True)
-class HostOutOfReach(RunEvent):
+class HostOutOfReach(RunEvent, kind="host out of reach"):
     """A host stopped answering."""
 
-    kind: ClassVar[str] = "host out of reach"
     host: int
     """Worker index."""
     problem: str
@@ -152,19 +150,17 @@ class HostOutOfReach(RunEvent):
 
 
 @dataclass(frozen=True)
-class HostBack(RunEvent):
+class HostBack(RunEvent, kind="host back"):
     """A host that was out of reach answers again."""
 
-    kind: ClassVar[str] = "host back"
     host: int
     """Worker index."""
 
 
 @dataclass(frozen=True)
-class StragglerFound(RunEvent):
+class StragglerFound(RunEvent, kind="straggler"):
     """A host takes longer than the others in a part of the step, over several windows of half a minute."""
 
-    kind: ClassVar[str] = "straggler"
     host: int
     """Worker index."""
     part: str
@@ -176,10 +172,9 @@ class StragglerFound(RunEvent):
 
 
 @dataclass(frozen=True)
-class StragglerGone(RunEvent):
+class StragglerGone(RunEvent, kind="no straggler"):
     """A host that was a straggler is as fast as the others again."""
 
-    kind: ClassVar[str] = "no straggler"
     host: int
     """Worker index."""
     part: str
@@ -187,10 +182,9 @@ class StragglerGone(RunEvent):
 
 
 @dataclass(frozen=True)
-class HostEnded(RunEvent):
+class HostEnded(RunEvent, kind="host ended"):
     """The container of a host ended, or is gone."""
 
-    kind: ClassVar[str] = "host ended"
     host: int
     """Worker index."""
     exit_code: int | None
@@ -204,10 +198,9 @@ class HostEnded(RunEvent):
 
 
 @dataclass(frozen=True)
-class Recovering(RunEvent):
+class Recovering(RunEvent, kind="recover"):
     """Another attempt will follow. It counts against a retry budget of the run."""
 
-    kind: ClassVar[str] = "recover"
     after: str
     """How the previous attempt ended: an outcome as in `ended`."""
     reason: str
@@ -217,10 +210,9 @@ class Recovering(RunEvent):
 
 
 @dataclass(frozen=True)
-class RoundFailed(RunEvent):
+class RoundFailed(RunEvent, kind="not recovered yet"):
     """A round of a recovery (make the slice READY, start the attempt on all hosts) failed; another round follows."""
 
-    kind: ClassVar[str] = "not recovered yet"
     problem: str
     """First line of the error."""
     reason: str
@@ -230,11 +222,10 @@ class RoundFailed(RunEvent):
 
 
 @dataclass(frozen=True)
-class RecoveryGivenUp(RunEvent):
+class RecoveryGivenUp(RunEvent, kind="not recovered"):
     """A recovery was given up after a failed round, or the slice was deleted because run.budget is spent: no attempt
     follows until the next `tpu-launch run`."""
 
-    kind: ClassVar[str] = "not recovered"
     problem: str
     """First line of the error."""
     reason: str
@@ -242,19 +233,17 @@ class RecoveryGivenUp(RunEvent):
 
 
 @dataclass(frozen=True)
-class Recovered(RunEvent):
+class Recovered(RunEvent, kind="recovered"):
     """The attempt after a recovery has started."""
 
-    kind: ClassVar[str] = "recovered"
     seconds: Mapping[str, float]
     """Seconds since the end of the previous attempt, by phase: delay (with failed rounds), slice, start."""
 
 
 @dataclass(frozen=True)
-class SliceReplaced(RunEvent):
+class SliceReplaced(RunEvent, kind="replaced"):
     """The slice is deleted in order to be recreated: one host failed repeatedly, or hosts could not be contacted."""
 
-    kind: ClassVar[str] = "replaced"
     host: int
     """Worker index of the failing host; -1: no single host."""
     reason: str
@@ -264,19 +253,17 @@ class SliceReplaced(RunEvent):
 
 
 @dataclass(frozen=True)
-class PostMortemWritten(RunEvent):
+class PostMortemWritten(RunEvent, kind="post-mortem"):
     """A post-mortem archive of logs and state was written."""
 
-    kind: ClassVar[str] = "post-mortem"
     path: str
     """Path of the archive."""
 
 
 @dataclass(frozen=True)
-class Orphaned(RunEvent):
+class Orphaned(RunEvent, kind="orphaned"):
     """The attempt ended, and on some hosts its container may still exist: they could not be reached."""
 
-    kind: ClassVar[str] = "orphaned"
     container: str
     """Name of the container, the same on every host."""
     hosts: tuple[int, ...]
@@ -284,15 +271,11 @@ class Orphaned(RunEvent):
 
 
 @dataclass(frozen=True)
-class Reaped(RunEvent):
+class Reaped(RunEvent, kind="reaped"):
     """Orphaned containers of an attempt were removed."""
 
-    kind: ClassVar[str] = "reaped"
     hosts: tuple[int, ...]
     """Worker indices."""
-
-
-KINDS: Mapping[str, type[RunEvent]] = {kind.kind: kind for kind in RunEvent.__subclasses__()}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from launcher.masking import SecretMasker
 from launcher.provider import CommandReport, LogLine, Observation
 from launcher.run import hang
 from launcher.run.session import Context, Session, find_on_slice, open_session
-from launcher.run.specification import SecretSource
 from launcher.run.state import Phase
 from training.machine import Future, format_time
 from training.telemetry.progress_line import slowest
@@ -64,7 +63,7 @@ def live_session(config: Config, context: Context, run_id: str | None) -> Iterat
             f"run {ledger.run_id} is not running: its last attempt ended with {state.outcome!r}; "
             "`tpu-launch run` resumes it"
         )
-    session = open_session(context, ledger, SecretSource(context.environment, {}))
+    session = open_session(context, ledger)
     with contextlib.closing(session.provider):
         yield session
 

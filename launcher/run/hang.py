@@ -7,7 +7,7 @@ or stuck; Python's lock; another program; another place; another step; the same 
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,6 +97,18 @@ class _HostLook:
     place: Place | None = None
     storage: Place | None = None
     """Where a thread of the host waits for storage."""
+    line: ProgressLine | None = None
+    """Its newest line of progress."""
+
+    @property
+    def compiles(self) -> bool:
+        return self.line is not None and self.line.phase == COMPILE
+
+    @property
+    def step(self) -> str:
+        """Returns its step and phase, to begin a sentence: "step 7, training: "; "" without a line."""
+        line = self.line
+        return "" if line is None else f"step {line.step:,}{f', {line.phase}' if line.phase else ''}: "
 
 
 def explain_hang(
@@ -117,68 +129,64 @@ def explain_hang(
         hosts[worker] = _look(before, samples[-1] if samples else stacks, lines.get(worker))
     if not hosts:
         return None
-    lasting = f" for {seconds:.0f} s" if seconds else ""
-    table = tuple(f"host {worker}: {_step(lines.get(worker))}{host.what}" for worker, host in hosts.items())
+    kind, odd, what = _compare(hosts)
+    lasting = f" for {seconds:.0f} s" if seconds and kind not in ("program", "step") else ""
+    table = tuple(f"host {worker}: {host.step}{host.what}" for worker, host in hosts.items())
+    return Hang(kind, odd[0] if odd else -1, f"{what}{lasting}", _ADVICE[kind], table)
 
-    def found(kind: str, odd: Sequence[int], what: str) -> Hang:
-        return Hang(kind, odd[0] if odd else -1, what, _ADVICE[kind], table)
 
+def _compare(hosts: Mapping[int, _HostLook]) -> tuple[str, Sequence[int], str]:
+    """Returns the kind of a hang, the hosts that differ ([]: none), and what they or all wait for, in words."""
     for kind in ("memory", "no stacks", "ended", "stopped", "kernel", "interpreter"):
         if odd := [worker for worker, host in hosts.items() if host.kind == kind]:
-            return found(kind, odd, f"{_others(hosts, odd, lines)}{_where(hosts, odd)}{lasting}")
-    if odd := _minority({worker: line.program for worker, line in lines.items() if worker in hosts and line.program}):
-        return found("program", odd, f"{_names(odd)} run{'s'[: len(odd) == 1]} another program than the other hosts")
+            return kind, odd, f"{_others(hosts, odd)}{_where(hosts, odd)}"
+    lines = {worker: host.line for worker, host in hosts.items() if host.line is not None}
+    if odd := _minority({worker: line.program for worker, line in lines.items() if line.program}):
+        return "program", odd, f"{_names(odd)} run{'s'[: len(odd) == 1]} another program than the other hosts"
     waiting = [worker for worker, host in hosts.items() if host.kind == "collective"]
     odd = [worker for worker in hosts if worker not in waiting]
     if not odd or not waiting:
-        compiling = [worker for worker in hosts if _compiles(lines.get(worker))]
+        compiling = [worker for worker, host in hosts.items() if host.compiles]
         if waiting and 0 < len(compiling) < len(hosts):
-            what = f"{_names(compiling)} compile{'s'[: len(compiling) == 1]}: {hosts[compiling[0]].what}{lasting}"
-            return found("compile", compiling, f"{_others(hosts, compiling, lines)}{what}")
-        odd_step = _minority({worker: line.step for worker, line in lines.items() if worker in hosts})
+            what = f"{_names(compiling)} compile{'s'[: len(compiling) == 1]}: {hosts[compiling[0]].what}"
+            return "compile", compiling, f"{_others(hosts, compiling)}{what}"
+        odd_step = _minority({worker: line.step for worker, line in lines.items()})
         if odd_step and not odd:
-            steps = f"step {lines[odd_step[0]].step:,}"
             others = next(line.step for worker, line in lines.items() if worker not in odd_step)
-            at = f"{_names(odd_step)} {'are' if len(odd_step) > 1 else 'is'} at {steps}"
-            return found("step", odd_step, f"{at}, the other hosts are at step {others:,}")
-        return _explain_alike(hosts, lines, lasting, found)
+            at = f"{_names(odd_step)} {'are' if len(odd_step) > 1 else 'is'} at step {lines[odd_step[0]].step:,}"
+            return "step", odd_step, f"{at}, the other hosts are at step {others:,}"
+        return _compare_alike(hosts)
     host = hosts[odd[0]]
     if all(hosts[worker].kind == "storage" for worker in odd):
         waiting = [worker for worker, each in hosts.items() if each.storage is not None]
         if len(waiting) > max(1, len(hosts) / 2):  # the others have read ahead
-            return found("storage", [], f"{len(waiting)} of {len(hosts)} hosts: each {host.storage}{lasting}")
-    return found(host.kind, odd, f"{_others(hosts, odd, lines)}{_where(hosts, odd)}{lasting}")
+            return "storage", [], f"{len(waiting)} of {len(hosts)} hosts: each {host.storage}"
+    return host.kind, odd, f"{_others(hosts, odd)}{_where(hosts, odd)}"
 
 
-def _explain_alike(
-    hosts: Mapping[int, _HostLook],
-    lines: Mapping[int, ProgressLine],
-    lasting: str,
-    found: Callable[[str, Sequence[int], str], Hang],
-) -> Hang:
-    """Returns the explanation if no host waits in a collective, or all do. `found` makes it from a kind, the hosts that
-    differ ([]: none) and a sentence; `lasting` ends the sentence (" for 300 s")."""
-    if all(host.kind in ("compile", "collective") and _compiles(lines.get(worker)) for worker, host in hosts.items()):
+def _compare_alike(hosts: Mapping[int, _HostLook]) -> tuple[str, Sequence[int], str]:
+    """Returns the same as `_compare` if no host waits in a collective, or all do."""
+    if all(host.kind in ("compile", "collective") and host.compiles for host in hosts.values()):
         hosts = {worker: replace(host, kind="compile", what=f"compiles: {host.what}") for worker, host in hosts.items()}
     kinds = Counter(host.kind for host in hosts.values())
     (kind, count), host = kinds.most_common(1)[0], next(iter(hosts.values()))
     if len(hosts) == 1:
-        return found(kind, [*hosts], f"{_step(lines.get(min(hosts)))}the host {host.what}{lasting}")
+        return kind, [*hosts], f"{host.step}the host {host.what}"
     if count == len(hosts):
-        return found(kind, [], f"all {count} hosts: {_step(lines.get(min(hosts)))}each {host.what}{lasting}")
+        return kind, [], f"all {count} hosts: {host.step}each {host.what}"
     odd = [worker for worker, each in hosts.items() if each.kind != kind] if count > len(hosts) / 2 else [*hosts]
-    return found(hosts[odd[0]].kind, odd, f"{_names(odd[:1])} {hosts[odd[0]].what}{lasting}")
+    return hosts[odd[0]].kind, odd, f"{_names(odd[:1])} {hosts[odd[0]].what}"
 
 
-def _others(hosts: Mapping[int, _HostLook], odd: Sequence[int], lines: Mapping[int, ProgressLine]) -> str:
+def _others(hosts: Mapping[int, _HostLook], odd: Sequence[int]) -> str:
     """Returns what most hosts other than `odd` do: "3 of 4 hosts wait in step 7 ...; "; "" if there are none."""
-    others = [worker for worker in hosts if worker not in odd]
+    others = [host for worker, host in hosts.items() if worker not in odd]
     if not others:
         return ""
-    kind, count = Counter(hosts[worker].kind for worker in others).most_common(1)[0]
-    like = next(hosts[worker] for worker in others if hosts[worker].kind == kind)
+    kind, count = Counter(host.kind for host in others).most_common(1)[0]
+    like = next(host for host in others if host.kind == kind)
     place = "" if like.place is None or like.place.frame is None else f" ({like.place.frame.place})"
-    line = next((lines[worker] for worker in others if worker in lines), None)
+    line = next((host.line for host in others if host.line is not None), None)
     step = f" in step {line.step + 1:,}'s collective" if line is not None and kind == "collective" else ""
     doing = "wait" if kind == "collective" else f"are elsewhere ({kind})"
     return f"{count} of {len(hosts)} hosts {doing}{step}{place}; "
@@ -187,7 +195,7 @@ def _others(hosts: Mapping[int, _HostLook], odd: Sequence[int], lines: Mapping[i
 def _look(first: HostStacks, second: HostStacks, line: ProgressLine | None) -> _HostLook:
     """Returns the state of one host, from two samples and its newest line; its kind is "memory" if memory is short."""
     second = merge_samples(first, second)
-    look = _look_at_processes(first, second)
+    look = replace(_look_at_processes(first, second), line=line)
     memory = second.memory
     if (pages := second.refaults[0] - first.refaults[1]) > _REFAULTS and first.refaults[1] >= 0:
         memory = memory or f"read {pages / 256:,.0f} MiB again between two samples, for which it has no memory"
@@ -200,11 +208,12 @@ def _look_at_processes(first: HostStacks, second: HostStacks) -> _HostLook:
     """Returns where one host is, by the state of its processes, then by their threads."""
     if not second.processes:
         return _HostLook("no stacks", f"gives no stack traces ({second.problem or 'no answer'})")
+    was_stuck = {process.pid for process in first.processes if process.state == "D"}
     for process in second.processes:
         name = f"process {process.pid} ({process.command.strip()[:60]})"
         if process.state == "T":
             return _HostLook("stopped", f"has a stopped process: {name}")
-        if process.state == "D" and _state_of(first, process.pid) == "D":
+        if process.state == "D" and process.pid in was_stuck:
             return _HostLook("kernel", f"is stuck in the kernel ({process.wait_channel}): {name}")
         if process.state == "Z":
             return _HostLook("ended", f"has a dead process that its parent has not reaped: {name}")
@@ -254,11 +263,6 @@ def _starves(thread: ThreadStack, before: ThreadStack | None) -> bool:
     return before is not None and thread.waits_for_gil and before.waits_for_gil and thread.frames == before.frames
 
 
-def _state_of(stacks: HostStacks, pid: int) -> str:
-    """Returns a process's state as the kernel reports it; "" if the host has no such process."""
-    return next((process.state for process in stacks.processes if process.pid == pid), "")
-
-
 def _minority(values: Mapping[int, Any]) -> list[int]:
     """Returns the hosts whose value is not the most frequent; of equally frequent ones, the smallest counts as usual (a
     host can't be ahead in a collective, so it skipped one). [] if all are equal."""
@@ -267,15 +271,6 @@ def _minority(values: Mapping[int, Any]) -> list[int]:
         return []
     usual = min(counts, key=lambda value: (-counts[value], value))
     return [worker for worker, value in values.items() if value != usual]
-
-
-def _compiles(line: ProgressLine | None) -> bool:
-    return line is not None and line.phase == COMPILE
-
-
-def _step(line: ProgressLine | None) -> str:
-    """Returns the step and phase of a host's line, to begin a sentence: "step 7, training: "; "" without a line."""
-    return "" if line is None else f"step {line.step:,}{f', {line.phase}' if line.phase else ''}: "
 
 
 def _where(hosts: Mapping[int, _HostLook], odd: Sequence[int]) -> str:

@@ -119,9 +119,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
         )
         for run_id in stop_before_restart(config, context) if request.sync is not None else ():
             known_stops[run_id] = known_stops.get(run_id, 0) + 1  # this command's own
-        ledger = resolve_run(
-            config, context.home, context.machine, requested, overlay, run_id=request.run_id, new=request.new, say=say
-        )
+        ledger = resolve_run(config, context, requested, overlay, run_id=request.run_id, new=request.new)
         with supervising(ledger, context.machine, say):
             known = known_stops.get(ledger.run_id, 0)
             _require_startable(request, ledger, known)
@@ -130,13 +128,13 @@ def run(request: RunRequest, context: Context) -> Outcome:
             if ledger.state.phase.is_open:
                 if not slice_is_known and provider.describe() is None:
                     require_ready(config, provider)
-                outcome = resume_open_attempt(open_session(context, ledger, secrets))
+                outcome = resume_open_attempt(open_session(context, ledger, variables))
                 if outcome is not None:
                     return outcome
             provider.connect()
             ledger.append(events.Requested(ledger.state.attempt + 1, known))
             if ledger.state.stop_requested:  # meanwhile
-                raise RunStopped.of(ledger.run_id)
+                raise RunStopped(ledger.run_id)
             if not slice_is_known and ledger.state.recovering is None:
                 require_ready(config, provider)
             kept = specification.read(ledger.folder)
@@ -175,7 +173,7 @@ def attach(request: RunRequest, context: Context) -> Outcome:
                 f"run {ledger.run_id} is not running: its last attempt ended with {state.outcome!r}; "
                 "`tpu-launch logs` shows its lines"
             )
-        session = open_session(context, ledger, SecretSource(context.environment, given))
+        session = open_session(context, ledger, given)
         with contextlib.closing(session.provider):
             session.provider.withdraw_unused()
             if state.phase is Phase.STARTING and observe_phase(session) is Phase.INTERRUPTED:
@@ -315,7 +313,7 @@ def _require_startable(request: RunRequest, ledger: Ledger, known_stops: int) ->
             exit_code=Exit.CONFLICT,
         )
     if ledger.state.stops > known_stops:
-        raise RunStopped.of(ledger.run_id)
+        raise RunStopped(ledger.run_id)
     if is_held(deletion_mark(request.config)):
         raise LaunchError(
             f"slice {request.config.slice.name} is being deleted by another tpu-launch on this machine: wait for its "

@@ -30,7 +30,6 @@ from launcher.home import write_private, write_whole
 from launcher.provider import LOG_OVERLAP, LogLine, Observation, Provider, container_name
 from launcher.run.ledger import Ledger
 from launcher.run.session import Context, Output, find_on_slice, open_session
-from launcher.run.specification import SecretSource
 from training.machine import shift
 
 _TAIL_BYTES = 2_000_000  # of a log file, to find the lines of the overlap again after a restart
@@ -263,7 +262,7 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
     number = ledger.state.attempt
     if number < 0:
         raise BadInput(f"run {ledger.run_id} was never started: there are no lines")
-    session = open_session(context, ledger, SecretSource({}, {}))
+    session = open_session(context, ledger)
     workers = session.choose_workers(host)
     files = {worker: ledger.log_file(number, worker) for worker in workers}
     offsets = dict.fromkeys(workers, 0)

@@ -45,7 +45,7 @@ def keep_evidence(
     except OSError as error:
         say(f"no post-mortem of attempt {attempt} could be written: {error}")
         return
-    session.ledger.note(events.PostMortemWritten(attempt, str(path)), say)
+    session.note(events.PostMortemWritten(attempt, str(path)))
     unmasked = f"; not masked in it: {', '.join(unknown)}" if unknown else ""
     say(f"logs, inspection, TPU logs and the slice's state are kept in {path}{unmasked}")
 

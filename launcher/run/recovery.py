@@ -199,12 +199,9 @@ class Recovery:
         try:
             self._check_slice(settle=settle)
         except SliceDeleted as error:
-            session, what = self.session, str(error)
-            session.ledger.note(
-                events.RecoveryGivenUp(session.ledger.state.attempt, what, "a user deleted it"),
-                session.context.output.say,
-            )
-            raise SliceDeleted(f"run {session.ledger.run_id}: {what}") from None
+            ledger = self.session.ledger
+            self.session.note(events.RecoveryGivenUp(ledger.state.attempt, str(error), "a user deleted it"))
+            raise SliceDeleted(f"run {ledger.run_id}: {error}") from None
         except LaunchError:
             pass  # the next round asks again
 
@@ -275,7 +272,7 @@ class Recovery:
         started = self.clock.monotonic()
         steps = {"delay": round_begun - self.begun, "slice": ready - round_begun, "start": started - ready}
         seconds = {name: round(value, 1) for name, value in steps.items()}
-        session.ledger.note(events.Recovered(attempt, seconds), session.context.output.say)
+        session.note(events.Recovered(attempt, seconds))
         parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
         session.say(f": recovered in {started - self.begun:.1f} s ({parts})")
         return attempt
@@ -285,8 +282,7 @@ class Recovery:
         Raises LaunchError if the recovery is given up."""
         session, now = self.session, self.clock.monotonic()
         self.failed += 1
-        if self.failed == 1:
-            self.first_failure = now
+        self.first_failure = self.first_failure if self.failed > 1 else now
         replaces = session.provider.capabilities.replaces_hosts
         decision = decide_round(
             error,
@@ -295,10 +291,9 @@ class Recovery:
             limit=session.config.run.recovery_minutes * 60,
             may_replace=session.config.run.replace_after is not None if replaces else None,
         )
-        problem, note = str(error).splitlines()[0], session.ledger.note
+        problem, attempt = str(error).splitlines()[0], session.ledger.state.attempt
         if not decision.retry:
-            given_up = events.RecoveryGivenUp(session.ledger.state.attempt, problem, decision.reason)
-            note(given_up, session.context.output.say)
+            session.note(events.RecoveryGivenUp(attempt, problem, decision.reason))
             raise LaunchError(
                 f"run {session.ledger.run_id} is not recovered ({decision.reason}): {error}\n"
                 f"  {describe_bill(session)}`tpu-launch run` resumes the run",
@@ -307,8 +302,7 @@ class Recovery:
         if decision.replace:  # as `create` saw it: by now another command may have replaced it
             self.replace, self.bad = problem, session.provider.identity()[0]
         session.say(f": not recovered yet: {problem}; {decision.reason} in {decision.delay:.0f} s")
-        failed = events.RoundFailed(session.ledger.state.attempt, problem, decision.reason, decision.delay)
-        note(failed, session.context.output.say)
+        session.note(events.RoundFailed(attempt, problem, decision.reason, decision.delay))
         if isinstance(error, HostsUnreachable):
             self.in_use = True
         self.wait(decision.delay, settle=False)

@@ -16,7 +16,7 @@ from launcher.home import hold_shared, of_slice, write_private
 from launcher.provider import LogLine, Overlay, Provider, SliceState, container_name
 from launcher.run import specification
 from launcher.run.bucket import FOLDER, Lease, RunBucket
-from launcher.run.events import Supervised
+from launcher.run.events import RunEvent, Supervised
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.specification import SecretSource, Specification
 from launcher.run.state import Phase
@@ -28,7 +28,7 @@ from training.machine import Clock, format_time
 
 _DESCRIBE_SECONDS = 120.0
 _JOIN_SECONDS = 10.0  # for a renewal of a lease that is under way
-DESCRIBE_AGAIN_SECONDS = 5.0  # before a slice that seems to be gone is described again
+_DESCRIBE_AGAIN_SECONDS = 5.0  # before a slice that seems to be gone is described again
 
 
 class RunStopped(LaunchError):
@@ -36,10 +36,8 @@ class RunStopped(LaunchError):
 
     exit_code = Exit.STOPPED
 
-    @classmethod
-    def of(cls, run_id: str) -> RunStopped:
-        """Returns the error that says that the run was stopped, and which command resumes it."""
-        return cls(f"run {run_id} was stopped (`tpu-launch stop` or `down`); `tpu-launch run` resumes it")
+    def __init__(self, run_id: str) -> None:
+        super().__init__(f"run {run_id} was stopped (`tpu-launch stop` or `down`); `tpu-launch run` resumes it")
 
 
 @dataclass(frozen=True)
@@ -114,21 +112,27 @@ class Session:
         """Tells the user "run ID" followed by the text, which begins with ":" or ","."""
         self.context.output.say(f"run {self.ledger.run_id}{text}")
 
+    def note(self, event: RunEvent) -> None:
+        """Records an event that only informs, as `Ledger.note` does."""
+        self.ledger.note(event, self.context.output.say)
+
     def check_stop(self) -> None:
         """Raises RunStopped when the user has stopped the run, in this process or another one. Before that waits until
         this process's lease, if it has one, is fresh; ends this process when another one has the lease."""
         self.ledger.confirm()
         if self.ledger.state.stop_requested:
-            raise RunStopped.of(self.ledger.run_id)
+            raise RunStopped(self.ledger.run_id)
 
     def container(self, attempt: int) -> str:
         """Returns the name of an attempt's container, the same on every host."""
         return container_name(self.ledger.run_id, attempt)
 
-    def describe_slice(self) -> SliceState | None:
-        """Returns the slice; None if two descriptions, 5 s apart, show none. Raises LaunchError."""
-        if (found := self.provider.describe()) is None:  # one answer may be stale
-            self.machine.clock.sleep(DESCRIBE_AGAIN_SECONDS)
+    def describe_slice(self, wait: Callable[[float], object] | None = None) -> SliceState | None:
+        """Returns the slice. Asks again after 5 s, by `wait` or else the clock, before it says that there is none, or
+        one that is being created. Raises LaunchError."""
+        found = self.provider.describe()
+        if found is None or found.state == "CREATING":  # one answer may be stale
+            (wait or self.machine.clock.sleep)(_DESCRIBE_AGAIN_SECONDS)
             found = self.provider.describe()
         return found
 
@@ -161,10 +165,12 @@ class Session:
         return replace(self, specification=spec)
 
 
-def open_session(context: Context, ledger: Ledger, secrets: SecretSource) -> Session:
-    """Returns the session of a run as its folder describes it, with a new provider; the caller closes the provider."""
+def open_session(context: Context, ledger: Ledger, given: Mapping[str, str] | None = None) -> Session:
+    """Returns the session of a run as its folder describes it, with a new provider; the caller closes the provider.
+    `given`: values of secrets from this command line."""
     spec = specification.read(ledger.folder)
     config = spec.config()
+    secrets = SecretSource(context.environment, given or {})
     return Session(context, ledger, spec, config, context.make_provider(config), secrets)
 
 
@@ -233,19 +239,17 @@ def pull_known(ledger: Ledger, machine: Workstation) -> Ledger:
 
 def resolve_run(
     config: Config,
-    home: Path,
-    machine: Workstation,
+    context: Context,
     requested: Specification,
     overlay: Overlay | None,
     *,
     run_id: str | None,
     new: bool,
-    say: Callable[[str], None],
 ) -> Ledger:
     """Returns the run to resume, or makes the folder of a new one with `requested` and `overlay`. Resumes the run of
     `run_id`, else the newest run on the slice, unless it has finished, its configuration hash differs, or `new` is set.
     Raises BadInput if `run_id` is no run, or has another hash; LaunchError if a new run's bucket does not answer."""
-    config_hash = specification.hash_configuration(config)
+    home, machine, config_hash = context.home, context.machine, specification.hash_configuration(config)
     if run_id is not None:
         ledger = find_run(home, machine, run_id, provider=config.provider)
         if ledger.record.config_hash != config_hash:
@@ -258,7 +262,7 @@ def resolve_run(
         if newest.state.phase is not Phase.FINISHED and newest.record.config_hash == config_hash:
             return newest
     name = new_run_id(config.run_name, machine)
-    folder = _folder_in_bucket(config, name, say)
+    folder = _folder_in_bucket(config, name, context.output.say)
     record = RunRecord(
         run_id=name,
         project=config.project,
@@ -285,9 +289,8 @@ def _folder_in_bucket(config: Config, run_id: str, say: Callable[[str], None]) -
         created = storage.write(place, content)
         storage.write(place, content, replaces=created.generation)  # the lease is replaced every few seconds
     except storage.NotAllowed as error:
-        say(
-            f"run {run_id}: only this machine can supervise it, because its events can't be kept in its bucket: {error}"
-        )
+        reason = "because its events can't be kept in its bucket"
+        say(f"run {run_id}: only this machine can supervise it, {reason}: {error}")
         return ""
     except storage.StorageError as error:
         raise LaunchError(f"run {run_id} can't be written to its bucket: {error}") from None
@@ -316,12 +319,7 @@ def import_run(home: Path, machine: Workstation, url: str, *, overlays: bool = T
 
 
 def begin_run(
-    home: Path,
-    machine: Workstation,
-    record: RunRecord,
-    document: str,
-    requested: Specification,
-    overlay: Overlay | None,
+    home: Path, machine: Workstation, record: RunRecord, document: str, spec: Specification, overlay: Overlay | None
 ) -> Ledger:
     """Writes the folder of a new run, its record last. `document` is the resolved configuration as YAML."""
     folder = home / "runs" / record.run_id
@@ -329,7 +327,7 @@ def begin_run(
     write_private(folder / "config.yaml", document)
     if overlay is not None:
         specification.write_overlay(folder, overlay)
-    specification.write(folder, requested.model_copy(update={"run": record.run_id}))
+    specification.write(folder, spec.model_copy(update={"run": record.run_id}))
     write_private(folder / "run.json", json.dumps(asdict(record), indent=1))  # last: a folder without it is no run
     return Ledger(folder, machine.clock)
 

@@ -19,7 +19,6 @@ from launcher.run.session import (
     runs_on_slice,
     supervising,
 )
-from launcher.run.specification import SecretSource
 from launcher.run.start import end_interrupted_start, observe_phase, require_all
 from launcher.run.state import Phase
 from launcher.run.supervise import supervise
@@ -40,7 +39,7 @@ def stop_run(config: Config, context: Context, run_id: str | None, *, grace: int
     supervised = ledger.supervised()
     if ledger.state.phase is Phase.NEW and not supervised:
         raise BadInput(f"run {ledger.run_id} was never started")
-    session = open_session(context, ledger, SecretSource(context.environment, {}))
+    session = open_session(context, ledger)
     with contextlib.closing(session.provider):
         seconds = session.config.run.stop_seconds if grace is None else grace
         ledger.append(events.RunStopRequested(max(0, ledger.state.attempt), seconds))
@@ -112,7 +111,7 @@ def _stop_detached(ledger: Ledger, context: Context) -> None:
     keeps the lines of an open attempt and records its end. Does nothing without a slice. Says if any of it fails."""
     try:
         quiet = replace(context, output=replace(context.output, emit=lambda worker, line: None))  # days of lines
-        session = open_session(quiet, ledger, SecretSource(context.environment, {}))
+        session = open_session(quiet, ledger)
         with contextlib.closing(session.provider):
             if (found := session.describe_slice()) is not None and not found.gone_for_good:
                 require_all(_stop_on_hosts(session, session.config.run.stop_seconds), "stop")

@@ -20,7 +20,7 @@ from launcher.run.hang import blame_silent_host, explain_stall
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, next_page
 from launcher.run.progress import DEFAULT_SECONDS, HostsProgress, judge_stall
-from launcher.run.session import DESCRIBE_AGAIN_SECONDS, Session
+from launcher.run.session import Session
 from launcher.run.state import Phase, recorded_ends, recorded_verdict
 from launcher.run.verdict import RECREATED, HostView, Kind, Limits, Verdict, describe_exit, explain, judge
 from training.machine import Queue
@@ -122,11 +122,11 @@ def _end_on_hosts(session: Session, attempt: int, verdict: Verdict, reachable: S
     on which that failed. Containers on other hosts are removed before the next start."""
     say, ledger = session.context.output.say, session.ledger
     ledger.confirm()  # waits for a bucket that does not answer, so that it has the verdict first
-    ledger.note(events.Judged(attempt, verdict.kind.value, verdict.cause, verdict.symptoms), say)
+    session.note(events.Judged(attempt, verdict.kind.value, verdict.cause, verdict.symptoms))
     say(f"ending the attempt on all hosts: {explain(verdict)[0]}")
     reports = stop_hosts(session, attempt, reachable, grace=_FAILURE_GRACE, remove=False)
     for report in reports:
-        ledger.note(events.HostStopped(attempt, report.worker, report.ok, report.detail), say)
+        session.note(events.HostStopped(attempt, report.worker, report.ok, report.detail))
     return {report.worker for report in reports if not report.ok}
 
 
@@ -329,14 +329,14 @@ class _Supervision:
         view = self.views[worker]
         if answer.container is None:
             if view.reachable:
-                self.ledger.note(events.HostOutOfReach(number, worker, answer.problem), self.say)
+                self.session.note(events.HostOutOfReach(number, worker, answer.problem))
                 self.say(f"host {worker} does not answer: {answer.problem}")
                 view = replace(view, failing_since=float("inf"))
             failing_since = view.failing_since if answer.not_taken else min(view.failing_since, now)
             self.views[worker] = replace(view, problem=answer.problem or "no answer", failing_since=failing_since)
             return
         if not view.reachable:
-            self.ledger.note(events.HostBack(number, worker), self.say)
+            self.session.note(events.HostBack(number, worker))
             self.say(f"host {worker} answers again")
             view = replace(view, answering_since=now)
         if not self.started_everywhere and answer.container.status in ("created", "absent"):
@@ -349,8 +349,8 @@ class _Supervision:
             ended_seen, ended_away = now, bool(view.problem)
             what = describe_exit(container) if container.ended else "its container is gone"
             code = None if replace(view, container=container).rebooted else container.exit_code
-            ended = events.HostEnded(number, worker, code, container.oom_killed, what, container.finished_at)
-            self.ledger.note(ended, self.say)
+            oom, finished_at = container.oom_killed, container.finished_at
+            self.session.note(events.HostEnded(number, worker, code, oom, what, finished_at))
         self.views[worker] = replace(
             view, container=container, seen=now, asked=answer.asked, problem="", ended_seen=ended_seen,
             ended_away=ended_away,
@@ -468,12 +468,9 @@ class _Supervision:
             self.inbox.put(answer)
 
     def _ask_for_slice(self, wait: Callable[[float], object]) -> SliceAnswer | None:
-        """Returns the API's answer; None without one. Asks again after a `wait` before it says gone or recreated."""
+        """Returns the API's answer; None without one. A stale one must not end a run: see `Session.describe_slice`."""
         try:
-            slice_state = self.provider.describe()
-            if slice_state is None or slice_state.state == "CREATING":  # a stale answer must not end a run
-                wait(DESCRIBE_AGAIN_SECONDS)
-                slice_state = self.provider.describe()
+            slice_state = self.session.describe_slice(wait)
         except LaunchError:
             return None
         if slice_state is None:

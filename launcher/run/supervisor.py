@@ -17,7 +17,6 @@ from launcher.run.launch import run_attempts
 from launcher.run.ledger import Ledger
 from launcher.run.recovery import Retries, decide, last_slice_created, spent_so_far
 from launcher.run.session import Context, Outcome, Session, import_run, open_session, supervising
-from launcher.run.specification import SecretSource
 from launcher.run.start import observe_open_attempt, require_inputs
 from launcher.run.state import Phase
 from launcher.run.verdict import Kind, Verdict
@@ -75,7 +74,7 @@ def take_over(ledger: Ledger, context: Context) -> Outcome | None:
     with supervising(ledger, context.machine, context.output.say):
         if not is_unfinished(ledger, context.machine.clock.time()):
             return None
-        session = open_session(context, ledger, SecretSource(context.environment, {}))
+        session = open_session(context, ledger)
         with contextlib.closing(session.provider):
             session.say(f": taken over by {ledger.state.supervisor}")
             session.provider.withdraw_unused()

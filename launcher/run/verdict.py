@@ -18,6 +18,7 @@ seconds at most: SETTLING.
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from launcher.errors import Exit
 from launcher.provider import ContainerState
@@ -25,44 +26,35 @@ from training.errors import Exit as TrainerExit
 
 
 class Kind(enum.Enum):
-    """The state of an attempt; all but the first two are its ends."""
+    """The state of an attempt; all but the first two are its ends, each with the exit code of `tpu-launch run`."""
 
-    RUNNING = "running"
-    SETTLING = "settling"  # a host failed; the other hosts are polled before the failure is judged
-    FINISHED = "finished"
-    SAVED = "saved"  # the trainer was asked to stop, and committed a checkpoint
-    FAILED = "failed"  # the command failed on a host
-    BAD_INPUT = "bad input"  # the trainer refused its configuration or data
-    HOST_LOST = "host lost"
-    CONNECTION_LOST = "connection lost"  # between hosts, all of which answer
-    PREEMPTED = "preempted"
-    DELETED = "slice deleted"  # by a user: a slice that Google takes away stays PREEMPTED until a user deletes it
-    STALLED = "stalled"  # no host has made progress, or without such lines written anything, for too long
-    STOPPED = "stopped"  # the user stopped it; nothing was saved
+    RUNNING = "running", None
+    SETTLING = "settling", None  # a host failed; the other hosts are polled before the failure is judged
+    FINISHED = "finished", Exit.OK
+    SAVED = "saved", Exit.SAVED  # the trainer was asked to stop, and committed a checkpoint
+    FAILED = "failed", Exit.APPLICATION_FAILED  # the command failed on a host
+    BAD_INPUT = "bad input", Exit.BAD_INPUT  # the trainer refused its configuration or data
+    HOST_LOST = "host lost", Exit.HOST_LOST
+    CONNECTION_LOST = "connection lost", Exit.HOST_LOST  # between hosts, all of which answer
+    PREEMPTED = "preempted", Exit.PREEMPTED
+    # By a user: a slice that Google takes away stays PREEMPTED until a user deletes it.
+    DELETED = "slice deleted", Exit.PREEMPTED
+    # No host has made progress, or without such lines written anything, for too long.
+    STALLED = "stalled", Exit.STALLED
+    STOPPED = "stopped", Exit.STOPPED  # the user stopped it; nothing was saved
+
+    _value_: str
+    exit_code: Exit | None
+
+    def __new__(cls, value: str, exit_code: Exit | None = None) -> Self:
+        kind = object.__new__(cls)
+        kind._value_, kind.exit_code = value, exit_code
+        return kind
 
     @property
     def ended(self) -> bool:
         """Whether the attempt is over."""
-        return self not in (Kind.RUNNING, Kind.SETTLING)
-
-    @property
-    def exit_code(self) -> Exit:
-        """Exit code of `tpu-launch run` when the run ends in this state."""
-        return _EXIT_CODES[self]
-
-
-_EXIT_CODES = {
-    Kind.FINISHED: Exit.OK,
-    Kind.SAVED: Exit.SAVED,
-    Kind.FAILED: Exit.APPLICATION_FAILED,
-    Kind.BAD_INPUT: Exit.BAD_INPUT,
-    Kind.HOST_LOST: Exit.HOST_LOST,
-    Kind.CONNECTION_LOST: Exit.HOST_LOST,
-    Kind.PREEMPTED: Exit.PREEMPTED,
-    Kind.DELETED: Exit.PREEMPTED,
-    Kind.STALLED: Exit.STALLED,
-    Kind.STOPPED: Exit.STOPPED,
-}
+        return self.exit_code is not None
 
 
 @dataclass(frozen=True)
@@ -150,14 +142,10 @@ SLICE_DELETED = Cause(
     "the slice does not exist any more, it was deleted: `tpu-launch up` creates it again, then `tpu-launch run` "
     "resumes the run",
 )
-
-
 SLICE_RECREATED = Cause(
     -1, "the slice was deleted, and created again: `tpu-launch up` waits for it, then `tpu-launch run` resumes the run"
 )
-
 JOBSET_DELETED = Cause(-1, "another client deleted the run's JobSet: `tpu-launch run` resumes the run")
-
 RECREATED = "RECREATED"
 """State of a slice that has the name of the attempt's slice, and is another one."""
 
@@ -208,10 +196,8 @@ def judge(
         return Verdict(Kind.PREEMPTED, Cause(-1, f"the slice is {slice_state}"))
     if any(view.finished for view in views):  # a program can't finish on one host if another host rebooted under it
         views = [_trust_end(view) for view in views]
-    failed = [view for view in views if view.ended and (view.rebooted or view.exit_code not in _SUCCESSES)]
-    removed = [view for view in views if view.removed]
-    if failed or removed:
-        return _judge_failure(views, failed, removed, now, limits, stop_requested=stop_requested)
+    if (verdict := _judge_failure(views, now, limits, stop_requested=stop_requested)) is not None:
+        return verdict
     if all(view.ended for view in views):
         saved = any(view.exit_code == TrainerExit.SAVED for view in views)
         return Verdict(Kind.SAVED if saved else Kind.FINISHED)
@@ -249,18 +235,15 @@ def _judge_lost(views: Sequence[HostView], now: float, limits: Limits, stepped: 
     return None
 
 
-def _judge_failure(
-    views: Sequence[HostView],
-    failed: Sequence[HostView],
-    removed: Sequence[HostView],
-    now: float,
-    limits: Limits,
-    *,
-    stop_requested: bool,
-) -> Verdict:
-    """Returns SETTLING while other hosts may still report an earlier cause, then the verdict. After a requested stop it
-    is STOPPED or BAD_INPUT; otherwise it has the first cause: in this order, a rebooted host, a lost one or one that
-    went away and came back (while none refused its input), a removed container, the first failed container."""
+def _judge_failure(views: Sequence[HostView], now: float, limits: Limits, *, stop_requested: bool) -> Verdict | None:
+    """Returns None if no host failed; SETTLING while others may still report an earlier cause; then the verdict. After
+    a requested stop it is STOPPED or BAD_INPUT; otherwise it has the first cause: in this order, a rebooted host, a
+    lost one or one that went away and came back (while none refused its input), a removed container, the first failed
+    container."""
+    failed = [view for view in views if view.ended and (view.rebooted or view.exit_code not in _SUCCESSES)]
+    removed = [view for view in views if view.removed]
+    if not failed and not removed:
+        return None
     first_seen = min(view.ended_seen if view.ended_seen is not None else now for view in (*failed, *removed))
     others = [view for view in views if view not in failed and view not in removed]
     silent = [view for view in others if not (view.reachable and view.container and view.seen > first_seen)]
@@ -293,9 +276,8 @@ def _judge_failure(
         return Verdict(Kind.HOST_LOST, found[1], symptoms(found[0]))
     if removed and all(view.exit_code == TrainerExit.LOST_PEER for view in failed):
         cause = removed[0]
-        return Verdict(
-            Kind.FAILED, Cause(cause.worker, "its container was removed, and not by tpu-launch"), symptoms(cause)
-        )
+        what = "its container was removed, and not by tpu-launch"
+        return Verdict(Kind.FAILED, Cause(cause.worker, what), symptoms(cause))
     cause = _first(failed)
     return Verdict(_KINDS.get(cause.exit_code, Kind.FAILED), _describe_exit_of(cause), symptoms(cause))
 

@@ -24,7 +24,6 @@ from launcher.provider import SECRETS_LATE, Attempt, ContainerState, HostReport,
 from launcher.run import events, launch, start
 from launcher.run.ledger import Ledger
 from launcher.run.session import RunStopped, open_session
-from launcher.run.specification import SecretSource
 from launcher.run.stop import delete_slice, explain_interrupt, stop_run
 from launcher.run.supervise import SliceAnswer, _Supervision
 from launcher.run.verdict import Cause, HostView, Kind, Verdict, judge
@@ -667,7 +666,7 @@ def test_a_run_that_is_asked_for_while_its_slice_is_deleted_is_refused(work: Wor
         delete_slice(work.config(), work.context())
     else:  # which replaces the slice, or has spent its budget
         work.hosts.fail("describe", UNAVAILABLE)  # which passes
-        open_session(work.context(), work.ledger, SecretSource({}, {})).delete_slice("")
+        open_session(work.context(), work.ledger).delete_slice("")
     assert (work.hosts.hooks["delete"], len(work.hosts.attempts)) == ([], 1)
 
 
@@ -703,7 +702,7 @@ def test_where_files_can_not_be_locked_down_deletes_the_slice_and_run_is_refused
 def test_time_in_which_this_process_stood_still_counts_against_no_host(work: Workstation, still: float) -> None:
     """A host that was not seen since another failed counts as lost, whatever it had to say."""
     work.run(work.config())
-    supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
+    supervision = _Supervision(open_session(work.context(), work.ledger), 0)
     now = float(int(work.clock.monotonic()))
     failed = HostView(0, ContainerState("exited", 76), seen=now, ended_seen=now)
     supervision.views = {0: failed, 1: HostView(1, ContainerState("running"), seen=now, failing_since=now - 5)}
@@ -748,7 +747,7 @@ def test_a_lost_host_is_what_the_api_says_of_its_slice(
     work: Workstation, verdict: Verdict, change: dict[str, Any], kind: Kind, what: str
 ) -> None:
     work.run(work.config())
-    supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
+    supervision = _Supervision(open_session(work.context(), work.ledger), 0)
     work.hosts.change(**change)()
     begun = work.clock.skipped
     confirmed = supervision.confirm_lost(verdict)
@@ -763,7 +762,7 @@ def test_a_lost_host_is_what_the_api_says_of_its_slice(
 
 def test_only_answers_of_the_api_count_while_no_host_answers_and_no_hours_without_a_network(work: Workstation) -> None:
     work.run(work.config())
-    supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
+    supervision = _Supervision(open_session(work.context(), work.ledger), 0)
     for seconds, trouble in ((0, "UNHEALTHY_TPU"), (15, ""), (15, "UNHEALTHY_TPU"), (8970, ""), (20, "MAINTENANCE")):
         work.clock.skipped += seconds
         supervision.inbox.put(SliceAnswer("READY", trouble))
@@ -778,7 +777,7 @@ def test_only_answers_of_the_api_count_while_no_host_answers_and_no_hours_withou
 
 def test_looks_that_the_api_server_does_not_take_lose_no_host(work: Workstation) -> None:
     work.run(work.config())
-    supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
+    supervision = _Supervision(open_session(work.context(), work.ledger), 0)
     supervision.views = {worker: HostView(worker, None, work.clock.monotonic()) for worker in range(2)}
     for not_taken, kind in ((True, Kind.RUNNING), (False, Kind.HOST_LOST), (True, Kind.HOST_LOST)):
         supervision._update_view(Observation(1, None, problem="throttled, or no route to host", not_taken=not_taken))

@@ -14,7 +14,6 @@ from launcher.run import events, launch, logs
 from launcher.run.ledger import Ledger
 from launcher.run.logs import read_from
 from launcher.run.session import Context, Output, find_run, open_session
-from launcher.run.specification import SecretSource
 from launcher.run.supervise import _Supervision
 from tests.launcher.run_files import load_text
 from tests.launcher.test_runs import FILE, FakeProvider, Hosts, Workstation, detach
@@ -168,7 +167,7 @@ def fetch_rest(work: Workstation, failures: list[Exception | Observation]) -> Lo
     files = [ledger.folder / f"host-{worker}.log" for worker in range(2)]
     provider = LongLogs(work.config(), files, failures)
     context = replace(work.context(), make_provider=lambda config: provider)
-    supervision = _Supervision(open_session(context, ledger, SecretSource({}, {})), 0)
+    supervision = _Supervision(open_session(context, ledger), 0)
     for worker, log in supervision.logs.items():
         log.path, log.cursor = files[worker], type(log.cursor)()
     supervision.fetch_rest([0, 1])
@@ -182,7 +181,7 @@ def test_the_rest_of_a_host_that_does_not_answer_for_a_moment_is_not_lost(work: 
 
 def test_a_line_that_grows_without_an_end_is_a_sign_of_life(work: Workstation) -> None:
     detach(work, work.config())
-    supervision = _Supervision(open_session(work.context(), work.ledger, SecretSource({}, {})), 0)
+    supervision = _Supervision(open_session(work.context(), work.ledger), 0)
     for size, lives in ((1, True), (1, False), (2, True)):
         supervision.last_line = -1.0
         supervision.inbox.put(Observation(0, RUNNING, open={"2026-01-01T00:00:00.000000000Z": size}))

@@ -379,7 +379,8 @@ def test_commands_take_a_run_of_a_bucket_on_any_machine(tmp_path: Path, capsys: 
 def test_a_run_that_another_machine_may_supervise_names_its_user(tmp_path: Path, output: str) -> None:
     spec = specification.read(begin(tmp_path, "other").folder)
     config: Any = replace(spec.config(), trainer=SimpleNamespace(output=output))
-    record = resolve_run(config, tmp_path, this_machine(), spec, None, run_id=None, new=True, say=print).record
+    work = context(tmp_path, Hosts([]), [])
+    record = resolve_run(config, work, spec, None, run_id=None, new=True).record
     assert bool(record.bucket) == bool(record.user) == bool(record.account) == (output == RUNS)
 
 
