@@ -36,8 +36,7 @@ from training import storage
 from training.machine import Clock, Event, Threads
 
 FOLDER = "launcher"
-LEASE_SECONDS = 30.0
-"""After which a lease that is not renewed has expired."""
+LEASE_SECONDS = 30.0  # after which a lease that is not renewed has expired
 RENEW_SECONDS = 5.0
 _RECORD = "run.json"
 _REPLACED = ("config.yaml", "specification.yaml")  # `run` may resume a run with other values
@@ -49,8 +48,7 @@ _AT_ONCE = 16
 class LeaseState:
     """The lease of a run, as its bucket has it."""
 
-    holder: str
-    """The supervisor's name; empty after it has released the lease."""
+    holder: str  # the supervisor's name; empty after it has released the lease
     generation: int
     age: float | None
     """Seconds since its last renewal, by the bucket's clock; None if the bucket's answers have no time."""
@@ -164,12 +162,10 @@ class Lease:
         self._generation = 0
         self._renewed = (0.0, 0.0)  # monotonic clock, which may stand still while a laptop sleeps, and Unix seconds
         self._said = set[bool]()  # whether of the problems that were said one was a LaunchError, and one was not
-        self.supervisions = 0
-        """How many Supervised events there are while this process holds the lease."""
+        self.supervisions = 0  # how many Supervised events there are while this process holds the lease
 
     def take(self, found: LeaseState | None) -> None:
-        """Takes the lease, which was read as `found`. Raises LaunchError (Exit.CONFLICT), which names the supervisor
-        that has it."""
+        """Takes the lease, read as `found`. Raises LaunchError (Exit.CONFLICT) that names a supervisor that has it."""
         try:
             if found is None or not found.is_live or found.holder == self._holder:
                 self._renewed = self._now()
@@ -184,8 +180,7 @@ class Lease:
         )
 
     def keep(self, over: Event, pull: Callable[[], None]) -> None:
-        """Renews the lease and pulls new events, such as a stop from another machine, every few seconds until `over` is
-        set. Ends the process when another one has the lease."""
+        """Until `over`, renews the lease and pulls events, such as a stop. Ends the process if another one has the lease."""
         while not over.wait(RENEW_SECONDS):
             try:
                 self._renew()
@@ -195,8 +190,7 @@ class Lease:
                 self._say_once(error)
 
     def confirm(self) -> None:
-        """Returns at once if the lease is fresh; else renews it, and waits until that succeeds. Ends the process if
-        another one has the lease."""
+        """Waits until the lease is fresh, and renews it if need be. Ends the process if another one has the lease."""
         while not self.is_fresh():
             try:
                 self._renew()

@@ -32,17 +32,9 @@ echo '{_NO_JUPYTER}'
 def execute(
     config: Config, context: Context, run_id: str | None, command: Sequence[str], *, host: int | None, seconds: float
 ) -> list[CommandReport]:
-    """Runs a command in the run's live containers. Emits its lines to the user as they come, with their host and with
-    values of secrets masked. Returns how the command ended on each host.
-
-    Args:
-        config: Finds the newest run of its slice, unless `run_id` names a run.
-        host: Worker index; None for all hosts.
-        seconds: The time after which the command is ended.
-
-    Raises:
-        BadInput: The run is not running, or has no such host.
-    """
+    """Runs a command in the live containers of the run (None: the slice's newest) on one host or all (None), for
+    `seconds` at most. Emits its lines as they come, secrets masked. Returns how it ended on each host. Raises BadInput
+    if the run is not running, or has no such host."""
     with live_session(config, context, run_id) as session:
         workers = session.choose_workers(host)
         container = session.container(session.ledger.state.attempt)
@@ -86,8 +78,7 @@ def explain_run(session: Session) -> tuple[str | None, str]:
 
 
 def exit_code(reports: Sequence[CommandReport]) -> int:
-    """Returns one exit code for all hosts: 0 if the command succeeded everywhere, else the code of the host that failed
-    first; Exit.CLOUD_ERROR if that host gave none."""
+    """Returns 0 if a command succeeded on all hosts, else the code of the first that failed, or Exit.CLOUD_ERROR."""
     failed = [report for report in reports if report.exit_code != 0]
     if not failed:
         return Exit.OK
@@ -96,8 +87,7 @@ def exit_code(reports: Sequence[CommandReport]) -> int:
 
 
 def _masked(session: Session) -> Callable[[int, str], None]:
-    """Returns a function, for any thread, that emits a host's line with secrets' values masked. Tells the user now
-    which secrets can't be masked."""
+    """Returns a function, for any thread, that emits a host's line masked. Says now which secrets can't be masked."""
     if unknown := session.unknown_secrets():
         session.say(f": not masked, as their values are not known here: {', '.join(unknown)}")
     masker, lock = SecretMasker(session.secret_values()), session.machine.threads.lock()
@@ -114,20 +104,15 @@ def _masked(session: Session) -> Callable[[int, str], None]:
 class Jupyter:
     """A Jupyter server in the container of a host. It ends when the session's provider is closed."""
 
-    port: int
-    """On the host's loopback address; not the requested one if that was taken."""
-
+    port: int  # on the host's loopback address; not the requested one if that was taken
     token: str
     ended: Future[list[CommandReport]]
 
 
 def start_jupyter(session: Session, host: int, port: int) -> Jupyter:
-    """Starts Jupyter on a host, at `port` or the next free one; returns when it has printed its address.
-
-    Raises:
-        BadInput: The image has no Jupyter, or the slice is reached through gcloud alone.
-        LaunchError: Jupyter has ended, or did not print its address within two minutes.
-    """
+    """Starts Jupyter on a host, at `port` or the next free one; returns when it has printed its address. Raises
+    BadInput if the image has no Jupyter or the slice is reached through gcloud alone; LaunchError if Jupyter ended, or
+    printed no address within two minutes."""
     if session.config.run.transport == "gcloud" or session.config.slice.iap:  # lines come when a command has ended
         raise BadInput(
             "notebook: the address of Jupyter comes over our own ssh connections, and this slice is reached through "

@@ -36,18 +36,11 @@ from training.telemetry.progress_line import COMPILE, ProgressLine
 class Hang:
     """The explanation of a hang."""
 
-    kind: str
-    """A key of `_ADVICE`."""
-
-    worker: int
-    """The host that differs; -1: none does."""
-
-    what: str
-    """One sentence."""
-
+    kind: str  # a key of `_ADVICE`
+    worker: int  # the host that differs; -1: none does
+    what: str  # one sentence
     advice: str
-    hosts: tuple[str, ...] = ()
-    """Where each host is, one line each."""
+    hosts: tuple[str, ...] = ()  # where each host is, one line each
 
     @property
     def paragraph(self) -> str:
@@ -95,10 +88,8 @@ class _HostLook:
     kind: str
     what: str
     place: Place | None = None
-    storage: Place | None = None
-    """Where a thread of the host waits for storage."""
-    line: ProgressLine | None = None
-    """Its newest line of progress."""
+    storage: Place | None = None  # where a thread of the host waits for storage
+    line: ProgressLine | None = None  # its newest line of progress
 
     @property
     def compiles(self) -> bool:
@@ -114,13 +105,8 @@ class _HostLook:
 def explain_hang(
     first: Mapping[int, HostStacks], second: Mapping[int, HostStacks], lines: Mapping[int, ProgressLine], seconds: float
 ) -> Hang | None:
-    """Returns which host differs, and what it or all hosts wait for; None without any stacks.
-
-    Args:
-        first, second: The stacks of every host, 5 seconds apart.
-        lines: Newest line of progress of each host that tells it.
-        seconds: Since the last progress; 0: unknown.
-    """
+    """Returns which host differs, and what it or all hosts wait for, from their stacks, taken twice, their newest lines
+    of progress, and the seconds since the last progress (0: unknown). None without any stacks."""
     hosts: dict[int, _HostLook] = {}
     for worker, stacks in sorted(second.items()):
         samples = [sample for sample in (first.get(worker), stacks) if sample is not None and sample.processes]
@@ -286,8 +272,7 @@ def _names(workers: Sequence[int]) -> str:
     return f"host{'s'[: len(workers) > 1]} {', '.join(map(str, workers))}"
 
 
-APART_SECONDS = 5.0
-"""Between the two samples: what moves meanwhile does not hang there."""
+APART_SECONDS = 5.0  # between the two samples: what moves meanwhile does not hang there
 
 _NO_HEARTBEAT = re.compile(
     r"(?:\(stopped sending heartbeats\):\s{1,9}|Task )/job:\w{1,40}/replica:0/task:(\d{1,6})\b(?: heartbeat timeout|$)",
@@ -316,15 +301,9 @@ def explain_live(
     native: bool,
     only: Collection[int] | None = None,
 ) -> Explanation:
-    """Takes the stacks of all hosts twice, masks secrets in them before any line is cut, and compares them. Takes 10 to
-    60 s. Ignores errors of the provider.
-
-    Args:
-        progress: Newest line of each host that tells it.
-        seconds: Since the last progress; 0: unknown.
-        native: Take the stacks of native code too, which pauses the processes.
-        only: Compare only these hosts; the result has the stacks of all. None: compare all.
-    """
+    """Takes the stacks of all hosts twice, with `native` those of native code too, which pauses the processes. Masks
+    secrets in them before any line is cut, and compares them, or only those of the hosts in `only`. Takes 10 to 60 s.
+    Ignores errors of the provider. `progress`, `seconds`: as in `explain_hang`."""
 
     def take() -> dict[int, str]:
         return {worker: masker.mask_text(text) for worker, text in provider.stacks(container, native=native).items()}
@@ -363,14 +342,9 @@ def explain_stall(
     since: float,
     masker: SecretMasker,
 ) -> Verdict:
-    """Takes the stacks of all hosts and writes them into the run's folder, or says that it can't. Returns the verdict
-    with the explanation as its cause and what the other hosts do as symptoms; without stacks, the given verdict.
-
-    Args:
-        verdict: STALLED. If its cause names a host, only the stacks of that host are explained.
-        progress: Newest line of each host that tells it.
-        since: When the last progress was made, by the monotonic clock.
-    """
+    """Takes the stacks of all hosts and writes them into the run's folder, or says that it can't. Returns the STALLED
+    verdict with the explanation as its cause and what the other hosts do as symptoms; without stacks, as it is. If its
+    cause names a host, explains only that one. `since`: when the last progress was made (monotonic clock)."""
     say, clock = session.context.output.say, session.machine.clock
     told = verdict.cause or Cause(-1, "")
     say(f"the run hangs: {told.what}; taking stack traces of all hosts")

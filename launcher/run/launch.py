@@ -55,15 +55,12 @@ class RunRequest:
     config: Config
     run_id: str | None = None
     """The run to resume; None for the newest unfinished one of the slice with the same configuration hash."""
-    new: bool = False
-    """Start a new run even if one could be resumed."""
+    new: bool = False  # start a new run even if one could be resumed
     env_file: Path | None = None
-    overlay: str | None = None
-    """FOLDER=TARGET."""
+    overlay: str | None = None  # FOLDER=TARGET
     sync: str | None = None
     """FOLDER[=TARGET]: stop the attempt that runs, and start the next one with the folder's changed files."""
-    preflight: bool = True
-    """Refuse a step that preflight found too large."""
+    preflight: bool = True  # refuse a step that preflight found too large
 
 
 def read_extras(request: RunRequest, context: Context) -> tuple[dict[str, str], Overlay | None]:
@@ -89,15 +86,11 @@ def read_extras(request: RunRequest, context: Context) -> tuple[dict[str, str], 
 
 def run(request: RunRequest, context: Context) -> Outcome:
     """Starts the next attempt of a new or resumed run on every host, watches it, and others as the budgets allow.
-
     Checks that cost nothing come first, then the image, then the hosts. An attempt that is there already is watched, as
     its specification says (--sync stops it first); `request` counts for an attempt that is started.
 
-    Raises:
-        BadInput: The request can't be carried out; nothing was started.
-        LaunchError: An attempt could not be started, or another process supervises the run (Exit.CONFLICT).
-        RunStopped: The user stopped the run after this command began.
-    """
+    Raises BadInput if the request can't be carried out (nothing was started); LaunchError if an attempt could not be
+    started, or another process supervises the run (Exit.CONFLICT); RunStopped if the user stops it meanwhile."""
     config, say = request.config, context.output.say
     for ledger in runs_on_slice(config, context.home, context.machine)[-1:]:
         pull_known(ledger, context.machine)
@@ -148,16 +141,12 @@ def run(request: RunRequest, context: Context) -> Outcome:
 
 
 def attach(request: RunRequest, context: Context) -> Outcome:
-    """Watches a run that was started before, from this terminal or another.
+    """Watches a run that was started before, from this terminal or another. Attempts that follow are made from the
+    run's specification; the file on this command line only finds the run, and an env file gives values of its secrets.
 
-    Attempts that follow are made from the run's specification; the file on this command line only finds the run. An env
-    file gives values of the run's secrets.
-
-    Raises:
-        BadInput: There is no such run, it is not running, its start was interrupted (StartInterrupted), or another
-            attempt would follow and secrets are missing.
-        LaunchError: Another process supervises the run (Exit.CONFLICT), or it could not be recovered.
-    """
+    Raises BadInput if there is no such run, it is not running, its start was interrupted (StartInterrupted), or an
+    attempt would follow and secrets are missing; LaunchError if another process supervises the run (Exit.CONFLICT), or
+    it could not be recovered."""
     config = request.config
     if (request.overlay or request.sync) is not None:
         option = "--overlay" if request.sync is None else "--sync"
@@ -189,11 +178,9 @@ def run_attempts(
     session: Session, attempt: int | None = None, verdict: Verdict | None = None, *, in_rounds: bool = False
 ) -> Outcome:
     """Starts the next attempt, watches it, then further attempts as the budgets allow. Returns how the last one ended.
-
     Continues an earlier process's recovery, at no cost to retry budgets. Deletes the slice once run.budget is spent.
 
     Args:
-        session: The run. Its specification names the image.
         attempt: Number of an attempt that runs, which is watched first; None: there is none.
         verdict: How that attempt has ended, if that is recorded and what follows is not.
         in_rounds: Start the first attempt in rounds, as after a recovery: no user waits for its error.

@@ -71,12 +71,9 @@ class _Read:
     """The events' file as far as it was read."""
 
     size: int = 0
-    whole: tuple[Entry, ...] = ()
-    """Entries of its whole lines."""
-    end: int = 0
-    """Bytes up to the end of its last whole line."""
-    entries: tuple[Entry, ...] = ()
-    """With the entry of a last line that lacks its newline."""
+    whole: tuple[Entry, ...] = ()  # entries of its whole lines
+    end: int = 0  # bytes up to the end of its last whole line
+    entries: tuple[Entry, ...] = ()  # with the entry of a last line that lacks its newline
     state: RunState = field(default_factory=RunState)
 
 

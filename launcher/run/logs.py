@@ -47,20 +47,15 @@ Key = str  # a line as the file has it: time, blank, text; one object, because a
 class Cursor:
     """Position in one host's log up to which lines were delivered."""
 
-    newest: str = ""
-    """The latest time of a delivered line."""
-
+    newest: str = ""  # the latest time of a delivered line
     recent: Counter[Key] = field(default_factory=Counter)
     """How often each line of the overlap, and the last line, was delivered."""
 
     last: Key | None = None
     """The line that was delivered last; not the newest after a host's clock stepped back."""
 
-    open: frozenset[str] = frozenset()
-    """Times of lines that have begun and not ended."""
-
-    cut: frozenset[str] = frozenset()
-    """Times of lines that were cut: their other parts are not delivered."""
+    open: frozenset[str] = frozenset()  # times of lines that have begun and not ended
+    cut: frozenset[str] = frozenset()  # times of lines that were cut: their other parts are not delivered
 
     @property
     def since(self) -> str | None:
@@ -71,15 +66,10 @@ class Cursor:
         return max(begin, after(max(self.cut))) if self.cut else begin
 
     def advance(self, lines: Sequence[LogLine], open: Iterable[str] = ()) -> list[LogLine]:
-        """Returns the lines that were not delivered yet, in order, and counts them as delivered.
-
-        A line in the overlap is new if it comes more often than it was delivered. A line from before the overlap is
-        new only after the last delivered one, or if it was open. Updates `since`, which stays before open lines.
-
-        Args:
-            lines: An observation from `since` or earlier, in the log's order.
-            open: Times of the lines that have not ended in it.
-        """
+        """Returns the lines of an observation from `since` or earlier that were not delivered yet, in order, and counts
+        them as delivered. A line in the overlap is new if it comes more often than it was delivered. A line from before
+        the overlap is new only after the last delivered one, or if it was open. Updates `since`, which stays before the
+        times in `open`, of lines that have not ended."""
         # Where an observation is cut short, a line that was delivered seems open, or is cut.
         open = frozenset(open)
         doubtful = open | {line.timestamp for line in lines if line.text.endswith(CUT)}
@@ -150,16 +140,9 @@ class HostLog:
         return self.path.with_suffix(".open")
 
     def append_new(self, lines: Sequence[LogLine], since: str | None = None, open: Iterable[str] = ()) -> list[LogLine]:
-        """Writes the new lines of an observation, and returns them.
-
-        Args:
-            lines: The observation.
-            since: The time from which it begins. If earlier lines could not be written, a later observation is skipped.
-            open: Times of the lines that have not ended in it.
-
-        Raises:
-            OSError: The lines can't be written, for example on a full disk. They stay new.
-        """
+        """Writes the new lines of an observation that begins at `since`, and returns them. `open`: times of lines that
+        have not ended in it. Raises OSError if they can't be written: they stay new, and later observations are skipped
+        until they are."""
         if self.behind and since is not None and since > (self.cursor.since or ""):
             return []
         cursor = replace(self.cursor, recent=self.cursor.recent.copy())
@@ -245,19 +228,11 @@ def read_from(path: Path, offset: int) -> tuple[list[LogLine], int]:
 
 
 def print_logs(config: Config, context: Context, run_id: str | None, *, follow: bool, host: int | None) -> None:
-    """Emits every line of the newest attempt once: first what the run's folder has, then further lines of hosts.
-
+    """Emits every line of the run's newest attempt once, of one host or all (None): first what the run's folder has,
+    then further lines of hosts, with `follow` until the attempt, or without a supervisor its containers, have ended.
     While another process supervises the run, that process fetches the lines, and this one reads its files. Without a
     supervisor, this process fetches them into the run's folder, and stops following after minutes without an answer.
-
-    Args:
-        config: Finds the newest run of its slice, unless `run_id` names a run.
-        follow: Go on until the attempt, or without a supervisor its containers, have ended.
-        host: Worker index; None for all hosts.
-
-    Raises:
-        BadInput: The run was never started, or the slice has no such host.
-    """
+    Raises BadInput if the run was never started, or the slice has no such host."""
     ledger = find_on_slice(config, context, run_id)
     number = ledger.state.attempt
     if number < 0:
@@ -322,10 +297,8 @@ class _Fetcher:
         self._problems = dict.fromkeys(files, "")
         self._next_page: dict[int, str] = {}
         """Time from which on the last observation of a host had no room for lines."""
-        self.containers_ended = False
-        """Whether the last fetch found no running container on any host."""
-        self.silent = False
-        """Whether no host that may go on writing answered the last fetch."""
+        self.containers_ended = False  # whether the last fetch found no running container on any host
+        self.silent = False  # whether no host that may go on writing answered the last fetch
         self._conflicts = 0  # fetches in a row that found the run's lock held
 
     @property

@@ -23,11 +23,9 @@ from launcher.run.ledger import Ledger
 from training.telemetry import svg
 from training.telemetry.progress_line import COMPILE, END, EVALUATION, SAVE, START, TRAINING, ProgressLine
 
-DEFAULT_SECONDS = 300.0
-"""Longest training without progress, unless `run.stall_minutes` says otherwise."""
+DEFAULT_SECONDS = 300.0  # longest training without progress, unless `run.stall_minutes` says otherwise
 
-SLOW_STEPS = 20
-"""Median steps that one step may take."""
+SLOW_STEPS = 20  # median steps that one step may take
 
 _PHASE_FACTORS = {START: 12, COMPILE: 12, EVALUATION: 6, SAVE: 6, END: 12}
 """How many times the limit of training a phase may take: an hour, or half an hour, by default."""
@@ -79,13 +77,9 @@ def update(view: ProgressView | None, line: ProgressLine, now: float) -> Progres
 
 
 def judge_stall(views: Mapping[int, ProgressView], limit: float, quiet: float) -> str | None:
-    """Returns how an attempt whose hosts tell their progress hangs, in words; None while it may be healthy.
-
-    Args:
-        views: Running hosts that tell their progress.
-        limit: Seconds without progress in training, at least.
-        quiet: For how many seconds no host has written a line of output, which counts for programs without phases.
-    """
+    """Returns how an attempt hangs, in words, whose running hosts tell their progress (`views`); None while it may be
+    healthy. `limit`: least seconds without progress in training. `quiet`: seconds for which no host has written a line
+    of output, which count for programs without phases."""
     if not views:
         return None
     asked = sorted((view.asked for view in views.values()), reverse=True)
@@ -110,11 +104,9 @@ def describe_limits(stall_minutes: float | None) -> Sequence[str]:
     ]
 
 
-WINDOW_SECONDS = 30.0
-"""At least between the lines of a window."""
+WINDOW_SECONDS = 30.0  # at least between the lines of a window
 
-WINDOWS = 3
-"""In a row that begin, or end, a straggler."""
+WINDOWS = 3  # in a row that begin, or end, a straggler
 
 _FACTOR, _SHARE = 1.5, 0.1  # of the others' median; of the step's seconds
 _NOT_OWN = ("result",)
@@ -127,19 +119,15 @@ class Straggler:
 
     worker: int
     part: str
-    factor: float
-    """Its seconds, as a multiple of the others' median."""
-
-    step: int
-    """At the end of the window."""
+    factor: float  # its seconds, as a multiple of the others' median
+    step: int  # at the end of the window
 
     def __str__(self) -> str:
         return f"host {self.worker} takes {self.factor:.1f} times the others' time in {self.part.replace('_', ' ')}"
 
 
 def compare(before: Mapping[int, ProgressLine], now: Mapping[int, ProgressLine]) -> Straggler | None:
-    """Returns the host that was slowest by far in a part of the steps of a window; None where none was, or where fewer
-    than two hosts made steps."""
+    """Returns the host that was slowest by far in a part of a window's steps; None if none was, or one made steps."""
     found: list[tuple[float, Straggler]] = []
     if len(shares := _seconds_a_step(before, now)) < 2:
         return None
@@ -180,8 +168,7 @@ def draw_hosts(windows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _seconds_a_step(before: Mapping[int, ProgressLine], now: Mapping[int, ProgressLine]) -> dict[int, dict[str, float]]:
-    """Returns the seconds by part of a step in a window, of each host that tells parts, made steps and did not start
-    again."""
+    """Returns the seconds by part of a step in a window, of hosts that tell parts, made steps and did not restart."""
     shares = {}
     for worker, line in now.items():
         old = before.get(worker, line)  # a host that is new has made no step
@@ -195,13 +182,10 @@ def _seconds_a_step(before: Mapping[int, ProgressLine], now: Mapping[int, Progre
 class Watch:
     """The windows of an attempt so far."""
 
-    current: Straggler | None = None
-    """The straggler that was reported and has not ended."""
-
+    current: Straggler | None = None  # the straggler that was reported and has not ended
     window: Mapping[int, ProgressLine] | None = None
     begun: float = 0.0
-    recent: tuple[Straggler | None, ...] = ()
-    """The straggler of each of the last windows, None without one."""
+    recent: tuple[Straggler | None, ...] = ()  # the straggler of each of the last windows, None without one
 
     def observe(
         self, lines: Mapping[int, ProgressLine], now: float
@@ -233,8 +217,7 @@ class HostsProgress:
 
     def __init__(self, ledger: Ledger, attempt: int, say: Callable[[str], None]) -> None:
         self._ledger, self._attempt, self._say = ledger, attempt, say
-        self.views: dict[int, ProgressView] = {}
-        """By worker; only of hosts that report progress."""
+        self.views: dict[int, ProgressView] = {}  # by worker; only of hosts that report progress
 
         self.stepped = float("-inf")
         """When a host was last seen to do another training step, by the monotonic clock."""

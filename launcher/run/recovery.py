@@ -97,8 +97,7 @@ def decide_round(
 
     Args:
         error: Why it failed. Permanent is one that is not transient, and SliceDeleted.
-        failed: Number of rounds of this recovery that have failed.
-        seconds: Time since the first of them failed.
+        failed, seconds: How many rounds of this recovery have failed, and the time since the first did.
         limit: Seconds after which a recovery is given up (run.recovery_minutes).
         may_replace: Whether the slice may be deleted and recreated (run.replace_after). None, where the platform
             chooses the hosts of each attempt, forbids it too: the reason then does not advise to set the key.
@@ -151,17 +150,14 @@ def unfinished_replacement(recorded: Sequence[events.RunEvent]) -> str:
 
 
 def find_proof(last: events.Ended | None, slice_state: SliceState, *, blamed: bool, silent: float, limit: float) -> str:
-    """Returns evidence, other than this machine's own connections, that hosts are broken; "" if there is none.
-
-    Evidence is: Google's API reports trouble, other hosts lost a host too, the blamed host reported its own exit, or
-    the trainer wrote nothing for `limit` seconds.
+    """Returns evidence, other than this machine's own connections, that hosts are broken; "" if there is none: Google's
+    API reports trouble, other hosts lost a host too, the blamed host reported its own exit, or the trainer has written
+    nothing to its bucket for `limit` seconds (run.unreachable_minutes).
 
     Args:
         last: The end of the last attempt that ran; None before the first.
-        slice_state: The slice as Google's API describes it.
         blamed: Whether a host was the first cause of attempts; otherwise hosts can't be contacted now.
-        silent: Seconds for which the trainer has written nothing to its bucket; 0 if that is not known.
-        limit: Seconds of such silence that are a proof (run.unreachable_minutes).
+        silent: Seconds for which the trainer has written nothing; 0 if that is not known.
     """
     if not slice_state.ready or slice_state.health.startswith("UNHEALTHY"):
         return f"Google's API says {slice_state.trouble}"
@@ -278,8 +274,7 @@ class Recovery:
         return attempt
 
     def _wait_after(self, error: LaunchError) -> None:
-        """Records the failed round, and waits for the next, which deletes the slice first if `decide_round` says so.
-        Raises LaunchError if the recovery is given up."""
+        """Records the failed round and waits for the next; raises LaunchError if `decide_round` gives up."""
         session, now = self.session, self.clock.monotonic()
         self.failed += 1
         self.first_failure = self.first_failure if self.failed > 1 else now

@@ -44,21 +44,16 @@ class RunStopped(LaunchError):
 class Output:
     """Where the user sees what happens."""
 
-    say: Callable[[str], None]
-    """Takes one line about the launcher's own work."""
-
-    emit: Callable[[int, LogLine], None]
-    """Takes one log line of a host: worker index, line."""
+    say: Callable[[str], None]  # takes one line about the launcher's own work
+    emit: Callable[[int, LogLine], None]  # takes one log line of a host: worker index, line
 
 
 @dataclass(frozen=True)
 class Context:
     """The process in which a command on a run works."""
 
-    home: Path
-    """The launcher's folder."""
-    environment: Mapping[str, str]
-    """Holds values of secrets."""
+    home: Path  # the launcher's folder
+    environment: Mapping[str, str]  # holds values of secrets
     make_provider: Callable[[Config], Provider]
     output: Output
     machine: Workstation
@@ -81,8 +76,7 @@ class Session:
     context: Context
     ledger: Ledger
     specification: Specification
-    config: Config
-    """The configuration in the specification."""
+    config: Config  # the configuration in the specification
     provider: Provider
     secrets: SecretSource
 
@@ -128,8 +122,7 @@ class Session:
         return container_name(self.ledger.run_id, attempt)
 
     def describe_slice(self, wait: Callable[[float], object] | None = None) -> SliceState | None:
-        """Returns the slice. Asks again after 5 s, by `wait` or else the clock, before it says that there is none, or
-        one that is being created. Raises LaunchError."""
+        """Returns the slice; after 5 s (`wait`) asks again if there is none or one in creation. Raises LaunchError."""
         found = self.provider.describe()
         if found is None or found.state == "CREATING":  # one answer may be stale
             (wait or self.machine.clock.sleep)(_DESCRIBE_AGAIN_SECONDS)
@@ -166,8 +159,7 @@ class Session:
 
 
 def open_session(context: Context, ledger: Ledger, given: Mapping[str, str] | None = None) -> Session:
-    """Returns the session of a run as its folder describes it, with a new provider; the caller closes the provider.
-    `given`: values of secrets from this command line."""
+    """Returns a run's session, with values of secrets that the user gave and a provider, which the caller closes."""
     spec = specification.read(ledger.folder)
     config = spec.config()
     secrets = SecretSource(context.environment, given or {})
@@ -363,8 +355,8 @@ def supervising(ledger: Ledger, machine: Workstation, say: Callable[[str], None]
 
 
 def take_lease(ledger: Ledger, place: RunBucket, machine: Workstation, say: Callable[[str], None]) -> Lease:
-    """Takes the run's lease, sets `ledger.lease` and records Supervised. Raises LaunchError: Exit.CONFLICT if another
-    machine has the lease, or the bucket does not answer."""
+    """Takes the run's lease, sets `ledger.lease` and records Supervised. Raises LaunchError if another machine has the
+    lease (Exit.CONFLICT), or the bucket does not answer."""
     if not (holder := ledger.holder):
         holder = f"{os.uname().nodename}:{machine.random.randrange(1 << 32):08x}"
         write_private(ledger.folder / "holder", holder)  # later processes with the folder's lock reuse it

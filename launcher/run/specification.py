@@ -94,8 +94,7 @@ def describe(
     overlay: Overlay | None = None,
     preflight: Sequence[str] = (),
 ) -> Specification:
-    """Returns a run's specification, without its image; of `overlay` it holds the hash. `variables` are the names of
-    those in `env_file`."""
+    """Returns a run's specification, without its image. `variables`: the names of those in `env_file`."""
     names = [*config.run.secrets, *variables]
     return Specification(
         run=run_id,
@@ -212,15 +211,11 @@ def _overlay_path(folder: Path, digest: str) -> Path:
 class SecretSource:
     """Where this process finds values of secrets, which it holds in memory only."""
 
-    environment: Mapping[str, str]
-    """This process's environment."""
-
-    given: Mapping[str, str]
-    """Values of an `--env-file` on this command line, which win."""
+    environment: Mapping[str, str]  # this process's environment
+    given: Mapping[str, str]  # values of an `--env-file` on this command line, which win
 
     def values(self, specification: Specification) -> dict[str, str]:
-        """Returns the known values by name. Reads the run's own env file, if there is one and this command line gave
-        none; raises BadInput if that file is invalid."""
+        """Returns known values by name; reads the run's env file if the command line gave none. Raises BadInput."""
         recorded: dict[str, str] = {}
         if specification.env_file is not None and not self.given and Path(specification.env_file).exists():
             recorded = read_env_file(Path(specification.env_file))

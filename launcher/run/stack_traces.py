@@ -40,9 +40,7 @@ class ThreadStack:
     name: str
     frames: tuple[Frame, ...]
     holds_gil: bool = False
-    active: bool = False
-    """Whether it runs, or would if a processor were free."""
-
+    active: bool = False  # whether it runs, or would if a processor were free
     native: tuple[str, ...] = ()
     """Calls inside of the innermost one of Python, as "function (library)"; () where they could not be read."""
 
@@ -61,8 +59,7 @@ class ProcessStacks:
     wait_channel: str
     command: str
     threads: tuple[ThreadStack, ...] = ()
-    polling: int = 0
-    """Threads, native ones too, that wait for a connection (poll)."""
+    polling: int = 0  # threads, native ones too, that wait for a connection (poll)
 
 
 @dataclass(frozen=True)
@@ -71,9 +68,7 @@ class HostStacks:
 
     processes: tuple[ProcessStacks, ...] = ()
     sources: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    problem: str = ""
-    """The output's last line, if there was no process in it."""
-
+    problem: str = ""  # the output's last line, if there was no process in it
     memory: str = ""
     """How the host is short of memory, as a predicate: "has 0.2 of 188.0 GiB of its memory left"; "" if it is not."""
 
@@ -211,8 +206,7 @@ class Place:
     frame: Frame | None = None
     source: str = ""
     thread: str = ""
-    native: str = ""
-    """The innermost call of a native library, if it was read."""
+    native: str = ""  # the innermost call of a native library, if it was read
 
     def __str__(self) -> str:
         if self.frame is None:

@@ -26,9 +26,7 @@ _ANSWER_SECONDS = 10.0  # for hosts to answer what became of an attempt, beside 
 
 def start_attempt(session: Session) -> tuple[int, Verdict | None]:
     """Removes orphans of earlier attempts from the slice, then starts the next attempt on all hosts and records it.
-
-    Returns:
-        The attempt's number, and None; or the verdict that ended it if the slice or a host was lost meanwhile.
+    Returns its number, and None; or the verdict that ended it if the slice or a host was lost meanwhile.
 
     Raises:
         BadInput: A secret or the overlay is missing; no attempt has begun.

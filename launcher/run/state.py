@@ -45,8 +45,7 @@ class RunState:
     last_attempt: events.AttemptBegan | None = None
     outcome: str | None = None
     """How the last attempt ended ("finished", "host lost", ...); None while it is open, and before the first."""
-    stops: int = 0
-    """How many stops were requested in the whole run."""
+    stops: int = 0  # how many stops were requested in the whole run
     acknowledged_stops: int = 0
     """How many of them had been requested when `tpu-launch run` was last asked for."""
     orphans: tuple[events.Orphaned, ...] = ()
@@ -58,10 +57,8 @@ class RunState:
     budget_spent: bool = False
     """Whether the end of run.budget stopped the run last, and its slice is not known to be deleted."""
 
-    supervisions: int = 0
-    """How many times a process took the run's lease."""
-    supervisor: str = ""
-    """The last of them."""
+    supervisions: int = 0  # how many times a process took the run's lease
+    supervisor: str = ""  # the last of them
 
     @property
     def attempt(self) -> int:
@@ -127,13 +124,8 @@ def recorded_verdict(recorded: Iterable[events.RunEvent], attempt: int) -> Verdi
 
 
 def phase_on_hosts(phase: Phase, containers: Sequence[ContainerState], *, may_lack_secrets: bool) -> Phase:
-    """Returns the phase of an open attempt, given what its hosts answered.
-
-    Args:
-        phase: STARTING or RUNNING, as the ledger says. It stays so when the attempt runs.
-        containers: The attempt's container on each host.
-        may_lack_secrets: Whether a container lacks secrets that died with the launcher that started it.
-    """
+    """Returns the phase of an open attempt (STARTING or RUNNING by its ledger), given its containers on all hosts.
+    `may_lack_secrets`: whether one lacks secrets that died with the launcher that started it."""
     begun = [container.running or container.ended for container in containers]
     if phase is Phase.STARTING and (not all(begun) or may_lack_secrets):
         return Phase.INTERRUPTED

@@ -224,25 +224,18 @@ _WIDE = 120  # columns from which addresses are shown
 class View:
     """A run at one moment."""
 
-    slice: str
-    """The slice and its state, in words."""
-
-    run: str
-    """The run, its attempt, and its state, in words."""
-
+    slice: str  # the slice and its state, in words
+    run: str  # the run, its attempt, and its state, in words
     time: str
     progress: ProgressLine | None = None
-    losses: Mapping[int, float] = field(default_factory=dict)
-    """Loss by step."""
-
+    losses: Mapping[int, float] = field(default_factory=dict)  # loss by step
     hosts: Sequence[HostStatus] = ()
     cost: str = ""
     history: Sequence[str] = ()
 
 
 def render(view: View, columns: int, rows: int | None = None) -> list[str]:
-    """Returns the lines of a frame, none wider than `columns`. Leaves out hosts that do as the others
-    where there are more lines than `rows`."""
+    """Returns a frame's lines, none wider than `columns`. With too few `rows`, leaves out hosts that do as others."""
     lines = [_spread(view.run, view.time, columns), view.slice]
     if view.cost:
         lines.append(view.cost)
@@ -266,8 +259,7 @@ def _usualness(host: HostStatus) -> tuple[bool, int, float]:
 
 
 def plot(losses: Mapping[int, float], columns: int, rows: int) -> list[str]:
-    """Returns the curve of the loss over steps in braille dots, `rows` high, with the extreme values and steps as
-    labels; [] without finite values."""
+    """Returns the loss over steps in braille dots, `rows` high, with the extremes as labels; [] if none is finite."""
     points = sorted((step, loss) for step, loss in losses.items() if math.isfinite(loss))
     if not points:
         return []

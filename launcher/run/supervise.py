@@ -49,11 +49,8 @@ _AT_ONCE = 64  # for work on all hosts at once
 class SliceAnswer:
     """The API's answer about the slice."""
 
-    state: str | None
-    """None: the slice does not exist."""
-
-    trouble: str = ""
-    """Problems that the API reports."""
+    state: str | None  # None: the slice does not exist
+    trouble: str = ""  # problems that the API reports
 
 
 class StartInterrupted(BadInput):
@@ -68,14 +65,9 @@ class StartInterrupted(BadInput):
 
 def supervise(session: Session, attempt: int) -> Verdict:
     """Watches an attempt to its end, ends it on the hosts that answer, records its end, and removes its containers.
-
     Explains a stall before it ends the attempt, and writes a post-mortem of an attempt that failed. KeyboardInterrupt
-    leaves everything running. Records as Orphaned the hosts on which a container may be left.
-
-    Raises:
-        StartInterrupted: A host whose container was not seen to start reports that it never started, or a cluster that
-            its JobSet was never made.
-    """
+    leaves everything running. Records as Orphaned the hosts on which a container may be left. Raises StartInterrupted
+    if a host says that its container never started, or a cluster that the attempt's JobSet was never made."""
     ledger = session.ledger
     secrets, unknown = session.secret_values(), session.unknown_secrets()  # as of now: an env file may change later
     masker = SecretMasker(secrets)

@@ -65,12 +65,8 @@ def _verdict(ended: events.Ended) -> Verdict | None:
 def take_over(ledger: Ledger, context: Context) -> Outcome | None:
     """Supervises a run to its end: watches the attempt that is running, or starts the next one, by the run's
     specification and budgets. If run.budget is spent, deletes the slice and starts none. Returns how the last attempt
-    ended; None if it watched none.
-
-    Raises:
-        LaunchError: Another process supervises the run (Exit.CONFLICT), or the run could not be recovered.
-        BadInput: The next attempt lacks secrets.
-    """
+    ended; None if it watched none. Raises LaunchError if another process supervises the run (Exit.CONFLICT), or the run
+    could not be recovered; BadInput if the next attempt lacks secrets."""
     with supervising(ledger, context.machine, context.output.say):
         if not is_unfinished(ledger, context.machine.clock.time()):
             return None
@@ -121,14 +117,11 @@ class _Child:
     end: Callable[[], None] = lambda: None
     result: Future[Result] | None = None
     pause: float = _FIRST_PAUSE
-    next_start: float = 0.0
-    """Monotonic clock."""
+    next_start: float = 0.0  # monotonic clock
     settled: int = 0
     """Generation of the run's lease when nothing was left to do, or a program was missing here."""
-    over: bool = False
-    """The run has finished; the supervisor no longer looks at it."""
-    problem: str = ""
-    """The last one that was said."""
+    over: bool = False  # the run has finished; the supervisor no longer looks at it
+    problem: str = ""  # the last one that was said
 
 
 @dataclass
@@ -142,8 +135,7 @@ class Supervisor:
     _children: dict[str, _Child] = field(default_factory=dict)
 
     def watch(self) -> None:
-        """Starts a process for each unsupervised run, looking every 15 s. Ctrl-C ends them, which releases the
-        leases."""
+        """Starts a process for each unsupervised run, every 15 s. Ctrl-C ends them, which releases the leases."""
         say, clock = self.context.output.say, self.context.machine.clock
         say(f"supervising the runs of {self.folder}")
         try:

@@ -146,8 +146,7 @@ SLICE_RECREATED = Cause(
     -1, "the slice was deleted, and created again: `tpu-launch up` waits for it, then `tpu-launch run` resumes the run"
 )
 JOBSET_DELETED = Cause(-1, "another client deleted the run's JobSet: `tpu-launch run` resumes the run")
-RECREATED = "RECREATED"
-"""State of a slice that has the name of the attempt's slice, and is another one."""
+RECREATED = "RECREATED"  # state of a slice that has the name of the attempt's slice, and is another one
 
 
 @dataclass(frozen=True)
