@@ -180,7 +180,7 @@ class Lease:
         )
 
     def keep(self, over: Event, pull: Callable[[], None]) -> None:
-        """Until `over`, renews the lease and pulls events, such as a stop. Ends the process if another one has the lease."""
+        """Until `over`, renews the lease and pulls events, such as a stop. Ends the process that has lost the lease."""
         while not over.wait(RENEW_SECONDS):
             try:
                 self._renew()
