@@ -30,7 +30,7 @@ PLACES = (
     ("training.backends.torch.step:TrainingStep", "trace", 2),
     ("training.backends.torch_xla.internals", "compile_program", 1),
     ("training.backends.torch_xla.internals", "start_program", 7),
-    ("training.backends.torch_xla.backend:_PendingStep", "result", 6),
+    ("training.backends.protocol:PendingReport", "result", 6),
     ("training.checkpoint.writer:CheckpointWriter", "save", 2),
     ("training.backends.torch_xla.backend:TorchXla", "evaluate", 2),
     ("training.trainer", "build_summary", 1),

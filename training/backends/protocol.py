@@ -18,15 +18,24 @@ from training.tasks.task import Task
 REPORT = len(SUMS) + 2  # numbers that every step gives: the sums, and how many hosts raise each signal (stop, save)
 
 
-def read_report(values: list[float], *, trains: bool) -> StepResult:
-    """Splits a report into sums, signals, and a step's update (training.batch.UPDATE) or an evaluation's counts."""
-    stop, save = values[len(SUMS) : REPORT]
-    sums, signals = dict(zip(SUMS, values, strict=False)), Signals(stop > 0, save > 0)
-    further = values[REPORT:]
-    if trains:
-        norm, skipped = further
-        return StepResult(sums, signals, gradient_norm=norm, skipped=skipped > 0)
-    return StepResult(sums, signals, np.array(further) if further else None)
+class PendingReport:
+    """The report of a step or an evaluation that may still run: the sums, the signals, and training.batch.UPDATE of a
+    step that `trains`, or the task's counts."""
+
+    def __init__(self, read: Callable[[], list[float]], *, trains: bool) -> None:
+        """`read` waits for the numbers."""
+        self._read, self._trains = read, trains
+
+    def result(self) -> StepResult:
+        """Waits for the numbers, and splits them. Raises what `read` does."""
+        values = self._read()
+        stop, save = values[len(SUMS) : REPORT]
+        sums, signals = dict(zip(SUMS, values, strict=False)), Signals(stop > 0, save > 0)
+        further = values[REPORT:]
+        if self._trains:
+            norm, skipped = further
+            return StepResult(sums, signals, gradient_norm=norm, skipped=skipped > 0)
+        return StepResult(sums, signals, np.array(further) if further else None)
 
 
 class Backend(Protocol):

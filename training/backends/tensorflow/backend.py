@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from training.backends.protocol import Backend, read_report
+from training.backends.protocol import Backend, PendingReport
 from training.backends.tensorflow.calls import StepCalls
-from training.backends.tensorflow.input import dataset_of, distributed, distributed_evaluation, is_upcoming
+from training.backends.tensorflow.input import dataset_of, distributed, distributed_evaluation
 from training.backends.tensorflow.model import Noise, Parameter, build
 from training.backends.tensorflow.replicas import Replicas, translate_failures
 from training.backends.tensorflow.step import TensorFlowState, TensorFlowStep
-from training.batch import SUMS, Arrays, HostBatch, Signals, StepResult
+from training.batch import SUMS, Arrays, HostBatch, Signals
 from training.checkpoint.snapshot import Snapshot
 from training.checkpoint.tensors import TensorSpec
 from training.config import TrainerConfig
@@ -121,51 +121,48 @@ class TensorFlow(Backend):
         return self._replicas.count > 1 and not self._exchange and not counts_skipped
 
     @translate_failures()
-    def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingResult:
+    def step(self, number: int, batch: Arrays, signals: Signals) -> PendingReport:
         """Queues the step in `StepCalls` if its program reads its own rows and calls may take several steps, else runs
         it; with other CPU hosts waits for the sum of all gradients."""
-        if is_upcoming(batch) and self._config.train.steps_per_call != 1:
-            dataset = dataset_of(batch)
+        dataset = dataset_of(batch)
+        if dataset and self._config.train.steps_per_call != 1:
             with translate_errors(dataset):
                 queued = self._calls.add(self._replicas.send_rows(batch), *self._step.scalar_values(number))
-            return _PendingResult(queued, signals, dataset, trains=True)
+            return _pending(queued, signals, dataset, trains=True)
         seed, scalars = self._step.scalars(number)
         rows = self._replicas.send_rows(batch)
-        if is_upcoming(batch):
-            return self._pending_of_upcoming(batch, True, signals, rows, seed, scalars)
+        if dataset:
+            return self._start_upcoming("train next", dataset, signals, rows, seed, scalars)
         if not self._exchange:
-            return _PendingResult(self._call("train", rows, seed, scalars), signals, trains=True)
+            return _pending(self._call("train", rows, seed, scalars), signals, trains=True)
         gradients = self._call("gradients", rows, seed).numpy()
         total = self._exchange.sum(np.concatenate([gradients, _signals_array(signals)]))
         update = self._call("update", tf.constant(total[: -len(_signals_array(signals))]), scalars).numpy()
-        return _PendingResult(np.concatenate([total[len(gradients) - len(SUMS) :], update]), trains=True)
+        return _pending(np.concatenate([total[len(gradients) - len(SUMS) :], update]), trains=True)
 
     def _run_steps(self, batches: Any, seeds: npt.NDArray[np.int32], scalars: npt.NDArray[np.float32], due: int) -> Any:
         """Runs the first `due` of the steps with these seeds and scalars in one call, for `StepCalls`."""
         return self._call("train several", batches, tf.constant(seeds), tf.constant(scalars), tf.constant(due))
 
     @translate_failures()
-    def evaluate(self, batch: Arrays, signals: Signals) -> _PendingResult:
+    def evaluate(self, batch: Arrays, signals: Signals) -> PendingReport:
         """Starts queued training steps, then an evaluation; with other CPU hosts, waits for the sums of all."""
         self._calls.flush()
         rows = self._replicas.send_rows(batch)
-        if is_upcoming(batch):
-            return self._pending_of_upcoming(batch, False, signals, rows)
+        if dataset := dataset_of(batch):
+            return self._start_upcoming("evaluate next", dataset, signals, rows)
         sums = self._call("evaluate", rows)
         if not self._exchange:
-            return _PendingResult(sums, signals, trains=False)
+            return _pending(sums, signals, trains=False)
         values = sums.numpy()
-        return _PendingResult(
-            self._exchange.sum(np.concatenate([values[: len(SUMS)], _signals_array(signals), values[len(SUMS) :]])),
-            trains=False,
-        )
+        report = np.concatenate([values[: len(SUMS)], _signals_array(signals), values[len(SUMS) :]])
+        return _pending(self._exchange.sum(report), trains=False)
 
-    def _pending_of_upcoming(self, batch: Arrays, trains: bool, signals: Signals, *arguments: Any) -> _PendingResult:
+    def _start_upcoming(self, name: str, dataset: Dataset, signals: Signals, *arguments: Any) -> PendingReport:
         """Runs the program that reads an upcoming batch itself: errors of its rows surface here or with its result."""
-        dataset = dataset_of(batch)
         with translate_errors(dataset):
-            sums = self._call("train next" if trains else "evaluate next", *arguments)
-        return _PendingResult(sums, signals, dataset, trains=trains)
+            sums = self._call(name, *arguments)
+        return _pending(sums, signals, dataset, trains=name == "train next")
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Runs program `name` and returns its result. Adds the seconds of a call that traces to `_tracing_seconds`."""
@@ -229,22 +226,21 @@ def _signals_array(signals: Signals) -> npt.NDArray[np.float32]:
     return np.array([signals.stop, signals.save], np.float32)
 
 
-class _PendingResult:
-    """The result of a step or an evaluation that may still run. `sums`: a report (`read_report`), without the signals
-    if these are given, as this host is the only one; `dataset`: the one whose rows the program took itself."""
-
-    def __init__(
-        self, sums: Any, signals: Signals | None = None, dataset: Dataset | None = None, *, trains: bool
-    ) -> None:
-        self._sums, self._signals, self._dataset, self._trains = sums, signals, dataset, trains
+def _pending(
+    sums: Any, signals: Signals | None = None, dataset: Dataset | None = None, *, trains: bool
+) -> PendingReport:
+    """Returns the report in `sums`, a program's result. It lacks the signals if these are given, as this host is the
+    only one. `dataset`: the one whose rows the program took itself."""
 
     @translate_failures()
-    def result(self) -> StepResult:
-        with translate_errors(self._dataset) if self._dataset else contextlib.nullcontext():
-            values: list[float] = np.asarray(self._sums).tolist()
-        if self._signals:
-            values[len(SUMS) : len(SUMS)] = _signals_array(self._signals).tolist()
-        return read_report(values, trains=self._trains)
+    def read() -> list[float]:
+        with translate_errors(dataset) if dataset else contextlib.nullcontext():
+            values: list[float] = np.asarray(sums).tolist()
+        if signals:
+            values[len(SUMS) : len(SUMS)] = _signals_array(signals).tolist()
+        return values
+
+    return PendingReport(read, trains=trains)
 
 
 class TensorFlowProfiler:

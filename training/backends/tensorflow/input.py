@@ -21,14 +21,9 @@ from training.tasks.task import RunData, Task, evaluation_slice, task_class, tra
 from training.tasks.tf import evaluation_rows, training_rows
 
 
-def is_upcoming(batch: Arrays) -> bool:
-    """Returns whether the step's program takes the rows of this batch from the iterator itself."""
-    return any(isinstance(array, Upcoming) for array in batch.values())
-
-
-def dataset_of(batch: Arrays) -> Dataset:
-    """Returns the dataset of an upcoming batch."""
-    return next(array.dataset for array in batch.values() if isinstance(array, Upcoming))
+def dataset_of(batch: Arrays) -> Dataset | None:
+    """Returns the dataset of a batch whose rows the step's program takes from the iterator itself; None for others."""
+    return next((array.dataset for array in batch.values() if isinstance(array, Upcoming)), None)
 
 
 def distributed(strategy: Any, config: TrainerConfig, data: RunData, start: int) -> Generator[HostBatch, None, None]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,12 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import stateless
 
-from training.backends.protocol import Backend, read_report
+from training.backends.protocol import Backend, PendingReport
 from training.backends.torch.state import HostState, build_network, no_place
 from training.backends.torch.step import HostArray, StepInputs, TrainingStep
 from training.backends.torch_tpu import internals
 from training.backends.torch_tpu.processes import Chip
-from training.batch import Arrays, Signals, StepResult
+from training.batch import Arrays, Signals
 from training.checkpoint.snapshot import Snapshot
 from training.checkpoint.tensors import Slice, StateSlices, TensorSpec, key_in_part
 from training.config import TrainerConfig
@@ -67,14 +68,14 @@ class TorchTpu(Backend):
 
     # --- steps
 
-    def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingReport:
+    def step(self, number: int, batch: Arrays, signals: Signals) -> PendingReport:
         inputs = self._send(self._step.inputs(number, batch, signals))
         torch.manual_seed(self._step.seed(number))
-        return _PendingReport(self._training.run(inputs), self._chip, trains=True)
+        return PendingReport(partial(self._chip.read, self._training.run(inputs)), trains=True)
 
-    def evaluate(self, batch: Arrays, signals: Signals) -> _PendingReport:
+    def evaluate(self, batch: Arrays, signals: Signals) -> PendingReport:
         inputs = self._send(self._step.evaluation_inputs(batch, signals))
-        return _PendingReport(self._evaluation.run(inputs), self._chip, trains=False)
+        return PendingReport(partial(self._chip.read, self._evaluation.run(inputs)), trains=False)
 
     def _trace_step(self, inputs: StepInputs[Tensor]) -> Tensor:
         """Records a step. Returns its report, (5 + 2,)."""
@@ -135,18 +136,6 @@ def _widen(_norm: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
     """Returns a normalization's input in fp32: autocast leaves it in bf16 on this device, and torch_tpu 0.2.0 can't
     compile a normalization whose weights are of another type."""
     return (inputs[0].float(),)
-
-
-class _PendingReport:
-    """A report that may not have been computed yet."""
-
-    def __init__(self, report: Tensor, chip: Chip, *, trains: bool) -> None:
-        self._report, self._chip, self._trains = report, chip, trains
-
-    def result(self) -> StepResult:
-        """Waits for the report and returns its sums, signals, and update or counts. Raises LostPeer."""
-        values = self._chip.read(self._report)
-        return read_report(values, trains=self._trains)
 
 
 class DeviceState:

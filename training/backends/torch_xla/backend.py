@@ -26,9 +26,9 @@ from torch_xla.backends import set_mat_mul_precision
 from torch_xla.debug import profiler
 
 from training.accelerators import ACCELERATORS
-from training.backends.compile_cache import ProgramCache, open_cache
+from training.backends.compile_cache import open_cache
 from training.backends.placement import bytes_on_device
-from training.backends.protocol import REPORT, Backend, read_report
+from training.backends.protocol import REPORT, Backend, PendingReport
 from training.backends.torch.state import build_network
 from training.backends.torch.step import HostArray, StepInputs, TrainingStep
 from training.backends.torch_xla import internals
@@ -37,7 +37,7 @@ from training.backends.torch_xla.sharding import DataParallel, has_tpu_cores, me
 from training.backends.torch_xla.splash import splash_attention
 from training.backends.torch_xla.state import State
 from training.backends.torch_xla.step_cache import Shapes, StepCache
-from training.batch import Arrays, Signals, StepResult
+from training.batch import Arrays, Signals
 from training.checkpoint.snapshot import Snapshot
 from training.checkpoint.tensors import StateSlices, TensorSpec
 from training.config import TrainerConfig
@@ -123,7 +123,7 @@ class TorchXla(Backend):
 
     # --- steps
 
-    def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingStep:
+    def step(self, number: int, batch: Arrays, signals: Signals) -> PendingReport:
         """Starts the step; with other CPU hosts, waits for the sum of all gradients. After the first step, raises
         TrainError if the compiler may place the state in another way than was declared."""
         inputs = self._send(self._step.inputs(number, batch, signals))
@@ -134,9 +134,9 @@ class TorchXla(Backend):
         if not self._stepped:
             self._sharding.require_declared(self.state.buffers())
             self._stepped = True
-        return _PendingStep(self.state, report, trains=True, cache=self._cache)
+        return self._pending(report, trains=True)
 
-    def _step_of_hosts(self, number: int, inputs: StepInputs[Tensor], exchange: TcpAllReduce) -> _PendingStep:
+    def _step_of_hosts(self, number: int, inputs: StepInputs[Tensor], exchange: TcpAllReduce) -> PendingReport:
         """Runs two programs, traced every step, and between them the sum over all hosts."""
         with self.state.recording(changes=False):
             flat = self._step.flatten(*self._step.gradients(number, inputs))
@@ -146,15 +146,27 @@ class TorchXla(Backend):
         update = self._step.update(*self._step.unflatten(flat), inputs.scalars[0])
         self.state.wait_before_mutation()
         torch_xla.sync()
-        return _PendingStep(self.state, total[-REPORT:], update, trains=True)
+        return self._pending(total[-REPORT:], update, trains=True)
 
-    def evaluate(self, batch: Arrays, signals: Signals) -> _PendingStep:
+    def evaluate(self, batch: Arrays, signals: Signals) -> PendingReport:
         """Starts an evaluation; with other CPU hosts, waits for the sums of all."""
         inputs = self._send(self._step.evaluation_inputs(batch, signals))
         report = self._evaluation.run(_shapes(batch), inputs, None, self._step.trace_evaluation)
         if self._exchange:
             report = torch.from_numpy(self._exchange.sum(self.state.to_host(report).numpy()))
-        return _PendingStep(self.state, report, trains=False, cache=self._cache)
+        return self._pending(report, trains=False)
+
+    def _pending(self, *report: Tensor, trains: bool) -> PendingReport:
+        """Returns a report of one or several tensors; reading it proves the programs that the cache has just loaded."""
+        proofs = self._cache.take_proofs() if self._cache else []
+
+        def read() -> list[float]:
+            values = [value for tensor in report for value in self.state.to_host(tensor).tolist()]
+            for prove in proofs:
+                prove()
+            return values
+
+        return PendingReport(read, trains=trains)
 
     def trace_step(self, number: int, batch: Arrays, signals: Signals) -> Tensor:
         """Records a step, as a host without other hosts runs it, and returns its report. Nothing runs."""
@@ -256,21 +268,6 @@ def _silent(_line: str) -> None:
 
 def _shapes(batch: Arrays) -> dict[str, tuple[int, ...]]:
     return {name: array.shape for name, array in batch.items()}
-
-
-class _PendingStep:
-    """A report in one or several tensors that may not have been computed yet: see `read_report`. The programs that
-    `cache` has loaded are proven when the devices have computed it."""
-
-    def __init__(self, state: State, *report: Tensor, trains: bool, cache: ProgramCache | None = None) -> None:
-        self._state, self._report, self._trains = state, report, trains
-        self._proofs = cache.take_proofs() if cache else []
-
-    def result(self) -> StepResult:
-        values = [value for tensor in self._report for value in self._state.to_host(tensor).tolist()]
-        for prove in self._proofs:
-            prove()
-        return read_report(values, trains=self._trains)
 
 
 # --- torch_xla's own counts, since the start of the process

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-import torch_xla.debug.metrics as xla_metrics
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from training.backends.torch_xla.backend import count_fallbacks
+from training.backends.torch_xla.backend import count_compiled, count_fallbacks, count_transfers
 from training.errors import BadInput
 from training.lint import HOST, SHAPE, VALUE, LintFinding, StepChecker, StepTrace, TracedOperation
 
@@ -33,6 +32,7 @@ _NOT_USER_CODE = (*(f"{Path(module.__file__).parent}{os.sep}" for module in (tor
 # Views that autograd and in-place updates make: no work, and not the same in each step.
 _BOOKKEEPING = ("detach", "detach_copy", "_propagate_xla_data", "alias", "alias_copy", "t_copy", "view_copy")
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_TRANSFERS = "device_to_host_transfers"
 _PROGRAM_ENDS = "the program ends here and waits for the device"
 
 
@@ -41,7 +41,7 @@ def _watch_step() -> Iterator[StepTrace]:
     """Records the operations of the step that runs in the block, and their findings; slowly: with anomaly detection, on
     one autograd thread. The trace is complete when the block has ended: compilations and transfers are counted then."""
     torch_xla.sync()
-    trace, compiled, transfers = StepTrace(), _count("CompileTime"), _count("TransferFromDeviceTime")
+    trace, (compiled, _), transfers = StepTrace(), count_compiled(), count_transfers()
     with (
         warnings.catch_warnings(),
         _PrintWatcher(trace),
@@ -53,8 +53,8 @@ def _watch_step() -> Iterator[StepTrace]:
         with torch.autograd.set_detect_anomaly(True, check_nan=False):
             yield trace
     torch_xla.sync(wait=True)
-    trace.compilations = _count("CompileTime") - compiled
-    trace.transfers = _count("TransferFromDeviceTime") - transfers
+    trace.compilations = count_compiled()[0] - compiled
+    trace.transfers = count_transfers()[_TRANSFERS] - transfers[_TRANSFERS]
 
 
 class _OperationWatcher(TorchDispatchMode):  # type: ignore[misc]  # torch is not here when types are checked
@@ -236,9 +236,3 @@ def _user_place() -> str:
 def _format_place(file: str, line: int) -> str:
     """Returns file:line, with the file relative to the working directory if it is below."""
     return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}:{line}"
-
-
-def _count(metric: str) -> int:
-    """Returns how often torch_xla has recorded a metric in this process; 0 for a counter or an unknown name."""
-    data = xla_metrics.metric_data(metric)
-    return int(data[0]) if data else 0
