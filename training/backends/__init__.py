@@ -8,5 +8,5 @@ In each framework's folder:
     backend.py                  the protocol's methods, in a few lines each
     step.py                     the whole training step: forward, loss, backward, clipping, learning rate, optimizer
     sharding.py, replicas.py, processes.py    the devices, how arrays are laid out over them, and a check of them
-    state.py                    names of tensors, loading, snapshots (TensorFlow: in step.py)
+    state.py                    names of tensors, loading, snapshots (TensorFlow: in backend.py)
 """

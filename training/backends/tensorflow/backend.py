@@ -6,7 +6,7 @@ devices of its CPU, under `MirroredStrategy`, which is TPUStrategy's path throug
 gradients are summed over TCP, in a fixed order: two programs a step instead of one. (MultiWorkerMirroredStrategy would
 sum them too, but after a peer's death it waits for heartbeats, or ends the process with an exit code of its own.)
 
-The training step itself and the state are in `step.py`, devices in `replicas.py`, the network in `model.py`.
+The training step itself is in `step.py`, devices in `replicas.py`, the network in `model.py`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from training.backends.tensorflow.calls import StepCalls
 from training.backends.tensorflow.input import dataset_of, distributed, distributed_evaluation
 from training.backends.tensorflow.model import Noise, Parameter, build
 from training.backends.tensorflow.replicas import Replicas, translate_failures
-from training.backends.tensorflow.step import TensorFlowState, TensorFlowStep
+from training.backends.tensorflow.step import TensorFlowStep
 from training.batch import SUMS, Arrays, HostBatch, Signals
 from training.checkpoint.snapshot import Snapshot
-from training.checkpoint.tensors import TensorSpec
+from training.checkpoint.tensors import Damaged, TensorSpec
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
 from training.data.tf.record_source import translate_errors
@@ -71,7 +71,7 @@ class TensorFlow(Backend):
         rendezvous.set_phase("building the model")
         noise = Noise()
         network, parameters, optimizer = _build_model(config, requirements, self._replicas, noise)
-        self._state = TensorFlowState(parameters, optimizer, self._replicas.assign)
+        self._parameters, self._optimizer = parameters, optimizer
         reference = TASKS[config.task].tensorflow
         assert reference is not None, "the configuration refuses it"
         task_sums = load(reference)
@@ -175,18 +175,46 @@ class TensorFlow(Backend):
 
     # --- state
 
+    def state_variables(self) -> dict[str, tuple[Parameter, Any]]:
+        """Returns each variable of the state by its name in a checkpoint, with the parameter that it is or belongs to:
+        under PyTorch's names, and in PyTorch's shapes."""
+        groups = {"model": [parameter.variable for parameter in self._parameters], **self._optimizer.state()}
+        return {
+            f"{group}/{parameter.name}": (parameter, variable)
+            for group, variables in groups.items()
+            for parameter, variable in zip(self._parameters, variables, strict=True)
+        }
+
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        return self._state.tensor_specs()
+        return {
+            name: TensorSpec("F32", parameter.shape, 4 * int(np.prod(parameter.shape)))
+            for name, (parameter, _) in self.state_variables().items()
+        }
 
     @translate_failures()
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
         """Starts queued steps, then copies tensors of the state into `buffers`, and returns when all is copied."""
         self._calls.flush()
-        return self._state.snapshot(buffers)
+        variables = self.state_variables()
+        for name, buffer in buffers.items():
+            parameter, variable = variables[name]
+            np.frombuffer(buffer, dtype=np.float32)[:] = parameter.read(variable).reshape(-1)
+        return Snapshot()
 
     @translate_failures()
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        self._state.load(tensors)
+        variables, specs = self.state_variables(), self.tensor_specs()
+        for name, (spec, _) in tensors.items():
+            if specs.get(name) != spec:
+                raise Damaged(f"tensor {name} is {spec.dtype} {list(spec.shape)}, which has no place in this model")
+
+        def value_of(name: str) -> tuple[Any, np.ndarray]:
+            parameter, variable = variables[name]
+            spec, data = tensors[name]
+            # Copy, because a variable may keep the memory of the array.
+            return variable, parameter.array_of(np.frombuffer(data, np.float32).reshape(spec.shape).copy())
+
+        self._replicas.assign(map(value_of, tensors))
 
     # --- what the framework counted
 

@@ -64,7 +64,7 @@ class LoweringBackend(TensorFlow):
         arguments = [*rows.values(), *scalars]
         text = function.experimental_get_compiler_ir(*arguments)
         captured = function.get_concrete_function(*arguments).captured_inputs
-        names = {id(variable.handle): name for name, (_, variable) in self._state.variables().items()}
+        names = {id(variable.handle): name for name, (_, variable) in self.state_variables().items()}
         state = {
             number: names[id(argument)]
             for number, argument in enumerate(captured, len(arguments))

@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from training.backends.tensorflow.model import Assign, Noise, Parameter
+from training.backends.tensorflow.model import Noise, Parameter
 from training.backends.tensorflow.replicas import Replicas
 from training.batch import SUMS, UPDATE
-from training.checkpoint.snapshot import Snapshot
-from training.checkpoint.tensors import Damaged, TensorSpec
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.optim.schedule import learning_rate, step_seed
@@ -174,49 +172,3 @@ def _piece_rows(array: Any, number: int, pieces: int) -> Any:
     """Returns the rows of an array in piece `number` of `pieces` equal ones."""
     rows = array.shape[0] // pieces
     return array[number * rows : (number + 1) * rows]
-
-
-class TensorFlowState:
-    """Variables under PyTorch's names and in PyTorch's shapes. `optimizer` is one of training.registry.OPTIMIZERS, over
-    the same parameters."""
-
-    def __init__(self, parameters: Sequence[Parameter], optimizer: Any, assign: Assign) -> None:
-        self.parameters, self.optimizer, self._assign = parameters, optimizer, assign
-
-    def variables(self) -> dict[str, tuple[Parameter, Any]]:
-        """Returns each variable by its name in a checkpoint, with the parameter that it is or belongs to."""
-        groups = {"model": [parameter.variable for parameter in self.parameters], **self.optimizer.state()}
-        return {
-            f"{group}/{parameter.name}": (parameter, variable)
-            for group, variables in groups.items()
-            for parameter, variable in zip(self.parameters, variables, strict=True)
-        }
-
-    def tensor_specs(self) -> dict[str, TensorSpec]:
-        return {
-            name: TensorSpec("F32", parameter.shape, 4 * int(np.prod(parameter.shape)))
-            for name, (parameter, _) in self.variables().items()
-        }
-
-    def snapshot(self, buffers: Mapping[str, memoryview]) -> Snapshot:
-        """Copies variables, given by their names, to host memory. The returned copy is complete."""
-        variables = self.variables()
-        for name, buffer in buffers.items():
-            parameter, variable = variables[name]
-            np.frombuffer(buffer, dtype=np.float32)[:] = parameter.read(variable).reshape(-1)
-        return Snapshot()
-
-    def load(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        """Sets the named variables, no others, to copies. Raises Damaged for an unknown name, another type or shape."""
-        variables, specs = self.variables(), self.tensor_specs()
-        for name, (spec, _) in tensors.items():
-            if specs.get(name) != spec:
-                raise Damaged(f"tensor {name} is {spec.dtype} {list(spec.shape)}, which has no place in this model")
-
-        def value_of(name: str) -> tuple[Any, np.ndarray]:
-            parameter, variable = variables[name]
-            spec, data = tensors[name]
-            # Copy, because a variable may keep the memory of the array.
-            return variable, parameter.array_of(np.frombuffer(data, np.float32).reshape(spec.shape).copy())
-
-        self._assign(map(value_of, tensors))

@@ -96,6 +96,9 @@ class StepInputs(Generic[A]):
         return StepInputs(next(values), [{name: next(values) for name in piece} for piece in self.pieces], scalars)
 
 
+Trace = Callable[[StepInputs[Tensor]], Tensor]  # records the operations of a step, and returns its report
+
+
 def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
     """Returns the sum of the squares of all elements."""
     return torch.stack([value.square().sum() for value in tensors]).sum()

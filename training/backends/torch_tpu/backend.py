@@ -23,7 +23,7 @@ from torch.nn.utils import stateless
 
 from training.backends.protocol import Backend, PendingReport
 from training.backends.torch.state import HostState, build_network, no_place
-from training.backends.torch.step import HostArray, StepInputs, TrainingStep
+from training.backends.torch.step import HostArray, StepInputs, Trace, TrainingStep
 from training.backends.torch_tpu import internals
 from training.backends.torch_tpu.processes import Chip
 from training.batch import Arrays, Signals
@@ -36,7 +36,6 @@ from training.models.hugging_face import ModelRequirements
 from training.models.torch.network import move
 from training.registry import OPTIMIZERS, TASKS, load
 
-Trace = Callable[[StepInputs[Tensor]], Tensor]  # records the operations of a step, and returns its report
 Shapes = tuple[tuple[int, ...], ...]  # of a step's inputs
 
 

@@ -101,11 +101,10 @@ class TorchXla(Backend):
         self._step = TrainingStep(config, cluster, self.state, self._sharding, task_sums)
         say, warn_here = (note, warn) if cluster.is_first else (_silent, _silent)
         is_fast = noise is not None or layers is not None or network.attention_note is not None
-        for line in filter(None, (network.attention_note, slow_parts(network, is_fast=is_fast))):
-            say(line)
         is_own = environment["PJRT_DEVICE"] == "CPU" and not self._sharding.is_spmd  # preflight traces for others
-        if is_own and (slow := describe_slow_products(read_flags())):
-            say(slow)
+        slow = describe_slow_products(read_flags()) if is_own else None
+        for line in filter(None, (network.attention_note, slow_parts(network, is_fast=is_fast), slow)):
+            say(line)
         self._training = StepCache("training", self.state, partial(self._compare, "training"), say, warn_here)
         self._evaluation = StepCache("evaluation", self.state, partial(self._compare, "evaluation"), say, warn_here)
         if self._exchange:
@@ -149,7 +148,6 @@ class TorchXla(Backend):
         return self._pending(total[-REPORT:], update, trains=True)
 
     def evaluate(self, batch: Arrays, signals: Signals) -> PendingReport:
-        """Starts an evaluation; with other CPU hosts, waits for the sums of all."""
         inputs = self._send(self._step.evaluation_inputs(batch, signals))
         report = self._evaluation.run(_shapes(batch), inputs, None, self._step.trace_evaluation)
         if self._exchange:
@@ -238,12 +236,10 @@ class TorchXla(Backend):
     # --- what the framework counted
 
     def compilations(self) -> tuple[int, float]:
-        """Returns number and seconds of this run's compilations, without those of earlier runs in this process."""
         (count, seconds), (count_before, seconds_before) = count_compiled(), self._compiled_before
         return count - count_before, seconds - seconds_before
 
     def counters(self) -> dict[str, int]:
-        """Returns this run's counts, without earlier runs in this process; with a cache also "programs_from_cache"."""
         own = {name: count - self._transfers_before[name] for name, count in count_transfers().items()}
         cached = {"programs_from_cache": self._cache.loaded} if self._cache else {}
         syncs = own["device_to_host_transfers"] - self.state.planned_transfers
@@ -253,7 +249,6 @@ class TorchXla(Backend):
         return memory_of(self._sharding)
 
     def fallbacks(self) -> list[str]:
-        """Returns the operations of this run alone that ran on the host, without reading a number, which is planned."""
         now, before = count_fallbacks(), self._fallbacks_before
         # Reading a number (a result) is counted as one, but is planned.
         return sorted(name for name in now if now[name] > before.get(name, 0) and name != "aten::_local_scalar_dense")
@@ -266,8 +261,8 @@ def _silent(_line: str) -> None:
     """Drops a line that the first host alone prints."""
 
 
-def _shapes(batch: Arrays) -> dict[str, tuple[int, ...]]:
-    return {name: array.shape for name, array in batch.items()}
+def _shapes(batch: Arrays) -> Shapes:
+    return tuple((name, array.shape) for name, array in batch.items())
 
 
 # --- torch_xla's own counts, since the start of the process

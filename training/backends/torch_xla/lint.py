@@ -110,15 +110,15 @@ def _check_operation(
     depends on values."""
     short = name.removeprefix("aten::")
     if torch.Tag.data_dependent_output in function.tags:
-        reads_scalar = short == "_local_scalar_dense"
-        causes = "a tensor's value is asked for (if, while, int(), .item(), range(), a slice up to a tensor)"
-        cause = causes if reads_scalar else short
+        asked = "a tensor's value is asked for (if, while, int(), .item(), range(), a slice up to a tensor)"
+        cause = asked if short == "_local_scalar_dense" else short
         return LintFinding(VALUE, place, f"{cause}: {_PROGRAM_ENDS}; use torch.where, or masks")
     target = keywords.get("device")
     copied_out = short == "_to_copy" and target is not None and torch.device(target).type == "cpu"
     if copied_out or (short == "copy_" and args[0].device.type == "cpu"):
-        cause = "a tensor is copied to the host (.cpu(), .numpy(), .tolist())"
-        return LintFinding(VALUE, place, f"{cause}: {_PROGRAM_ENDS}")
+        return LintFinding(
+            VALUE, place, f"a tensor is copied to the host (.cpu(), .numpy(), .tolist()): {_PROGRAM_ENDS}"
+        )
     by_mask = name in _INDEXING and any(
         isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in _flatten(args[1])
     )

@@ -79,7 +79,6 @@ class DataParallel:
         return self.mesh_shape[FSDP] > 1
 
     def place(self, name: str, shape: tuple[int, ...]) -> Axes:
-        """Returns how a tensor of the state is split."""
         return placement.place(name, shape, self.mesh_shape)
 
     def slices(self, name: str, shape: tuple[int, ...]) -> list[HeldSlice]:
@@ -95,7 +94,6 @@ class DataParallel:
         return self.send([replicated(array)])[0]
 
     def set_seed(self, seed: int) -> None:
-        """Seeds PyTorch's generator of the device."""
         xm.set_rng_state(seed, self.device)
 
     def send(self, arrays: list[HostArray]) -> list[Tensor]:

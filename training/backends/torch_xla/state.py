@@ -47,10 +47,8 @@ class State(HostState):
     def __init__(
         self, network: Any, optimizer_class: Any, settings: Any, noise: DropoutNoise | None, layers: str | None = None
     ) -> None:
-        """Makes the optimizer; its state and the network stay on the host. `network`: in training mode, maybe without
-        weights (`build_empty`), for tracing only; `optimizer_class`: of training.registry.OPTIMIZERS, with its
-        `settings`; `noise`: of the network's dropouts, as `patch_modules` returns it; `layers`: of `find_layers`, those
-        that run as a scan over SPMD's devices."""
+        """See `HostState`. `network`: maybe without weights (`build_empty`), for tracing only; `layers`: of
+        `find_layers`, those that run as a scan over SPMD's devices."""
         super().__init__(network, optimizer_class, settings, noise)
         self._layers, self._renew_optimizer = layers, partial(optimizer_class, settings)
         self.is_empty = any(parameter.is_meta for parameter in self.parameters.values())
@@ -132,9 +130,8 @@ class State(HostState):
         shapes |= {name: (len(members), *self._specs[members[0]].shape) for name, members in self._members.items()}
         if self.is_empty:
             sent = {name: internals.placeholder(shape) for name, shape in shapes.items()}
-        for names in in_batches(
-            {} if self.is_empty else {name: 4 * math.prod(shape) for name, shape in shapes.items()}
-        ):
+        sizes = {} if self.is_empty else {name: 4 * math.prod(shape) for name, shape in shapes.items()}
+        for names in in_batches(sizes):
             arrays = {name: self._host_array(name, tensors) for name in names}
             placed = [HostArray(array, sharding.place(name, array.shape)) for name, array in arrays.items()]
             sent |= dict(zip(names, sharding.send(placed), strict=True))
@@ -196,13 +193,22 @@ class State(HostState):
             copies_of_split = self._copies_of_split({name: values[name] for name in names if name not in whole_ones})
             copies = self._copies(whole_ones)
             for name, box, array in chain(copies, copies_of_split):
-                _keep(buffers, name, self._specs[name].shape, box, array)
+                shape = self._specs[name].shape
+                key = key_in_part(name, box, shape)
+                if key in buffers:
+                    np.frombuffer(buffers[key], np.float32)[:] = array.reshape(-1)
+                elif name in buffers:
+                    copy_into(buffers[name], whole(shape), memoryview(array.tobytes()), box)
         self._snapshot = Snapshot()
         return self._snapshot
 
     def _copies(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Slice, np.ndarray]]:
-        """Copies buffers that are not split, by one call. Yields each of their tensors: name, slice, values."""
-        fetched = self._fetch([value.detach() for value in values.values()]) if values else []
+        """Copies buffers that are not split, by one call, which it counts as planned. Yields name, slice, values of
+        each of their tensors."""
+        fetched: Sequence[Tensor] = [value.detach() for value in values.values()]
+        if self.is_uploaded and fetched:
+            self.planned_transfers += 1
+            fetched = internals.download(fetched)
         for name, copy in zip(values, fetched, strict=True):
             members = self._members.get(name, [name])
             for member, row in zip(members, copy.numpy().reshape(len(members), -1), strict=True):
@@ -231,22 +237,6 @@ class State(HostState):
         """Returns a copy on the host, and counts it as planned."""
         self.planned_transfers += value.device.type == "xla"
         return value.cpu()
-
-    def _fetch(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Copies tensors to the host by one call, which counts once as planned; before `upload`, returns them."""
-        if not self.is_uploaded:
-            return values
-        self.planned_transfers += 1
-        return internals.download(values)
-
-
-def _keep(buffers: Mapping[str, memoryview], name: str, shape: tuple[int, ...], box: Slice, array: np.ndarray) -> None:
-    """Copies a slice of a tensor into its own buffer or that of the whole tensor, if it has one."""
-    key = key_in_part(name, box, shape)
-    if key in buffers:
-        np.frombuffer(buffers[key], np.float32)[:] = array.reshape(-1)
-    elif name in buffers:
-        copy_into(buffers[name], whole(shape), memoryview(array.tobytes()), box)
 
 
 def _group_vectors(specs: Mapping[str, TensorSpec]) -> dict[str, list[str]]:

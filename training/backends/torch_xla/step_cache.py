@@ -30,7 +30,7 @@ import torch
 import torch_xla
 from torch import Tensor
 
-from training.backends.torch.step import StepInputs
+from training.backends.torch.step import StepInputs, Trace
 from training.backends.torch_xla import internals
 from training.backends.torch_xla.state import State
 from training.errors import TrainError
@@ -67,40 +67,35 @@ class StepCache:
         """Makes every further step be traced and run by `torch_xla.sync`, so that its operations can be watched."""
         self._syncs = True
 
-    def run(
-        self, batch: Mapping[str, Sequence[int]], inputs: StepInputs[Tensor], seed: int | None,
-        trace: Callable[[StepInputs[Tensor]], Tensor],
-    ) -> Tensor:  # fmt: skip
+    def run(self, shapes: Shapes, inputs: StepInputs[Tensor], seed: int | None, trace: Trace) -> Tensor:
         """Starts a step and returns its report, which may not have been computed yet.
 
         Args:
-            batch: shapes of the batch's arrays, by name. Steps of the same shapes must be the same function of state,
-                inputs and seed.
+            shapes: of the batch's arrays. Steps of the same shapes must be the same function of state, inputs and seed.
             inputs: tensors on the devices.
             seed: of the framework's generator in this step; None when the step draws nothing.
             trace: records the operations of the step and returns its report.
         """
-        step = _Step(tuple((name, tuple(shape)) for name, shape in batch.items()), inputs, seed, trace)
-        number = self._batches[step.shapes] = self._batches.get(step.shapes, 0) + 1
+        number = self._batches[shapes] = self._batches.get(shapes, 0) + 1
         is_power_of_8 = number.bit_count() == 1 and number.bit_length() % 3 == 1
         if self._repeats and not self._syncs and number > FIRST_TRACED and not is_power_of_8:
-            self._unchecked, program = step, self._programs[step.shapes]
+            self._unchecked, program = _Step(shapes, inputs, seed, trace), self._programs[shapes]
             arguments = program.arguments(self._state.values(), inputs.leaves(), seed)
             return self._start(program, arguments)
         if self._repeats and number == 1 and not self._syncs:
-            self._say(f"tracing the {self._kind} step for {_describe(step.shapes)}")
-        given = self._given(step)
+            self._say(f"tracing the {self._kind} step for {_describe(shapes)}")
+        given = _Arguments(self._state, inputs, seed)
         with self._state.recording(changes=self._kind == "training"):
             report = trace(inputs)
         buffers = given.buffers if self._kind == "training" else {}
-        self._compare(step.shapes, lambda: [*internals.order_outputs(buffers, report).values(), report])
+        self._compare(shapes, lambda: [*internals.order_outputs(buffers, report).values(), report])
         if self._syncs:
             self._state.wait_before_mutation()
             torch_xla.sync()
             return report
         program, arguments = _compile(given, report, self._state.to_host)
         if self._repeats:
-            self._remember(step.shapes, program, number)
+            self._remember(shapes, program, number)
         report = self._start(program, arguments)
         self._state.buffers()  # drops the recorded operations
         return report
@@ -108,23 +103,20 @@ class StepCache:
     def verify(self) -> None:
         """Traces the newest step again, without running it, unless it was traced. Call it before the state is saved.
         Raises TrainError if it is another step than the one that ran."""
-        if self._unchecked is None:
+        step = self._unchecked
+        if step is None:
             return
-        given = self._given(self._unchecked)
+        given = _Arguments(self._state, step.inputs, step.seed)
         with self._state.recording(changes=self._kind == "training"):
-            report = self._unchecked.trace(self._unchecked.inputs)
+            report = step.trace(step.inputs)
         program, arguments = _compile(given, report, self._state.to_host)
-        self._require_same(self._unchecked.shapes, program)
+        self._require_same(step.shapes, program)
         self._unchecked = None
         unchanged = [arguments[program.places.index(place)] for place in program.changed]
         for argument in unchanged:
             internals.donate(argument, donates=False)
         self._state.replace(program.changed, unchanged)
         self._state.buffers()  # drops the recorded operations
-
-    def _given(self, step: _Step) -> _Arguments:
-        """Waits until the state's programs have started. Returns the arguments of a step that is about to be traced."""
-        return _Arguments(self._state, step.inputs.leaves(), step.seed)
 
     def _start(self, program: _CompiledStep, arguments: Sequence[Tensor]) -> Tensor:
         """Starts a program, makes its results the newest state, and returns its report without waiting for it. Waits
@@ -141,8 +133,7 @@ class StepCache:
         if number > FIRST_TRACED:
             self._require_same(shapes, program)
         former = self._programs.setdefault(shapes, program)
-        difference = program.difference(former, self._state.to_host)
-        if difference:
+        if difference := program.difference(former, self._state.to_host):
             self._repeats = False
             self._warn(
                 f"the {self._kind} step for {_describe(shapes)} can't be cached, because traced again {difference}: "
@@ -163,22 +154,22 @@ class StepCache:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """What one step is: see `StepCache.run`."""
+    """The arguments of `StepCache.run`."""
 
     shapes: Shapes
     inputs: StepInputs[Tensor]
     seed: int | None
-    trace: Callable[[StepInputs[Tensor]], Tensor]
+    trace: Trace
 
 
 class _Arguments:
-    """The arguments that a step brings, before it is traced."""
+    """The arguments that a step brings, before it is traced. Waits until the state's programs have started."""
 
-    def __init__(self, state: State, inputs: list[Tensor], seed: int | None) -> None:
+    def __init__(self, state: State, inputs: StepInputs[Tensor], seed: int | None) -> None:
         self.state, self.seed = list(state.buffers().values()), seed
-        self.count = len(self.state) + len(inputs)
         internals.wait_for_starts(self.state)
-        handles = internals.handles([*self.state, *inputs])
+        handles = internals.handles([*self.state, *inputs.leaves()])
+        self.count = len(handles)
         self.places = {handle: place for place, handle in enumerate(handles)}
         self.buffers = dict(zip(handles, self.state, strict=False))
         self._roots = state.network, state.optimizer
