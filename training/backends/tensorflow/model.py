@@ -15,9 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 import transformers
-from safetensors.numpy import load_file
-from transformers import AutoConfig, AutoTokenizer, pipeline
-from transformers.modeling_tf_pytorch_utils import load_pytorch_state_dict_in_tf2_model
 
 from training import storage
 from training.checkpoint.tensors import Damaged, decode
@@ -112,15 +109,10 @@ def build(
 def _build_network(values: dict[str, Any], head: Head, dropout: float | None) -> Any:
     """Returns transformers' Keras network of this head, without weights yet. `values`: of config.json; `dropout`
     replaces its rates unless it is None."""
-    if values["model_type"] == "roberta":
-        from transformers.models.roberta import modeling_tf_roberta as networks
-        from transformers.models.roberta.configuration_roberta import RobertaConfig as Config
-    else:
-        from transformers.models.bert import modeling_tf_bert as networks
-        from transformers.models.bert.configuration_bert import BertConfig as Config
-    config = Config(**values)
+    prefix = FAMILIES[values["model_type"]].prefix
+    config = getattr(transformers, f"{prefix}Config")(**values)
     config.update(dropout_rates(config.to_dict(), dropout))
-    return getattr(networks, f"TF{FAMILIES[values['model_type']].prefix}{head.network}")(config)
+    return getattr(transformers, f"TF{prefix}{head.network}")(config)
 
 
 def _list_parameters(network: Any) -> list[Parameter]:
@@ -213,15 +205,17 @@ def _make_dropout(rate: float, place: int, noise: Noise) -> Callable[..., Any]:
     return call
 
 
-_NETWORKS = {entry.head.pipeline: f"TFAutoModel{entry.head.network}" for entry in TASKS.values()}
-
-
 def open_pipeline(name: str, folder: str) -> Any:
     """Returns `transformers.pipeline(name)` over a local model folder, on the CPU. Raises BadInput for absent weights.
 
     Loads the weights itself because transformers 4.57's TFAutoModel.from_pretrained fails on a safetensors file with
     PyTorch's names ("'builtins.safe_open' object is not iterable")."""
-    model = getattr(transformers, _NETWORKS[name]).from_config(AutoConfig.from_pretrained(folder))
+    from safetensors.numpy import load_file
+    from transformers import AutoConfig, AutoTokenizer, pipeline
+    from transformers.modeling_tf_pytorch_utils import load_pytorch_state_dict_in_tf2_model
+
+    networks = {entry.head.pipeline: f"TFAutoModel{entry.head.network}" for entry in TASKS.values()}
+    model = getattr(transformers, networks[name]).from_config(AutoConfig.from_pretrained(folder))
     count_positions(model)
     ids = tf.constant([[0, 1]])
     weights = load_file(Path(folder) / WEIGHTS)

@@ -169,6 +169,5 @@ class TensorFlowStep:
 
 
 def _piece_rows(array: Any, number: int, pieces: int) -> Any:
-    """Returns the rows of an array in piece `number` of `pieces` equal ones."""
     rows = array.shape[0] // pieces
     return array[number * rows : (number + 1) * rows]
