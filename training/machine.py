@@ -37,7 +37,6 @@ class Clock:
         return time.time()
 
     def sleep(self, seconds: float) -> None:
-        """Returns after `seconds`."""
         time.sleep(seconds)
 
 
@@ -113,11 +112,9 @@ class Threads:
         return threading.Event()
 
     def queue(self, size: int) -> Queue[Any]:
-        """Returns a queue of at most `size` items."""
         return Queue(size)
 
     def start(self, function: Callable[..., None], *args: Any, name: str | None = None) -> Thread:
-        """Starts a thread that calls a function."""
         thread = threading.Thread(target=function, args=args, name=name, daemon=True)
         thread.start()
         return thread

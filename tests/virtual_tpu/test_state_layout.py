@@ -11,12 +11,13 @@ from training.distributed.cluster import discover, torch_xla_environment
 os.environ.update(torch_xla_environment(discover(), os.environ))
 import numpy as np
 import torch_xla
+from training.backends.torch.step import rows_of
 from training.backends.torch_xla.sharding import DataParallel
 from training.errors import TrainError
 
 layout = DataParallel(discover())
 kept, replaced = (layout.send_replicated(np.ones((8, 4), np.float32)) for _ in range(2))
-rows = layout.send_rows({"rows": np.ones((8, 4), np.float32)})["rows"]
+[rows] = layout.send([rows_of(np.ones((8, 4), np.float32))])
 layout.declare_state({"kept": kept, "replaced": replaced})
 torch_xla.sync()
 kept.mul_(2)  # as an optimizer should

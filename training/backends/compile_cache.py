@@ -162,11 +162,9 @@ class ProgramStore:
             self._mark(key).unlink()
 
     def _mark(self, key: str) -> Path:
-        """Returns the path of the file that marks an entry as unproven."""
         return self._folder / f"{key}.unproven"
 
     def remove(self, key: str) -> None:
-        """Removes an entry and its mark if they are there; ignores failures."""
         self.prove(key)
         with contextlib.suppress(OSError):
             (self._folder / key).unlink()

@@ -20,10 +20,9 @@ REPORT = len(SUMS) + 2  # numbers that every step gives: the sums, and how many 
 
 class PendingReport:
     """The report of a step or an evaluation that may still run: the sums, the signals, and training.batch.UPDATE of a
-    step that `trains`, or the task's counts."""
+    step that `trains`, or the task's counts. `read` waits for these numbers."""
 
     def __init__(self, read: Callable[[], list[float]], *, trains: bool) -> None:
-        """`read` waits for the numbers."""
         self._read, self._trains = read, trains
 
     def result(self) -> StepResult:

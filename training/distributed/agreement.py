@@ -137,7 +137,6 @@ def _rank(seen: int, name: str) -> tuple[int, int, str]:
 
 
 def _claims(folder: str, storage: Storage) -> frozenset[str]:
-    """Returns the names of all claims in the run's folder."""
     names = (name_of(info.url) for info in storage.listing(join(folder, "attempts")))
     return frozenset(name for name in names if _CLAIM.fullmatch(name))
 

@@ -255,6 +255,27 @@ def accept_connection(
             return accepted
 
 
+def connect_to_first(
+    cluster: Cluster,
+    port: int,
+    own: HostCredentials,
+    seconds: float,
+    machine: Machine = SYSTEM,
+    lost_seconds: float | None = None,
+) -> tuple[Connection, LineBuffer | Refusal]:
+    """Connects to host 0 once, and performs the handshake, within `seconds` each. Returns the connection, which breaks
+    after `lost_seconds` of silence, with the result of `perform_handshake`. Raises OSError if host 0 does not answer,
+    Malformed if another program does."""
+    connection = machine.network.connect(cluster.addresses[0], port, seconds)
+    try:
+        if lost_seconds is not None:
+            machine.network.detect_silence(connection, lost_seconds)
+        return connection, perform_handshake(connection, own, cluster.worker, seconds, machine)
+    except BaseException:
+        connection.close()
+        raise
+
+
 def perform_handshake(
     connection: Connection, own: HostCredentials, worker: int, seconds: float, machine: Machine = SYSTEM
 ) -> LineBuffer | Refusal:

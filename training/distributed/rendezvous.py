@@ -32,9 +32,9 @@ from training.distributed.handshake import (
     RENDEZVOUS,
     HostCredentials,
     Refusal,
+    connect_to_first,
     describe_error,
     host_credentials,
-    perform_handshake,
 )
 from training.distributed.messages import FROM_SERVER, LineBuffer, Malformed, Message, decode, encode
 from training.distributed.rendezvous_server import RendezvousServer
@@ -252,8 +252,7 @@ class RendezvousClient(Rendezvous):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _raise_if_lost(self) -> None:
-        """Raises as `check`. Call it with `_changed` held."""
+    def _raise_if_lost(self) -> None:  # with `_changed` held
         if self._lost and self._shutdown.may_exit_now:
             raise StopRequested(f"asked to stop before training began ({self._lost}); nothing is lost")
         if self._lost:
@@ -374,7 +373,8 @@ def _connect(
         if patience.is_over():
             raise StopRequested("asked to stop while waiting for host 0, before any training: nothing is lost")
         try:
-            connection, answer = _connect_once(cluster, own, min(lost_seconds, start_seconds), lost_seconds, machine)
+            seconds = min(lost_seconds, start_seconds)
+            connection, answer = connect_to_first(cluster, address[1], own, seconds, machine, lost_seconds)
             if not isinstance(answer, Refusal):
                 connection.settimeout(lost_seconds)
                 return connection, answer
@@ -386,17 +386,3 @@ def _connect(
             why = describe_error(error)
         machine.clock.sleep(CONNECT_INTERVAL)
     raise LostPeer(f"{host} did not accept this host (worker {cluster.worker}) within {start_seconds:g} s: {why}")
-
-
-def _connect_once(
-    cluster: Cluster, own: HostCredentials, timeout: float, lost_seconds: float, machine: Machine
-) -> tuple[Connection, LineBuffer | Refusal]:
-    """Connects to host 0 once. Returns the connection, with the result of `perform_handshake`. Raises OSError if host 0
-    does not answer, Malformed if another program does."""
-    connection = machine.network.connect(cluster.addresses[0], cluster.rendezvous_port, timeout)
-    try:
-        machine.network.detect_silence(connection, lost_seconds)
-        return connection, perform_handshake(connection, own, cluster.worker, timeout, machine)
-    except BaseException:
-        connection.close()
-        raise

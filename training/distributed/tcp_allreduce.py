@@ -22,8 +22,8 @@ from training.distributed.handshake import (
     HostCredentials,
     Refusal,
     accept_peers,
+    connect_to_first,
     host_credentials,
-    perform_handshake,
 )
 from training.distributed.messages import Malformed
 from training.distributed.rendezvous import Rendezvous
@@ -104,15 +104,11 @@ def _join(cluster: Cluster, rendezvous: Rendezvous, own: HostCredentials, second
     deadline = time.monotonic() + seconds
     while True:
         try:
-            peer = Network().connect(cluster.addresses[0], cluster.gloo_port, min(seconds, TRY_SECONDS))
-            try:
-                answer = perform_handshake(peer, own, cluster.worker, min(seconds, TRY_SECONDS))
-                if isinstance(answer, Refusal):
-                    raise ConnectionRefusedError(answer.reason)
+            peer, answer = connect_to_first(cluster, cluster.gloo_port, own, min(seconds, TRY_SECONDS))
+            if not isinstance(answer, Refusal):
                 return peer
-            except BaseException:
-                peer.close()
-                raise
+            peer.close()
+            raise ConnectionRefusedError(answer.reason)
         except (OSError, Malformed):
             if time.monotonic() >= deadline:
                 raise

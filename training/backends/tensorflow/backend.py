@@ -108,7 +108,6 @@ class TensorFlow(Backend):
         return distributed(self._replicas.strategy, self._config, task.data, start)
 
     def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
-        """Yields the evaluation set's batches once: global ones, or this host's rows, as `batches`."""
         if not self._hosts_read:
             return task.evaluation_batches()
         return distributed_evaluation(self._replicas.strategy, self._config, task)
@@ -141,7 +140,6 @@ class TensorFlow(Backend):
         return _pending(np.concatenate([total[len(gradients) - len(SUMS) :], update]), trains=True)
 
     def _run_steps(self, batches: Any, seeds: npt.NDArray[np.int32], scalars: npt.NDArray[np.float32], due: int) -> Any:
-        """Runs the first `due` of the steps with these seeds and scalars in one call, for `StepCalls`."""
         return self._call("train several", batches, tf.constant(seeds), tf.constant(scalars), tf.constant(due))
 
     @translate_failures()

@@ -51,7 +51,6 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Returns the variable's shape in PyTorch's layout."""
         shape = tuple(self.variable.shape)
         return shape[::-1] if self.transposed else shape
 

@@ -163,7 +163,6 @@ class TensorFlowStep:
             strategy.extended.update(variable, select, args=(old, is_finite))
 
     def _state_variables(self) -> list[Any]:
-        """Returns the parameters' variables, then the optimizer's."""
         moments = [variable for group in self._optimizer.state().values() for variable in group]
         return [*(parameter.variable for parameter in self._parameters), *moments]
 

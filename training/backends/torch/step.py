@@ -100,7 +100,6 @@ Trace = Callable[[StepInputs[Tensor]], Tensor]  # records the operations of a st
 
 
 def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns the sum of the squares of all elements."""
     return torch.stack([value.square().sum() for value in tensors]).sum()
 
 
@@ -219,5 +218,4 @@ class TrainingStep:
 
 
 def _rows_of_all(batch: Arrays) -> dict[str, HostArray]:
-    """Returns a batch's arrays, each split by rows over all devices."""
     return {name: rows_of(array) for name, array in batch.items()}

@@ -200,7 +200,6 @@ class StepProgram:
 
     @property
     def count(self) -> int:
-        """Returns how many programs were compiled."""
         return len(self._compiled)
 
     def run(self, inputs: StepInputs[Tensor]) -> Tensor:

@@ -68,7 +68,6 @@ class Chip:
             self._copies, self._sharers = mesh.get_all_groups()
 
     def send(self, arrays: list[HostArray]) -> list[Tensor]:
-        """Uploads arrays of this process to its chip."""
         return [torch.from_numpy(np.ascontiguousarray(value.array)).to(self.device) for value in arrays]
 
     def sum(self, value: Tensor) -> Tensor:
@@ -157,13 +156,11 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
 
     @staticmethod
     def forward(context: Any, part: Tensor, axis: int, group: Any) -> Tensor:
-        """Returns the whole tensor: the parts of the group's processes, joined along `axis`."""
         context.axis, context.group = axis, group
         return functional.all_gather_tensor(part, axis, group)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Returns this process's part of the gradient, summed over the group."""
         return functional.reduce_scatter_tensor(gradient, "sum", context.axis, context.group), None, None
 
 
@@ -195,6 +192,5 @@ class TorchTpuDevices:
         return self._add_up(torch.ones((), device=self._chip.device))
 
     def _add_up(self, value: torch.Tensor) -> float:
-        """Returns the sum of a scalar over all processes."""
         [total] = self._chip.read(self._chip.sum(value.reshape(1)))
         return total

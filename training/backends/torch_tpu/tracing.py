@@ -187,7 +187,6 @@ def _fill(words: Any, first: int, *values: int) -> None:
 
 
 def _fill_constants(values: tuple[int, ...], words: Any) -> None:
-    """Sets the words from the fourth on to `values`."""
     _fill(words, 3, *values)
 
 
@@ -196,7 +195,6 @@ def _address_of(function: Any) -> int:
 
 
 def _list(values: Any) -> tuple[int, int]:
-    """Returns (address, length) of an array."""
     return ctypes.addressof(values), len(values)
 
 

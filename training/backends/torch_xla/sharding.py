@@ -25,7 +25,6 @@ from training.backends import placement
 from training.backends.placement import FSDP, ROWS, Axes, mesh_shape
 from training.backends.torch.step import HostArray, replicated, rows_of
 from training.backends.torch_xla import internals
-from training.batch import Arrays
 from training.checkpoint.tensors import HeldSlice
 from training.config import mesh_mistake
 from training.distributed.cluster import Cluster
@@ -85,12 +84,7 @@ class DataParallel:
         """Returns the slices of a tensor of the state; [] if every device holds all of it."""
         return placement.slices(name, shape, self.mesh_shape, self._hosts)
 
-    def send_rows(self, batch: Arrays) -> dict[str, Tensor]:
-        """Uploads arrays (rows, ...) of this host, split by rows over all devices of all hosts."""
-        return dict(zip(batch, self.send([rows_of(array) for array in batch.values()]), strict=True))
-
     def send_replicated(self, array: np.ndarray) -> Tensor:
-        """Uploads the same array to every device."""
         return self.send([replicated(array)])[0]
 
     def set_seed(self, seed: int) -> None:
@@ -213,7 +207,6 @@ class _Placed(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
 
     @staticmethod
     def forward(context: Any, tensor: Tensor, sharding: DataParallel, axes: Axes) -> Tensor:
-        """Returns a copy of the tensor that is declared to be split as `axes` say."""
         context.sharding, context.axes = sharding, axes
         result = tensor.clone()
         sharding.declare(result, axes)
@@ -221,7 +214,6 @@ class _Placed(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Returns a copy of the gradient that is declared to be split as the tensor is."""
         result = gradient.clone()
         context.sharding.declare(result, context.axes)
         return result, None, None
@@ -248,14 +240,14 @@ class TorchDevices:
         random = np.random.default_rng(0)
         rows = random.integers(-1, 2, (self.local * _ROWS, _INNER)).astype(np.float32)
         columns = random.integers(-1, 2, (_INNER, _COLUMNS)).astype(np.float32)
-        sent = self._sharding.send_rows({"rows": rows, "product": rows @ columns})
-        factor = self._sharding.send_replicated(columns).to(torch.bfloat16)
-        wrong = (sent["rows"].to(torch.bfloat16) @ factor).to(torch.float32) != sent["product"]
+        first, product = self._sharding.send([rows_of(rows), rows_of(rows @ columns)])
+        second = self._sharding.send_replicated(columns)
+        wrong = (first.to(torch.bfloat16) @ second.to(torch.bfloat16)).to(torch.float32) != product
         return int(self._read(wrong.to(torch.float32).sum()))
 
     def sum_ones(self) -> float:
         """Returns the sum of a 1 from each device of all hosts: by XLA's all-reduce, between CPU hosts over TCP."""
-        ones = self._sharding.send_rows({"ones": np.ones((self.local, 1), np.float32)})["ones"]
+        [ones] = self._sharding.send([rows_of(np.ones((self.local, 1), np.float32))])
         total = self._read(ones.sum())
         return float(self._exchange.sum(np.array([total], np.float32))[0]) if self._exchange else total
 

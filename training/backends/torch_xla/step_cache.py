@@ -255,7 +255,6 @@ def _is_seed(argument: Tensor, seed: int, copy: Copy) -> bool:
 
 
 def _describe(shapes: Shapes) -> str:
-    """Returns shapes as text, for messages."""
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes)
 
 
