@@ -92,7 +92,7 @@ def export_model(run: Run, backend: Backend, step: int | None) -> None:
             run.model_config(),
             run.config.data.tokenizer,
             run.dependencies.storage,
-            export.adapter_of(run.config),
+            run.config,
         )
 
 

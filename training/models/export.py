@@ -4,16 +4,13 @@ backend trained them. Needs no framework.
 The tokenizer is written first, then config.json, and last model.safetensors: a folder without that is not finished.
 
 A run with LoRA is written as peft's two files, which peft and vLLM load onto the starting model, or as a model with the
-additions merged into its weights (`Adapter`). The layout is peft's (https://github.com/huggingface/peft,
+additions merged into its weights. The layout is peft's (https://github.com/huggingface/peft,
 `PeftModel.save_pretrained`): `adapter_config.json`, and `adapter_model.safetensors` with the trained parameters, named
 `base_model.model.<parameter>`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,11 +41,12 @@ def write_model_folder(
     config: Mapping[str, Any],
     tokenizer: str,
     storage: Storage = default_storage,
-    adapter: Adapter | None = None,
+    run: TrainerConfig | None = None,
+    merge: bool = False,
 ) -> None:
     """Writes a model folder. `weights`, `snapshot_state`: of Backend; tensors of the optimizer are left out. `config`:
-    values of config.json. `tokenizer`: a folder, of which only `TOKENIZER_FILES` are copied. `adapter`: of a run with
-    LoRA: decides whether its two files or the merged model are written."""
+    values of config.json. `tokenizer`: a folder, of which only `TOKENIZER_FILES` are copied. If `run` has LoRA and a
+    starting model, writes its two files, or with `lora.merge` or `merge` the merged model."""
     tokenizer = tokenizer_folder(tokenizer)
     for name in TOKENIZER_FILES:
         if storage.stat(join(tokenizer, name)):
@@ -58,15 +56,16 @@ def write_model_folder(
     def copy(buffers: Mapping[str, memoryview]) -> None:
         snapshot_state({PREFIX + name: buffer for name, buffer in buffers.items()}).wait()
 
-    if adapter is not None and not adapter.lora.merge:
-        adapter.write(folder, specs, copy, storage)
+    lora = run.lora if run and run.model.path is not None else None
+    if run and lora and not (lora.merge or merge):
+        _write_adapter(folder, run, lora, specs, copy, storage)
         return
     text = json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True)
     storage.write(join(folder, CONFIG), text.encode() + b"\n")
     data, buffers = encode([(name, specs[name]) for name in specs if ".lora_" not in name], {"format": "pt"})
     copy(buffers)
-    if adapter is not None:
-        adapter.merge(specs, buffers, copy)
+    if lora:
+        _merge_additions(lora, specs, buffers, copy)
     storage.write(join(folder, WEIGHTS), data)
 
 
@@ -105,10 +104,7 @@ def export_checkpoint(run: str, out: str, step: int | None = None, *, merge: boo
             labels=manifest.identity.get("labels"),
             end=tokenizer.special.end,
         )
-        adapter = adapter_of(settings)
-        if adapter is not None and merge:
-            adapter = replace(adapter, lora=adapter.lora.model_copy(update={"merge": True}))
-        write_model_folder(out, specs, copy_weights, config, settings.data.tokenizer, adapter=adapter)
+        write_model_folder(out, specs, copy_weights, config, settings.data.tokenizer, run=settings, merge=merge)
     except Damaged as error:
         raise BadInput(
             f"checkpoint of step {chosen} in {place} can't be used ({error}); choose another with --step"
@@ -120,59 +116,48 @@ ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _TASK_TYPES = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS"}  # peft's; it has none for MaskedLM
 
-Copy = Callable[[Mapping[str, memoryview]], None]
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """Writes the weights that a run with LoRA trained, or merges them into the starting model's."""
-
-    lora: Lora
-    base: str  # the starting model
-    network: str  # of training.registry.Head
-
-    def write(self, folder: str, weights: Mapping[str, TensorSpec], copy: Copy, storage: Storage) -> None:
-        """Writes peft's configuration and weights of the adapter, and a fresh head's weights, into `folder`. `weights`:
-        of the whole network; `copy`: fills buffers with the named weights."""
-        layers = {name.removesuffix(_A) for name in weights if name.endswith(_A)}
-        # A fresh head is trained whole, under its own name.
-        base = next(iter(layers)).partition(".")[0]
-        heads = [name for name in weights if is_of_head(name, base)] if self.network in _FRESH else []
-        stored = sorted([name for name in weights if name.endswith((_A, _B))] + heads)
-        config = {
-            "peft_type": "LORA", "task_type": _TASK_TYPES.get(self.network), "base_model_name_or_path": self.base,
-            "r": self.lora.rank, "lora_alpha": self.lora.alpha, "lora_dropout": 0.0, "bias": "none",
-            "target_modules": _shortest(layers, weights), "fan_in_fan_out": _are_turned(weights),
-            "modules_to_save": sorted({name.removeprefix(f"{base}.").partition(".")[0] for name in heads}) or None,
-            "init_lora_weights": True, "inference_mode": True, "use_dora": False, "use_rslora": False,
-        }  # fmt: skip
-        storage.write(join(folder, ADAPTER_CONFIG), json.dumps(config, indent=2, sort_keys=True).encode() + b"\n")
-        data, buffers = encode([(f"base_model.model.{name}", weights[name]) for name in stored], {"format": "pt"})
-        copy({name.removeprefix("base_model.model."): buffer for name, buffer in buffers.items()})
-        storage.write(join(folder, ADAPTER), data)
-
-    def merge(self, weights: Mapping[str, TensorSpec], buffers: Mapping[str, memoryview], copy: Copy) -> None:
-        """Adds each layer's low-rank product to its weight in `buffers`. `weights`, `copy`: as for `write`."""
-        turned = _are_turned(weights)
-        for layer in sorted(name.removesuffix(_A) for name in weights if name.endswith(_A)):
-            parts = {layer + end: bytearray(weights[layer + end].size) for end in (_A, _B)}
-            copy({name: memoryview(data) for name, data in parts.items()})
-            first, second = (
-                np.frombuffer(parts[layer + end], np.float32).reshape(weights[layer + end].shape) for end in (_A, _B)
-            )  # (rank, inputs), (outputs, rank)
-            product = second @ first * np.float32(self.lora.alpha / self.lora.rank)
-            own = np.frombuffer(buffers[f"{layer}.weight"], np.float32)
-            own += (product.T if turned else product).reshape(-1)
-
-
+Copy = Callable[[Mapping[str, memoryview]], None]  # fills the buffers with the named weights
 _FRESH = tuple(entry.head.network for entry in TASKS.values() if entry.head.is_fresh)
 
 
-def adapter_of(config: TrainerConfig) -> Adapter | None:
-    """Returns the `Adapter` that writes what a run with LoRA trains; None without LoRA or a starting model."""
-    if config.lora is None or config.model.path is None:
-        return None
-    return Adapter(config.lora, config.model.path, TASKS[config.task].head.network)
+def _write_adapter(
+    folder: str, run: TrainerConfig, lora: Lora, weights: Mapping[str, TensorSpec], copy: Copy, storage: Storage
+) -> None:
+    """Writes peft's configuration and weights of the additions, and a fresh head's weights, into `folder`. `weights`:
+    of the whole network."""
+    network = TASKS[run.task].head.network
+    layers = {name.removesuffix(_A) for name in weights if name.endswith(_A)}
+    # A fresh head is trained whole, under its own name.
+    base = next(iter(layers)).partition(".")[0]
+    heads = [name for name in weights if is_of_head(name, base)] if network in _FRESH else []
+    stored = sorted([name for name in weights if name.endswith((_A, _B))] + heads)
+    config = {
+        "peft_type": "LORA", "task_type": _TASK_TYPES.get(network), "base_model_name_or_path": run.model.path,
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none",
+        "target_modules": _shortest(layers, weights), "fan_in_fan_out": _are_turned(weights),
+        "modules_to_save": sorted({name.removeprefix(f"{base}.").partition(".")[0] for name in heads}) or None,
+        "init_lora_weights": True, "inference_mode": True, "use_dora": False, "use_rslora": False,
+    }  # fmt: skip
+    storage.write(join(folder, ADAPTER_CONFIG), json.dumps(config, indent=2, sort_keys=True).encode() + b"\n")
+    data, buffers = encode([(f"base_model.model.{name}", weights[name]) for name in stored], {"format": "pt"})
+    copy({name.removeprefix("base_model.model."): buffer for name, buffer in buffers.items()})
+    storage.write(join(folder, ADAPTER), data)
+
+
+def _merge_additions(
+    lora: Lora, weights: Mapping[str, TensorSpec], buffers: Mapping[str, memoryview], copy: Copy
+) -> None:
+    """Adds each layer's low-rank product to its weight in `buffers`. `weights`: of the whole network."""
+    turned = _are_turned(weights)
+    for layer in sorted(name.removesuffix(_A) for name in weights if name.endswith(_A)):
+        parts = {layer + end: bytearray(weights[layer + end].size) for end in (_A, _B)}
+        copy({name: memoryview(data) for name, data in parts.items()})
+        first, second = (
+            np.frombuffer(parts[layer + end], np.float32).reshape(weights[layer + end].shape) for end in (_A, _B)
+        )  # (rank, inputs), (outputs, rank)
+        product = second @ first * np.float32(lora.alpha / lora.rank)
+        own = np.frombuffer(buffers[f"{layer}.weight"], np.float32)
+        own += (product.T if turned else product).reshape(-1)
 
 
 def _are_turned(weights: Mapping[str, TensorSpec]) -> bool:

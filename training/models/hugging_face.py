@@ -100,8 +100,7 @@ def _prefix(values: Mapping[str, Any], path: str | None) -> str:
 
 
 def _with_fresh_head(values: dict[str, Any], head: Head, labels: Sequence[str] | None, model: Model) -> dict[str, Any]:
-    """Returns `values` with the architecture, labels and problem type of a head. Raises as `require_family`."""
-    require_family(values, model.path, head, "torch-xla")
+    """Returns `values` with the architecture, labels and problem type of a head. Raises as `_prefix`."""
     names = ("LABEL_0",) if labels is None else labels  # one number a text has transformers' default name
     own = {
         "architectures": [f"{_prefix(values, model.path)}{head.network}"],

@@ -23,6 +23,7 @@ from training.batch import Arrays
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.data.formats.dataset import TYPES, open_dataset
+from training.data.sampling.order import batch_lengths
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput, Exit, TrainError
@@ -76,8 +77,8 @@ def read_facts(config: TrainerConfig) -> DataFacts:
     return DataFacts(
         tokens.vocabulary,
         tokens.pad,
-        task.batch_lengths(train, config.train.global_batch_size),
-        task.batch_lengths(evaluation, config.evaluation_batch_size) if evaluation else (),
+        batch_lengths(train.records_of_length, config.train.global_batch_size),
+        batch_lengths(evaluation.records_of_length, config.evaluation_batch_size) if evaluation else (),
         tuple(train.manifest.labels) if task.has_labels else None,
         train.has_pairs,
     )

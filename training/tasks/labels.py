@@ -6,9 +6,9 @@ are therefore exact over exactly the evaluation set.
 
 import itertools
 import math
-from collections.abc import Generator, Iterator
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,11 @@ from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
-from training.data.sampling import order
+from training.data.loading.record_source import HostSlice
 from training.distributed.cluster import Cluster
 from training.errors import BadInput
 from training.registry import TASKS
-from training.tasks.task import Task, evaluation_slice, host_batch, read_ahead
+from training.tasks.task import Task
 
 OUTSIDE = "O"  # the label of words in no entity, which micro_f1 leaves out
 
@@ -43,12 +43,7 @@ class LabelledRows(Task):
                 f"{evaluation.url} has rows of {texts[evaluation.has_pairs]}, and {train.url} of "
                 f"{texts[train.has_pairs]}: write both with the same --text-pair"
             )
-        self._source = LabelledBatches(self.data.train, self._slice, self._config.seed)
-        self.shapes = len(self._source.lengths)
-
-    @staticmethod
-    def batch_lengths(dataset: Dataset, rows: int) -> tuple[int, ...]:
-        return order.batch_lengths(dataset.records_of_length, rows)
+        self.source = LabelledBatches(self.data.train, self._slice, self._config.seed)
 
     @classmethod
     def empty_batch(cls, config: TrainerConfig, rows: int, length: int, labels: int = 0) -> Arrays:
@@ -62,32 +57,16 @@ class LabelledRows(Task):
             "weights": np.zeros(shape if of_tokens else rows, np.float32),
         }
 
-    def batches(self, start: int) -> Generator[HostBatch, None, None]:
-        return read_ahead(self._source, self.training_batch, start, self._config.train.prefetch)
-
-    def training_batch(self, batch: LabelledBatch) -> HostBatch:
-        """Returns what a step takes of a training batch. Raises as `check_batch`."""
-        return self._checked(self.data.train, batch)
-
-    def evaluation_batches(self) -> Iterator[HostBatch]:
-        """Yields this host's rows of the whole evaluation set, bucket by bucket, in record order."""
-        assert self.data.evaluation is not None
-        batches = labelled_evaluation(self.data.evaluation, evaluation_slice(self._config, self._slice))
-        return map(partial(self._checked, self.data.evaluation), batches)
-
-    @property
-    def evaluation_batch_count(self) -> int:
-        assert self.data.evaluation is not None
-        records, size = self.data.evaluation.records_of_length, self._config.evaluation_batch_size
-        groups = order.group_lengths(records, size)
-        return sum(math.ceil(sum(records[length] for length in lengths) / size) for lengths in groups)
-
+    @abstractmethod
     def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
-        """Raises BadInput for a label that the task can't have; without an override, for none."""
+        """Raises BadInput for a label that the task can't have."""
 
-    def _checked(self, dataset: Dataset, batch: LabelledBatch) -> HostBatch:
+    def host_batch(self, dataset: Dataset, batch: LabelledBatch) -> HostBatch:
         self.check_batch(dataset, batch)
-        return host_batch(batch)
+        return super().host_batch(dataset, batch)
+
+    def evaluation_of(self, dataset: Dataset, host_slice: HostSlice) -> Iterator[LabelledBatch]:
+        return labelled_evaluation(dataset, host_slice)
 
 
 class Classification(LabelledRows):

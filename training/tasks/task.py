@@ -1,9 +1,11 @@
-"""The base of all tasks: opens their data, and reads ahead."""
+"""The base of all tasks: opens their data, reads ahead, and evaluates."""
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +19,7 @@ from training.data.loading.packed_batches import PackedBatches
 from training.data.loading.reader import prefetch
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import SpecialTokens
+from training.data.sampling.order import batch_lengths, group_lengths
 from training.distributed.cluster import Cluster
 from training.registry import TASKS, load
 
@@ -26,7 +29,7 @@ class Task(ABC):
 
     has_labels: ClassVar[bool]  # its data names classes
     has_lengths: ClassVar[bool]  # its batches have several lengths; otherwise all have the dataset's sequence length
-    shapes: int  # how many different shapes its training batches have: each is compiled once
+    source: PackedBatches[Any] | LabelledBatches  # of training batches; a subclass opens it
     labels: tuple[str, ...] | None = None  # names of the classes
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
@@ -34,11 +37,8 @@ class Task(ABC):
         self._config = config
         self.data = open_data(config)
         self._slice = training_slice(config, self.data, cluster.worker, cluster.hosts)
-
-    @staticmethod
-    @abstractmethod
-    def batch_lengths(dataset: Dataset, rows: int) -> tuple[int, ...]:
-        """Returns the row lengths, ascending, of a dataset's global batches of `rows` rows; reads no record."""
+        # How many different shapes its training batches have: each is compiled once.
+        self.shapes = len(batch_lengths(self.data.train.records_of_length, config.train.global_batch_size))
 
     @classmethod
     @abstractmethod
@@ -58,19 +58,40 @@ class Task(ABC):
             "tokenizer": self.data.train.manifest.tokenizer_hash,
         }
 
-    @abstractmethod
     def batches(self, start: int) -> Generator[HostBatch, None, None]:
-        """Yields this host's rows of batch `start`, `start` + 1, ..., read ahead in the background once the first is
-        asked for. Close it in the end."""
+        """Yields this host's rows of batch `start`, `start` + 1, ..., read ahead by a thread once the first is asked
+        for. Raises BadInput as `host_batch`. Close it in the end; that closes `source`."""
+        with contextlib.closing(self.source):
+            depth = self._config.train.prefetch
+            yield from prefetch(lambda number: self.training_batch(self.source.batch(number)), start, depth)
 
-    @abstractmethod
     def evaluation_batches(self) -> Iterator[HostBatch]:
         """Yields this host's rows of the whole evaluation set, each record once and the same each time."""
+        assert self.data.evaluation is not None
+        batches = self.evaluation_of(self.data.evaluation, evaluation_slice(self._config, self._slice))
+        return map(partial(self.host_batch, self.data.evaluation), batches)
 
     @property
-    @abstractmethod
     def evaluation_batch_count(self) -> int:
         """Returns the number of batches of one evaluation, the same on every host; a partly filled one counts."""
+        assert self.data.evaluation is not None
+        records, size = self.data.evaluation.records_of_length, self._config.evaluation_batch_size
+        groups = group_lengths(records, size)
+        return sum(math.ceil(sum(records[length] for length in lengths) / size) for lengths in groups)
+
+    @abstractmethod
+    def evaluation_of(self, dataset: Dataset, host_slice: HostSlice) -> Iterator[Any]:
+        """Yields this host's rows of each batch of an evaluation, in record order, the same each time."""
+
+    def training_batch(self, batch: Any) -> HostBatch:
+        """Returns what a step takes of a batch of `source`."""
+        return self.host_batch(self.data.train, batch)
+
+    def host_batch(self, dataset: Dataset, batch: Any) -> HostBatch:
+        """Returns what a step takes of a batch, one of the dataclasses of `training.data.loading`. Raises BadInput for
+        a label that the task can't have."""
+        arrays = {name: values for name, values in vars(batch).items() if name not in ("records", "replaced")}
+        return HostBatch(arrays, batch.records, int(batch.replaced.sum()))
 
     @abstractmethod
     def figures(self, total: StepResult) -> dict[str, float]:
@@ -135,17 +156,3 @@ def training_slice(config: TrainerConfig, data: RunData, host: int, hosts: int) 
 def evaluation_slice(config: TrainerConfig, training: HostSlice) -> HostSlice:
     """Returns `training`, the slice of the training batches, with the batch size of evaluations."""
     return replace(training, global_batch_size=config.evaluation_batch_size)
-
-
-def host_batch(batch: Any) -> HostBatch:
-    """Returns what a step takes of a batch, one of the dataclasses of `training.data.loading`."""
-    arrays = {name: values for name, values in vars(batch).items() if name not in ("records", "replaced")}
-    return HostBatch(arrays, batch.records, int(batch.replaced.sum()))
-
-
-def read_ahead(
-    source: PackedBatches[Any] | LabelledBatches, convert: Callable[[Any], HostBatch], start: int, depth: int
-) -> Generator[HostBatch, None, None]:
-    """Yields batches from `start` on, read and converted `depth` ahead by a thread. Closing it closes the source."""
-    with contextlib.closing(source):
-        yield from prefetch(lambda number: convert(source.batch(number)), start, depth)

@@ -1,56 +1,26 @@
 """Tasks that predict tokens, over rows of one length: hidden tokens of packed rows, and the next token of documents."""
 
 import math
-from abc import abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from training.batch import Arrays, HostBatch, StepResult
+from training.batch import Arrays, StepResult
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
-from training.data.loading.packed_batches import (
-    DocumentBatches,
-    MlmBatches,
-    PackedBatches,
-    document_evaluation,
-    mlm_evaluation,
-)
+from training.data.loading.packed_batches import DocumentBatches, MlmBatches, document_evaluation, mlm_evaluation
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import Masking
 from training.distributed.cluster import Cluster
-from training.tasks.task import Task, evaluation_slice, host_batch, read_ahead
+from training.tasks.task import Task
 
 
 class TokenPrediction(Task):
-    """A task on rows of one length. A subclass opens `source`."""
+    """A task on rows of one length."""
 
     has_labels = False
     has_lengths = False
-    shapes = 1
-    source: PackedBatches[Any]  # of training batches
-
-    @staticmethod
-    def batch_lengths(dataset: Dataset, rows: int) -> tuple[int, ...]:
-        return (dataset.sequence_length,)
-
-    @abstractmethod
-    def evaluation_of(self, dataset: Dataset, host_slice: HostSlice) -> Iterator[Any]:
-        """Yields this host's rows of each batch of an evaluation, in record order, the same each time."""
-
-    def batches(self, start: int) -> Generator[HostBatch, None, None]:
-        return read_ahead(self.source, host_batch, start, self._config.train.prefetch)
-
-    def evaluation_batches(self) -> Iterator[HostBatch]:
-        assert self.data.evaluation is not None
-        host_slice = evaluation_slice(self._config, self._slice)
-        return map(host_batch, self.evaluation_of(self.data.evaluation, host_slice))
-
-    @property
-    def evaluation_batch_count(self) -> int:
-        assert self.data.evaluation is not None
-        return math.ceil(self.data.evaluation.records / self._config.evaluation_batch_size)
 
     def figures(self, total: StepResult) -> dict[str, float]:
         """Returns the loss, the perplexity (inf for a loss from 700 on) and the accuracy (nan without predictions)."""

@@ -20,6 +20,7 @@ of a file is dropped, and half a surrogate pair, which JSON can hold and UTF-8 c
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import hashlib
 import itertools
@@ -46,14 +47,9 @@ _LONGEST_CELL = 1 << 28  # characters of a .csv; more means a quotation mark tha
 class Row(dict[str, Any]):
     """Column -> value. `place`, for messages: file:line of the end of a row that comes from a file."""
 
-    place: str | None = None
-
-    @classmethod
-    def at(cls, place: str, values: Mapping[str, Any]) -> Row:
-        """Returns a row of these values, which ends at this file:line."""
-        row = cls(values)
-        row.place = place
-        return row
+    def __init__(self, place: str, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.place = place
 
 
 @dataclass(frozen=True)
@@ -150,31 +146,30 @@ class Corpus:
                 "pip install 'tpu-launch[train]'"
             ) from None
         path, config, split, *_ = [*self.name.removeprefix("datasets:").split(":", 2), "", ""]
-        try:
+        with self._any_failure():
             return datasets.load_dataset_builder(path, config or None), split or "train"
-        except Exception as error:  # the library raises whatever its sources raise
-            raise BadInput(f"--corpus {self.name}: {type(error).__name__}: {error}") from error
 
     def _streamed(self) -> Any:
         """Returns a dataset of the `datasets` library, of which no row was read. Turns any failure into BadInput."""
         builder, split = self._builder
-        try:
+        with self._any_failure():
             return builder.as_streaming_dataset(split=split)
-        except Exception as error:
-            raise BadInput(f"--corpus {self.name}: {type(error).__name__}: {error}") from error
 
     def _streamed_rows(self) -> Iterator[dict[str, Any]]:
         """Yields the rows of a dataset of the `datasets` library as they arrive. Turns any failure into BadInput."""
         rows = self._streamed()
-        try:
+        with self._any_failure(". After a lost connection, run this again: it continues after the last shard"):
             if set(self._columns) <= set(rows.column_names or ()):
                 rows = rows.select_columns(self._columns)  # others may hold images, which would be decoded
             yield from rows
+
+    @contextlib.contextmanager
+    def _any_failure(self, advice: str = "") -> Iterator[None]:
+        """Turns any exception of the block into BadInput: the library raises whatever its sources raise."""
+        try:
+            yield
         except Exception as error:
-            raise BadInput(
-                f"--corpus {self.name}: {type(error).__name__}: {error}. After a lost connection, run this again: it "
-                "continues after the last shard"
-            ) from error
+            raise BadInput(f"--corpus {self.name}: {type(error).__name__}: {error}{advice}") from error
 
 
 def text_of(row: Mapping[str, Any], field: str, place: str) -> str:
@@ -248,7 +243,7 @@ def _file_rows(url: str, field: str, label: str = "label") -> Iterator[dict[str,
                     raise BadInput(f"{url}:{number}: not JSON: {error}") from None
                 if not isinstance(row, dict):
                     raise BadInput(f"{url}:{number}: expected a JSON object")
-                yield Row.at(f"{url}:{number}", row)
+                yield Row(f"{url}:{number}", row)
     elif url.endswith(TABLE):
         yield from _table(url)
     elif url.endswith(COLUMNS):
@@ -278,7 +273,7 @@ def _columns(url: str, field: str, label: str) -> Iterator[dict[str, Any]]:
 def _labelled_words(place: str, text: list[list[str]], field: str, label: str) -> Iterator[dict[str, Any]]:
     """Yields the row of a text, given as the columns of its lines; none for an empty text."""
     if text:
-        yield Row.at(place, {field: [line[0] for line in text], label: [line[-1] for line in text]})
+        yield Row(place, {field: [line[0] for line in text], label: [line[-1] for line in text]})
 
 
 def _table(url: str) -> Iterator[dict[str, Any]]:
@@ -296,7 +291,7 @@ def _table(url: str) -> Iterator[dict[str, Any]]:
         for row in reader:
             if None in row or None in row.values():
                 raise BadInput(f"{url}:{reader.line_num}: {len(columns)} columns expected, as in the header")
-            yield Row.at(f"{url}:{reader.line_num}", row)
+            yield Row(f"{url}:{reader.line_num}", row)
     except csv.Error as error:
         raise BadInput(f"{url}:{reader.reader.line_num}: {error}: is a quotation mark not closed?") from None
     finally:
@@ -318,7 +313,7 @@ def _parquet(url: str, columns: list[str]) -> Iterator[dict[str, Any]]:
         for batch in file.iter_batches(_PARQUET_ROWS, columns=chosen):
             for row in batch.to_pylist():
                 number += 1
-                yield Row.at(f"{url}: row {number}", row)
+                yield Row(f"{url}: row {number}", row)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{url}: damaged after row {number}, or not Parquet: {error}") from None
 

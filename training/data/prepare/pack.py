@@ -155,6 +155,10 @@ def write_rows(
     start, used = (marks[-1].document, marks[-1].tokens) if marks else (0, 0)
     per_shard = plan.records_per_shard * kind.units
     stream, documents_read = _Stream({start: used}), start
+
+    def report() -> None:
+        progress(PackingProgress(documents_read, sum(shard.records for shard in shards), len(shards)))
+
     for batch in batches_of(itertools.islice(documents(), start, None)):
         stream.append(documents_read, kind.encode(batch))
         documents_read += len(batch)
@@ -162,7 +166,7 @@ def write_rows(
             units, document, tokens = stream.take(per_shard)
             shards.append(kind.write(url, len(shards), units))
             dataset_writer.write_mark(url, Mark(len(shards) - 1, shards[-1], document, tokens))
-            progress(_progress(documents_read, shards))
+            report()
     count = len(stream)
     dropped = count % kind.units
     if count >= kind.units:
@@ -173,14 +177,9 @@ def write_rows(
             f"{url}: the {plan.split} split has {count} tokens in {documents_read} documents, less than one row of "
             f"{plan.length}: give more text, a shorter --sequence-length, or another --evaluation-percent"
         )
-    progress(_progress(documents_read, shards))
+    report()
     dataset = dataset_writer.finish_dataset(url, plan, kind.features, shards, kind.more)
     return WrittenDataset(dataset, f"from {documents_read} documents; {kind.note(dropped)}")
-
-
-def _progress(documents: int, shards: list[Shard]) -> PackingProgress:
-    """Returns the progress after so many documents and these shards."""
-    return PackingProgress(documents, sum(shard.records for shard in shards), len(shards))
 
 
 class WholeDocuments(RowKind):

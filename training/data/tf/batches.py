@@ -14,6 +14,7 @@ order.BLOCK_BYTES = 200 MB over the number of hosts, at most twice as much. Bloc
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -113,11 +114,8 @@ def mlm_batches(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed:
     in each epoch. Raises BadInput unless rows are packed and hosts can share a batch evenly."""
     source = _open_source(dataset, host_slice)
     order = training_order(source.records, source.record_bytes, seed=seed, batch=host_slice.global_batch_size)
+    mask_batch = partial(_mask_columns, epoch=None, seed=seed, masking=masking, tokens=host_slice.tokenizer)
     batches = training_batches(source, order, host_slice, start)
-
-    def mask_batch(batch: Columns) -> Columns:
-        return _mask_columns(batch, batch["epoch"], seed, masking, host_slice.tokenizer)
-
     return batches.map(mask_batch, num_parallel_calls=2, deterministic=True)
 
 
@@ -144,10 +142,11 @@ def _open_source(dataset: Dataset, host_slice: HostSlice) -> TensorRecordSource:
     return open_source(dataset, vocabulary=host_slice.tokenizer.vocabulary, on_corrupt=host_slice.on_corrupt)
 
 
-def _mask_columns(batch: Columns, epoch: Any, seed: int, masking: Masking, tokens: SpecialTokens) -> Columns:
-    """Returns the fields of an `MlmBatch`. epoch: one for all rows, or (rows,)."""
+def _mask_columns(batch: Columns, epoch: int | None, seed: int, masking: Masking, tokens: SpecialTokens) -> Columns:
+    """Returns the fields of an `MlmBatch`, masked as of `epoch` if it is given."""
     ids, records = tf.cast(batch["input_ids"], tf.int32), batch["records"]
-    masked = mask(ids, epoch, records, seed=seed, masking=masking, tokens=tokens)
+    epochs = batch["epoch"] if epoch is None else epoch
+    masked = mask(ids, epochs, records, seed=seed, masking=masking, tokens=tokens)
     return {**masked, "records": records, REPLACED: batch[REPLACED]}
 
 
