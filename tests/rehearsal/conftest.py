@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rehearsal.workstation import BUCKET, Workstation, environment_for
+from tests.rehearsal.workstation import BUCKET, EmulatedSlice, Workstation, environment_for
 
 
 @contextlib.contextmanager
@@ -36,19 +36,15 @@ def emulator(workstation: Workstation) -> Workstation:
     return workstation
 
 
-SLICE = """\
-project: rehearsal-project
-zone: us-central2-b
-slice: {name: NAME, accelerator_type: TYPE}
-"""
+def slice_file(name: str, kind: str) -> str:
+    """The text of a file of a slice of an accelerator type, in a zone of v4."""
+    return f"project: rehearsal-project\nzone: us-central2-b\nslice: {{name: {name}, accelerator_type: {kind}}}\n"
 
 
 @pytest.fixture(scope="session")
-def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Workstation, str]]:
-    """A v4-16 that is READY, and its file (no trainer sections: commands are given)."""
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedSlice]:
+    """A v4-16 that is READY; its file has no trainer sections: commands are given."""
     with set_up(tmp_path_factory.mktemp("two-hosts")) as work:
         work.good("emulator", "start", "--bucket", BUCKET)
-        name = work.file("two.yaml", SLICE.replace("NAME", "two").replace("TYPE", "v4-16"))
-        work.good("--emulated", "up", "-f", name)
-        yield work, name
-        work.launch("--emulated", "down", "-f", name)
+        with work.slice_of(work.file("two.yaml", slice_file("two", "v4-16"))) as made:
+            yield made

@@ -4,14 +4,13 @@ import json
 
 import pytest
 
-from tests.rehearsal.workstation import Workstation
+from tests.rehearsal.workstation import EmulatedSlice
 
 
 @pytest.mark.nightly
-def test_two_hosts_add_up_over_all_devices_and_a_host_that_is_gone_is_told(two_hosts: tuple[Workstation, str]) -> None:
-    work, file = two_hosts
-    check = ("--emulated", "doctor", "--devices", "--json", "-f", file)
-    ended = work.good(*check)
+def test_two_hosts_add_up_over_all_devices_and_a_host_that_is_gone_is_told(two_hosts: EmulatedSlice) -> None:
+    check = ("doctor", "--devices", "--json")
+    ended = two_hosts.good_on_slice(*check)
     results = json.loads(ended.output[ended.output.index("[\n") :])
     assert [result["worker"] for result in results] == [0, 1]
     for result in results:
@@ -19,19 +18,17 @@ def test_two_hosts_add_up_over_all_devices_and_a_host_that_is_gone_is_told(two_h
         assert result["facts"]["wrong_products"] == 0
         assert abs(result["facts"]["clock_offset"]) < 5
         assert result["problems"] == []
-    assert work.containers_of_runs() == []
+    assert two_hosts.containers_of_runs() == []
 
-    running = work.begin("--emulated", "run", "--new", "-f", file, "--", "sh", "-c", "echo up; exec sleep 60")
+    running = two_hosts.begin_run("echo up; exec sleep 60")
     running.wait_for(r"^\[1\] up")
-    beside = work.launch(*check)
-    assert beside.code == 23, beside.output
-    assert len([name for name in work.containers_of_runs() if " Up " in name]) == 2
-    work.good("--emulated", "stop", "-f", file, "--grace", "1")
+    two_hosts.on_slice(*check).require(23)
+    assert len([name for name in two_hosts.containers_of_runs() if " Up " in name]) == 2
+    two_hosts.good_on_slice("stop", "--grace", "1")
     running.end(60)
 
     # Devices that don't find those of the other host.
     three = ("--set", "run.environment={CPU_NUM_DEVICES: '3'}")
-    odd = work.launch("--emulated", "doctor", "--devices", "-f", file, *three)
-    assert odd.code == 16, odd.output
-    assert "host 1: it sees 3 devices in the slice, which should have 6" in odd.output
-    assert work.containers_of_runs() == []
+    odd = two_hosts.on_slice("doctor", "--devices", *three)
+    odd.require(16, "host 1: it sees 3 devices in the slice, which should have 6")
+    assert two_hosts.containers_of_runs() == []

@@ -13,29 +13,22 @@ import pytest
 
 from tests.nightly import others_at_night
 from tests.processes import wait_until
-from tests.rehearsal.conftest import SLICE
-from tests.rehearsal.workstation import Ended, Running, Workstation, docker
+from tests.rehearsal.conftest import slice_file
+from tests.rehearsal.workstation import EmulatedSlice, Workstation, docker
 
 NAME = "pair"
-FILE = "pair.yaml"
 WAITS = "echo here; trap 'exit 75' TERM; while :; do sleep 0.1; done"
 SMALL = "image: {dockerfile: small/Dockerfile, repository: us-central2-docker.pkg.dev/rehearsal-project/images/small}\n"
 
 
 @pytest.fixture(scope="module")
-def pair(emulator: Workstation) -> Iterator[Workstation]:
+def pair(emulator: Workstation) -> Iterator[EmulatedSlice]:
     """A v4-16 that is READY, and an image of little more than a shell in the registry."""
     (emulator.folder / "small").mkdir()
     emulator.file("small/Dockerfile", "FROM debian:bookworm-slim\nLABEL tpu-launch.test=faults\n")
-    emulator.file(FILE, SLICE.replace("NAME", NAME).replace("TYPE", "v4-16") + SMALL)
-    emulator.good("--emulated", "up", "-f", FILE)
-    yield emulator
-    emulator.good("emulator", "inject", "clear")
-    emulator.good("--emulated", "down", "-f", FILE)
-
-
-def begin(work: Workstation, script: str, *options: str) -> Running:
-    return work.begin("--emulated", "run", "--new", "--json", "-f", FILE, *options, "--", "sh", "-c", script)
+    with emulator.slice_of(emulator.file(f"{NAME}.yaml", slice_file(NAME, "v4-16") + SMALL)) as made:
+        yield made
+        emulator.good("emulator", "inject", "clear")
 
 
 def hosts(work: Workstation, name: str = NAME) -> list[str]:
@@ -52,13 +45,6 @@ def on_host(work: Workstation, worker: int, script: str) -> str:
 def bashrc(work: Workstation, worker: int, lines: str) -> None:
     """What every ssh session of that host does first."""
     on_host(work, worker, f"for home in /root $(ls -d /home/*/); do cat > $home/.bashrc <<'EOF'\n{lines}\nEOF\ndone")
-
-
-def told(ended: Ended, code: int, *says: str) -> None:
-    assert ended.code == code, ended.output
-    assert "Traceback" not in ended.output, ended.output
-    for words in says:
-        assert words in ended.output, ended.output
 
 
 def nothing_left(work: Workstation) -> None:
@@ -87,31 +73,27 @@ HOST_ROWS = (
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("row", HOST_ROWS, ids=lambda row: row.name)
-def test_a_fault_of_a_host_in_the_middle_of_a_run(pair: Workstation, row: Row) -> None:
-    running = begin(pair, WAITS, "--set", "run.host_lost_seconds=4")
-    running.wait_for(r"^\[0\] here")
-    running.wait_for(r"^\[1\] here")
+def test_a_fault_of_a_host_in_the_middle_of_a_run(pair: EmulatedSlice, row: Row) -> None:
+    running = pair.begin_run(WAITS, "--set", "run.host_lost_seconds=4")
+    running.wait_for_both("here")
     pair.good("emulator", "inject", *row.inject)
-    ended = running.end(120)
-    told(ended, row.code, *row.says)
-    assert ended.json()["outcome"] == "host lost"
+    assert running.end(120).require(row.code, *row.says).json()["outcome"] == "host lost"
     pair.good("emulator", "inject", "clear")
-    told(begin(pair, "true").end(60), 0)  # a host that was only out of reach still held its TPU
+    pair.begin_run("true").end(60).require(0)  # a host that was only out of reach still held its TPU
     nothing_left(pair)
 
 
-def test_a_start_that_gcloud_runs_again_starts_once(pair: Workstation) -> None:
+def test_a_start_that_gcloud_runs_again_starts_once(pair: EmulatedSlice) -> None:
     """The connection breaks when the container has been started: ssh ends with 255, and gcloud runs all of it again."""
     lines = (
         'case "$BASH_EXECUTION_STRING" in *"docker start"*) mkdir /tmp/dropped 2>/dev/null && trap '
         '"kill -9 $PPID" EXIT ;; esac'
     )
     bashrc(pair, 1, lines)
-    ended = begin(pair, "echo ran; sleep 3").end(120)
+    ended = pair.begin_run("echo ran; sleep 3").end(120)
     bashrc(pair, 1, "")
     assert "dropped" in on_host(pair, 1, "ls /tmp"), "the fault did not happen"
-    told(ended, 0)
-    assert (ended.output.count("[0] ran"), ended.output.count("[1] ran")) == (1, 1)
+    assert [ended.require(0).output.count(f"[{worker}] ran") for worker in (0, 1)] == [1, 1]
     nothing_left(pair)
 
 
@@ -124,31 +106,30 @@ START_ROWS = (
 
 
 @pytest.mark.parametrize("row", START_ROWS, ids=lambda row: row.name)
-def test_what_keeps_a_run_from_starting_is_told_with_its_host(pair: Workstation, row: Row) -> None:
+def test_what_keeps_a_run_from_starting_is_told_with_its_host(pair: EmulatedSlice, row: Row) -> None:
     pair.good("emulator", "inject", *row.inject)
     begun = time.monotonic()
-    ended = begin(pair, WAITS).end(90)
+    ended = pair.begin_run(WAITS).end(90)
     pair.good("emulator", "inject", "clear")
-    told(ended, row.code, *row.says)
-    assert "[0] here" not in ended.output
+    assert "[0] here" not in ended.require(row.code, *row.says).output
     assert time.monotonic() - begun < 80
     nothing_left(pair)
 
 
-def test_a_repository_that_is_not_there_is_named_and_made_on_request(pair: Workstation) -> None:
+def test_a_repository_that_is_not_there_is_named_and_made_on_request(pair: EmulatedSlice) -> None:
     pair.file("small/Dockerfile", "FROM debian:bookworm-slim\nLABEL tpu-launch.test=repository\n")
     pair.good("emulator", "inject", "repository")
     advice = ("gcloud artifacts repositories create images", "image.create_repository: true")
-    told(begin(pair, WAITS).end(60), 2, "does not exist", *advice)
+    pair.begin_run(WAITS).end(60).require(2, "does not exist", *advice)
     wanted = ("--set", "image.create_repository=true")
-    told(begin(pair, "echo ran", *wanted).end(60), 0, "created the repository", "[1] ran")
+    pair.begin_run("echo ran", *wanted).end(60).require(0, "created the repository", "[1] ran")
     pair.good("emulator", "inject", "clear")
     nothing_left(pair)
 
 
 def one(work: Workstation, name: str) -> str:
     """The file of a slice of one host."""
-    return work.file(f"{name}.yaml", SLICE.replace("NAME", name).replace("TYPE", "v4-8") + SMALL)
+    return work.file(f"{name}.yaml", slice_file(name, "v4-8") + SMALL)
 
 
 BRIEFLY = ("--set", "slice.create_minutes=0.15")
@@ -161,55 +142,51 @@ UP_ROWS = (
 
 
 @pytest.mark.parametrize("row", others_at_night(UP_ROWS, UP_ROWS[:1]), ids=lambda row: row.name)
-def test_what_google_refuses_is_told_apart_and_down_leaves_nothing(pair: Workstation, row: Row) -> None:
+def test_what_google_refuses_is_told_apart_and_down_leaves_nothing(pair: EmulatedSlice, row: Row) -> None:
     file = one(pair, "single")
     pair.good("emulator", "inject", *row.inject)
-    ended = pair.launch("--emulated", "up", "-f", file, *row.settings)
-    told(ended, row.code, *row.says)
+    pair.launch("--emulated", "up", "-f", file, *row.settings).require(row.code, *row.says)
     pair.good("--emulated", "down", "-f", file)
     assert hosts(pair, "single") == []
 
 
 @pytest.mark.nightly
-def test_conflicts_with_other_changes_pass_and_one_with_another_slice_is_told(pair: Workstation) -> None:
+def test_conflicts_with_other_changes_pass_and_one_with_another_slice_is_told(pair: EmulatedSlice) -> None:
     """409 for the creation, while the ssh key is spread (gcloud swallows it and tries for 50 s), for the deletion."""
     file = one(pair, "single")
     pair.good("emulator", "inject", "busy", "--count", "1")
     running = pair.begin("--emulated", "up", "-f", file)
     wait_until(lambda: hosts(pair, "single"), 60, lambda: "\n".join(running.lines))
     pair.good("emulator", "inject", "busy", "--count", "1")
-    ended = running.end(90)
-    told(ended, 0, "is READY: 1 hosts", "waiting for the hosts")
-    assert ended.seconds < 45
-    ended = pair.launch("--emulated", "up", "-f", file, "--set", "slice.accelerator_type=v4-16")
-    told(ended, 23, "exists and is a v4-8, not a v4-16")
+    assert running.end(90).require(0, "is READY: 1 hosts", "waiting for the hosts").seconds < 45
+    other = pair.launch("--emulated", "up", "-f", file, "--set", "slice.accelerator_type=v4-16")
+    other.require(23, "exists and is a v4-8, not a v4-16")
     pair.good("emulator", "inject", "busy", "--count", "1")
     pair.good("--emulated", "down", "-f", file)
     assert hosts(pair, "single") == []
 
 
-def test_a_changed_host_key_is_told_and_not_trusted(pair: Workstation) -> None:
+def test_a_changed_host_key_is_told_and_not_trusted(pair: EmulatedSlice) -> None:
     keep = "mkdir -p /root/kept && cp -p /etc/ssh/ssh_host_* /root/kept/"
     make = "f=/etc/ssh/ssh_host_${kind}_key; rm $f; ssh-keygen -q -t $kind -N '' -f $f"
     on_host(pair, 1, f"{keep}; for kind in ed25519 ecdsa; do {make}; done; pkill -HUP -o sshd")
     try:
-        ended = begin(pair, WAITS).end(300)  # at once but for a busy machine; gcloud alone tries for 47 s
-        told(ended, 24, "host 1: ", "the host key of worker 1", "has changed")
+        ended = pair.begin_run(WAITS).end(300)  # at once but for a busy machine; gcloud alone tries for 47 s
+        ended.require(24, "host 1: ", "the host key of worker 1", "has changed")
     finally:
         on_host(pair, 1, "cp -p /root/kept/* /etc/ssh/; pkill -HUP -o sshd")
     # gcloud itself connects to a host whose key has changed. What it started there waits for secrets, which such a host
     # does not get, and the next start removes it.
-    told(begin(pair, "echo well").end(60), 0, "[0] well", "[1] well")
+    pair.begin_run("echo well").end(60).require(0, "[0] well", "[1] well")
     nothing_left(pair)
 
 
 @pytest.mark.nightly
-def test_a_preemption_during_the_start_counts_as_one(pair: Workstation) -> None:
+def test_a_preemption_during_the_start_counts_as_one(pair: EmulatedSlice) -> None:
     """With a budget, the slice is made again and the run goes on: also when it is taken away before anything ran."""
     bashrc(pair, 0, "sleep 3")
-    running = begin(pair, 'echo "attempt $TPU_LAUNCH_ATTEMPT"', "--set", "run.preemption_retries=1")
+    running = pair.begin_run('echo "attempt $TPU_LAUNCH_ATTEMPT"', "--set", "run.preemption_retries=1")
     running.wait_for(r"attempt 0 on 2 hosts")
     pair.good("emulator", "inject", "preempt", NAME)
-    ended = running.end(150)
-    told(ended, 0, "PREEMPTED", "preemption 1 of 1", "[0] attempt 1", "[1] attempt 1")
+    running.end(150).require(0, "PREEMPTED", "preemption 1 of 1", "[0] attempt 1", "[1] attempt 1")
     nothing_left(pair)

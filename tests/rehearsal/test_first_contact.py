@@ -51,11 +51,8 @@ def test_own_program_runs_on_two_hosts_from_an_empty_environment(newcomer: Works
     program = ("-f", "run.yaml", "--", "python", "train.py")
     assert "gcloud compute tpus tpu-vm create" in newcomer.good("plan", *program).output
     newcomer.good("--emulated", "doctor", "-f", "run.yaml")
-    newcomer.good("--emulated", "up", "-f", "run.yaml")
-    try:
+    with newcomer.slice_of("run.yaml"):
         ended = newcomer.good("--emulated", "run", *program)
-    finally:
-        newcomer.good("--emulated", "down", "-f", "run.yaml")
     lines = re.findall(r"^\[(\d)\] host (\d) of 2: y = ([\d.-]+) x \+ ([\d.-]+)$", ended.output, re.MULTILINE)
     assert sorted(line[:2] for line in lines) == [("0", "0"), ("1", "1")], ended.output
     assert {tuple(round(float(value), 2) for value in line[2:]) for line in lines} == {(3.0, -2.0)}

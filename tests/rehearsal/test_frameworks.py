@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -35,8 +34,7 @@ def test_hugging_face_trainer_trains_over_two_hosts(emulator: Workstation, monke
     saved = re.findall(rf"^\[\d\] the model is in {model}$", ended.output, re.MULTILINE)
     assert len(saved) == 1, "host 0 alone saves it"
 
-    home = Path(emulator.environment["TPU_LAUNCH_HOME"]) / "emulator"
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", control.environment(home)["STORAGE_EMULATOR_HOST"])
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", control.environment(emulator.emulator)["STORAGE_EMULATOR_HOST"])
     config = json.loads(storage.read(f"{model}/config.json"))
     assert config["architectures"] == ["BertForSequenceClassification"]
     assert config["id2label"]["0"] == "card"
@@ -68,19 +66,16 @@ def test_jax_goes_on_after_a_lost_host_and_a_stop(emulator: Workstation) -> None
     text = file.read_text()
     file.write_text(text.replace("# - --save=gs://my-bucket/jax.npz", saving))
     assert file.read_text() != text
-    command = ("--emulated", "run", "-f", str(file), "--set", "run.preemption_retries=1")
-    work.good("--emulated", "up", "-f", str(file))
-    try:
-        running = work.begin(*command)
+    command = ("run", "--set", "run.preemption_retries=1")
+    with work.slice_of(str(file)) as made:
+        running = made.begin_on_slice(*command)
         running.wait_for(r"^\[0\] saved step 500$")
         work.good("emulator", "inject", "kill-host", "jax", "1", "--for", "3")
         running.wait_for(r"^\[1\] goes on from step \d+$")
-        work.good("--emulated", "stop", "-f", str(file))
+        made.good_on_slice("stop")
         stopped = running.end(60)
-        assert stopped.code == 75, "\n".join(running.lines)
-        ended = work.good(*command)
-    finally:
-        work.launch("--emulated", "down", "-f", str(file))
+        assert stopped.code == 75, stopped.output
+        ended = made.good_on_slice(*command)
     begun = re.findall(r"^\[(\d)\] goes on from step (\d+)$", ended.output, re.MULTILINE)
     assert sorted(host for host, _ in begun) == ["0", "1"]
     assert len({step for _, step in begun}) == 1

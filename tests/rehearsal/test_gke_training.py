@@ -27,7 +27,7 @@ from tests.kubernetes.cluster.store import Object
 from tests.kubernetes.golden import IMAGE
 from tests.loopback import LoopbackServer
 from tests.processes import wait_until
-from tests.rehearsal.workstation import Workstation, environment_for, settings
+from tests.rehearsal.workstation import Workstation, environment_for
 from tests.xla_flags import COMPILE_FAST
 from training import storage
 
@@ -42,13 +42,9 @@ class Room:
     cluster: Cluster
     kubectl: list[str]
 
-    def apply(self, *options: str, changes: tuple[str, ...] = ()) -> None:
+    def apply(self, *options: str) -> None:
         """tpu-launch manifest ... | kubectl apply -f -"""
-        manifest = [option for option in options if option != "--"]
-        command = manifest[manifest.index("sh") :] if "sh" in manifest else []
-        flags = manifest[: len(manifest) - len(command)]
-        program = ["--", *command] if command else []
-        text = self.work.good("manifest", "-f", "run.yaml", *settings(*changes), *flags, *program).output
+        text = self.work.good("manifest", "-f", "run.yaml", *options).output
         apply = [*self.kubectl, "apply", "--filename", "-"]
         applied = shell.run(apply, timeout=600, input=text, env=self.work.environment)
         assert applied.ok, applied.stderr
@@ -176,9 +172,7 @@ def test_a_watched_run_goes_on_with_the_same_bits_on_new_spot_nodes(room: Room, 
     running.wait_for(r"starting again", 60)
     cluster.add_pool("second", "v4-16", spot=True)
     ended = running.end(600)
-    assert ended.code == 0, ended.output
-    assert ended.json()["attempt"] == 1
-    assert "going on from gs://data/runs/" in ended.output
+    assert ended.require(0, "going on from gs://data/runs/").json()["attempt"] == 1
     assert cluster.pods() == []
     cluster.nodes.preempt("second")
     same_bits(room, ended.json()["run"], undisturbed)
@@ -200,7 +194,7 @@ FELT_FIRST = '[ "$TPU_LAUNCH_ATTEMPT" = 1 ] || { [ "$TPU_WORKER_ID" = 0 ] && exi
 def test_the_cluster_knows_what_to_restart(room: Room, script: str, state: str, restarts: int, counted: int) -> None:
     room.cluster.add_pool("rules", "v4-16", spot=True)
     try:
-        room.apply("--name", "rules", "sh", "-c", script)
+        room.apply("--name", "rules", "--", "sh", "-c", script)
         status = room.end_of("rules", 60)["status"]
         found = [status[key] for key in ("terminalState", "restarts", "restartsCountTowardsMax")]
         assert found == [state, restarts, counted]

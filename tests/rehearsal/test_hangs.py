@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tests.rehearsal.conftest import SLICE
+from tests.rehearsal.conftest import slice_file
 from tests.rehearsal.test_recovery import FILE, trainable  # noqa: F401
-from tests.rehearsal.workstation import COMPILE_FAST, Workstation, docker
+from tests.rehearsal.workstation import COMPILE_FAST, EmulatedSlice, Workstation, docker, settings, shell
 
 pytestmark = pytest.mark.timeout(900)  # on a busy machine
 
-TwoHosts = tuple[Workstation, str]
 PROGRAM = """\
 import ctypes, json, mmap, multiprocessing, os, queue, signal, socket, subprocess, sys, threading, time, urllib.request
 
@@ -130,8 +129,7 @@ urllib.request.urlopen("http://127.0.0.1:%d/o/part" % server.getsockname()[1])""
 
 def limit_memory(work: Workstation) -> None:
     """Limits the memory of the container on host 1, as a pod's limit or the machine's does."""
-    (name,) = [line.split()[0] for line in work.containers_of_runs() if "w-1" in line]
-    docker("update", "--memory", "1200m", "--memory-swap", "1200m", name)
+    docker("update", "--memory", "1200m", "--memory-swap", "1200m", *work.containers(1))
 
 
 def silence_bucket(work: Workstation) -> None:
@@ -232,25 +230,23 @@ with a_lock:
 }
 
 
-def explain_injection(two_hosts: TwoHosts, injection: Injection, framework: Framework = TORCH) -> None:
+def explain_injection(slice_: EmulatedSlice, injection: Injection, framework: Framework = TORCH) -> None:
     """Runs the program until it hangs, and checks the verdict: the right host, and the right line."""
-    work, file = two_hosts
     text = base64.b64encode(injection.program(framework).encode()).decode()
     line = """echo '{"step": 0, "phase": "start"}' >"$TPU_LAUNCH_PROGRESS_FILE\""""  # before imports, which take long
     start = f"{line}; echo {text} | base64 -d >/tmp/my_program.py; exec {framework.run} /tmp/my_program.py"
-    settings = ("--set", f"run.stall_minutes={framework.stall_minutes}", "--set", f"image.backend={framework.backend}")
-    running = work.begin("--emulated", "run", "--new", "--json", "-f", file, *settings, "--", "sh", "-c", start)
+    changes = settings(f"run.stall_minutes={framework.stall_minutes}", f"image.backend={framework.backend}")
+    running = slice_.begin_run(start, *changes)
     running.wait_for(r"^\[1\] begun", 200)
     begun = time.monotonic()
-    injection.meanwhile(work)
+    injection.meanwhile(slice_)
     ended = running.end(240)
-    work.good("emulator", "inject", "clear")
+    slice_.good("emulator", "inject", "clear")
     seconds = time.monotonic() - begun
-    assert ended.code == 13, ended.output
-    told = ended.json()
+    told = ended.require(13).json()
     assert (told["outcome"], told["cause"]["worker"]) == ("stalled", injection.worker), ended.output
     assert re.search(injection.says, told["cause"]["what"]), told["cause"]["what"]
-    folder = work.runs / told["run"] / "stacks" / "attempt-0"
+    folder = slice_.runs / told["run"] / "stacks" / "attempt-0"
     assert re.search(injection.says, (folder / "explanation.txt").read_text())
     print(f"{seconds:.0f} s: {told['cause']['what']}")
 
@@ -259,27 +255,25 @@ def explain_injection(two_hosts: TwoHosts, injection: Injection, framework: Fram
     "injection",
     [pytest.param(STOPPED, id="stopped"), pytest.param(LOADER, id="loader"), pytest.param(SILENT, id="silent")],
 )
-def test_the_host_and_the_line_of_a_hang_are_named(two_hosts: TwoHosts, injection: Injection) -> None:
+def test_the_host_and_the_line_of_a_hang_are_named(two_hosts: EmulatedSlice, injection: Injection) -> None:
     explain_injection(two_hosts, injection)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", list(OTHERS))
-def test_each_kind_of_hang_is_told_apart(two_hosts: TwoHosts, name: str) -> None:
+def test_each_kind_of_hang_is_told_apart(two_hosts: EmulatedSlice, name: str) -> None:
     explain_injection(two_hosts, OTHERS[name])
 
 
 @pytest.fixture(scope="module")
-def four_hosts(emulator: Workstation) -> Iterator[TwoHosts]:
-    """A v4-32 that is READY, and its file."""
-    name = emulator.file("four.yaml", SLICE.replace("NAME", "four").replace("TYPE", "v4-32"))
-    emulator.good("--emulated", "up", "-f", name)
-    yield emulator, name
-    emulator.launch("--emulated", "down", "-f", name)
+def four_hosts(emulator: Workstation) -> Iterator[EmulatedSlice]:
+    """A v4-32 that is READY."""
+    with emulator.slice_of(emulator.file("four.yaml", slice_file("four", "v4-32"))) as made:
+        yield made
 
 
 @pytest.mark.nightly
-def test_one_of_four_hosts_is_named(four_hosts: TwoHosts) -> None:
+def test_one_of_four_hosts_is_named(four_hosts: EmulatedSlice) -> None:
     says = "3 of 4 hosts wait in step 6's collective"
     explain_injection(four_hosts, replace(NEVER_ENTERED, says=says, worker=2, ranks=(2,)))
 
@@ -295,13 +289,13 @@ def test_one_of_four_hosts_is_named(four_hosts: TwoHosts) -> None:
         pytest.param(NEVER_ENTERED, id="a collective never entered"),
     ],
 )
-def test_hangs_of_tensorflow_are_told_apart(two_hosts: TwoHosts, injection: Injection) -> None:
+def test_hangs_of_tensorflow_are_told_apart(two_hosts: EmulatedSlice, injection: Injection) -> None:
     explain_injection(two_hosts, injection, TENSORFLOW)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("worker", [0, 1])
-def test_a_host_that_tensorflow_finds_silent_first_is_named(two_hosts: TwoHosts, worker: int) -> None:
+def test_a_host_that_tensorflow_finds_silent_first_is_named(two_hosts: EmulatedSlice, worker: int) -> None:
     """Host 0 has the coordination service, so that host 1 only misses its answers."""
     says = "it stopped sending heartbeats, so TensorFlow ended the other hosts: host"
     explain_injection(two_hosts, replace(STOPPED, says=says, worker=worker, ranks=(worker,)), IMPATIENT)
@@ -311,10 +305,7 @@ def test_a_host_that_tensorflow_finds_silent_first_is_named(two_hosts: TwoHosts,
 def test_a_trainer_that_is_stopped_on_one_host_is_explained_live_and_in_the_verdict(trainable: Workstation) -> None:  # noqa: F811
     work = trainable
     steps = ("train.steps=100000", "run.stall_minutes=2", "checkpoint.every_steps=100000", "train.log_every=1")
-    running = work.begin(
-        *("--emulated", "run", "--new", "-f", FILE, "--json", *COMPILE_FAST),
-        *(word for setting in steps for word in ("--set", setting)),
-    )
+    running = work.begin("--emulated", "run", "--new", "-f", FILE, "--json", *COMPILE_FAST, *settings(*steps))
     running.wait_for(r"^\[0\].*\bstep +1[0-9]/", 400)
     time.sleep(8)  # until it is told
     for columns in ("80", "160"):
@@ -324,12 +315,10 @@ def test_a_trainer_that_is_stopped_on_one_host_is_explained_live_and_in_the_verd
         assert re.search(r"step \d+/100,000", shown)
     find = "tr '\\0' ' ' <$p/cmdline | grep -q '^[^ ]*python.* train '"
     stop = f"for p in /proc/[0-9]*; do {find} && kill -STOP ${{p#/proc/}}; done; :"
-    work.good("--emulated", "exec", "-f", FILE, "--host", "1", "--", "sh", "-c", stop)
+    work.good("--emulated", "exec", "-f", FILE, "--host", "1", *shell(stop))
     live = work.good("--emulated", "explain", "-f", FILE).output
     print(live)
     assert re.search(r"host 1 has a stopped process: process \d+ \(\S*python", live)
-    ended = running.end(400)
-    assert ended.code == 13, ended.output
-    told = ended.json()
+    told = running.end(400).require(13).json()
     assert told["cause"]["worker"] == 1, told
     assert "1 of 2 hosts wait in step" in told["cause"]["what"]

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.rehearsal.workstation import Workstation, on_this_machine
+from tests.rehearsal.workstation import EmulatedSlice, on_this_machine
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -33,10 +33,9 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_too_much_output_delays_no_verdict_and_fills_no_memory(two_hosts: tuple[Workstation, str], kind: str) -> None:
-    work, file = two_hosts
+def test_too_much_output_delays_no_verdict_and_fills_no_memory(two_hosts: EmulatedSlice, kind: str) -> None:
     program = ["--", "python3", "-c", PROGRAM.replace("WRITER", WRITERS[kind])]
-    running = work.begin("--emulated", "run", "--new", "--json", "-f", file, *program)
+    running = two_hosts.begin_on_slice("run", "--new", "--json", *program)
     running.ignored = "[0] "
     failed = float(running.wait_for(r"about to fail at", 300).split()[-1])
     running.wait_for("ending the attempt on all hosts: failed: host 1: exit code 3")

@@ -55,7 +55,7 @@ def test_changes_run_without_docker(workstation: Workstation, spec: ImageSpec, m
     with monkeypatch.context() as patch:
         for name, value in re.findall(r"^export (\w+)=(.*)$", exported, re.MULTILINE):
             patch.setenv(name, value)
-        patch.setenv("TPU_LAUNCH_HOME", workstation.environment["TPU_LAUNCH_HOME"])
+        patch.setenv("TPU_LAUNCH_HOME", str(workstation.home))
         pushed = make_base(spec, print)
     for image in docker("images", "--quiet", "tpu-launch-test/bare").split():
         docker("rmi", "--force", image)

@@ -10,7 +10,7 @@ from launcher.emulator import control
 from launcher.images import engine
 from launcher.images.build import ensure_image
 from launcher.images.specification import launcher_spec
-from tests.rehearsal.workstation import ROOT, Workstation
+from tests.rehearsal.workstation import ROOT, EmulatedSlice, Workstation
 
 pytestmark = pytest.mark.timeout(1200)  # the image may have to be built
 # As in the Deployment: another user than root, no capabilities, nothing to write but its home and /tmp.
@@ -30,7 +30,7 @@ def argv_of(image: str, *command: str, options: tuple[str, ...] = ()) -> list[st
 
 def emulated_options(work: Workstation, folder: Path) -> tuple[str, ...]:
     """Returns the engine's options with which a container reaches the emulator: its variables and its token."""
-    variables = control.environment(Path(work.environment["TPU_LAUNCH_HOME"]) / "emulator")
+    variables = control.environment(work.emulator)
     names = [name for name in variables if name.startswith(("CLOUDSDK_API", "CLOUDSDK_CORE", "STORAGE", "TPU_LAUNCH"))]
     token = folder / "token"  # a copy that the image's user may read
     token.write_text(Path(variables["CLOUDSDK_AUTH_ACCESS_TOKEN_FILE"]).read_text())
@@ -60,10 +60,9 @@ def test_doctor_finds_gcloud_and_says_what_is_missing(image: str, tmp_path: Path
     assert "PASS  gcloud: 528" in output
 
 
-def test_it_enters_a_host_of_a_slice(image: str, two_hosts: tuple[Workstation, str], tmp_path: Path) -> None:
-    work, file = two_hosts
-    options = (*emulated_options(work, tmp_path), f"--volume={work.folder / file}:/run.yaml:ro")
+def test_it_enters_a_host_of_a_slice(image: str, two_hosts: EmulatedSlice, tmp_path: Path) -> None:
+    options = (*emulated_options(two_hosts, tmp_path), f"--volume={two_hosts.folder / two_hosts.run_file}:/run.yaml:ro")
     code, output = start(image, "ssh", "-f", "/run.yaml", "--host", "1", "--", "hostname", options=options)
     assert code == 0, output
-    entered = work.good("--emulated", "ssh", "-f", file, "--host", "1", "--", "hostname")
+    entered = two_hosts.good_on_slice("ssh", "--host", "1", "--", "hostname")
     assert output.splitlines()[-1] == entered.output.splitlines()[-1]

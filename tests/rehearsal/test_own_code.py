@@ -48,7 +48,5 @@ def test_a_program_that_sets_no_variable_finds_its_tpu(emulator: Workstation, ki
     emulator.file("sharded/train.py", PROGRAM)
     zone = accelerator(kind).zones(Api.CLOUD_TPU)[0]
     name = emulator.file("sharded.yaml", FILE.replace("ZONE", zone).replace("TYPE", kind))
-    emulator.good("--emulated", "up", "-f", name)
-    ended = emulator.good("--emulated", "run", "-f", name)
-    emulator.good("--emulated", "down", "-f", name)
-    assert f"TPU of {accelerator(kind).devices} devices: True" in ended.output, ended.output
+    with emulator.slice_of(name) as made:
+        made.on_slice("run").require(0, f"TPU of {accelerator(kind).devices} devices: True")

@@ -20,7 +20,7 @@ import pytest
 from launcher.emulator import control
 from tests.processes import wait_until
 from tests.rehearsal.test_launcher_image import argv_of, emulated_options, image  # noqa: F401  (a fixture)
-from tests.rehearsal.workstation import ROOT, Ended, Running, Workstation, settings
+from tests.rehearsal.workstation import ROOT, Running, Workstation, settings
 from tests.xla_flags import UNOPTIMIZED
 from training import storage
 
@@ -46,10 +46,6 @@ def trainable(emulator: Workstation) -> Workstation:
     return emulator
 
 
-def trained(work: Workstation, *options: str) -> Ended:
-    return work.good("--emulated", "run", "-f", FILE, "--json", *small(), *options)
-
-
 def small(*more: str) -> list[str]:
     flags = f"run.environment.XLA_FLAGS={UNOPTIMIZED}"  # the virtual TPU knows no others
     return settings(flags, *SETTINGS, *more)
@@ -57,7 +53,8 @@ def small(*more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(trainable: Workstation) -> dict[str, Any]:
-    return trainable.results(trained(trainable, "--new").json()["run"], LOCAL)
+    trained = trainable.good("--emulated", "run", "--new", "-f", FILE, "--json", *small())
+    return trainable.results(trained.json()["run"], LOCAL)
 
 
 def require_the_same(work: Workstation, run_id: str, undisturbed: dict[str, Any]) -> None:
@@ -77,9 +74,8 @@ def require_the_same(work: Workstation, run_id: str, undisturbed: dict[str, Any]
 def step_after(running: Running, pattern: str, seconds: float = 240) -> None:
     """Until host 0 has told of a step after the first line that matches."""
     first = running.lines.index(running.wait_for(pattern, seconds))
-    wait_until(
-        lambda: any(line.startswith("[0] step") for line in running.lines[first:]), seconds, lambda: running.lines
-    )
+    lines = running.lines
+    wait_until(lambda: any(line.startswith("[0] step") for line in lines[first:]), seconds, lambda: lines)
 
 
 @pytest.mark.timeout(900)  # five attempts, each of which may be slow on a busy machine
@@ -88,8 +84,8 @@ def test_a_run_survives_a_lost_host_a_stop_a_cut_network_and_a_bucket_that_refus
 ) -> None:
     """One run, five attempts: a host dies, `stop` saves, a profile is taken, a host is cut off, the bucket refuses."""
     work = trainable
-    retries = ["--set", "run.preemption_retries=2", "--set", "run.failure_retries=1"]
-    running = work.begin("--emulated", "run", "--new", "-f", FILE, "--json", *small(), *retries)
+    run = ("--emulated", "run", "-f", FILE, "--json", *small("run.preemption_retries=2", "run.failure_retries=1"))
+    running = work.begin(*run, "--new")
     running.wait_for(r"^\[0\].*\bstep +[6-9]/", 180)
     begun = time.monotonic()
     work.good("emulator", "inject", "kill-host", "rehearsal", "1", "--for", "5")
@@ -99,16 +95,15 @@ def test_a_run_survives_a_lost_host_a_stop_a_cut_network_and_a_bucket_that_refus
     stepped = time.monotonic() - begun
     trainer = running.wait_for(r"attempt 1: first step after", 30)
     work.good("--emulated", "stop", "-f", FILE)
-    ended = running.end(60)
-    assert ended.code == 75, ended.output
-    assert ended.json()["outcome"] == "saved"
-    run_id = ended.json()["run"]
+    ended = running.end(60).require(75).json()
+    assert ended["outcome"] == "saved"
+    run_id = ended["run"]
     [recovered] = [event["seconds"] for event in work.events(run_id) if event["event"] == "recovered"]
     parts = f"{started:.1f} s to the next attempt's start; the launcher: {recovered}; {trainer}"
     told = f"{stepped:.1f} s from the host's death to the first new step ({parts})"
     print(told)
 
-    running = work.begin("--emulated", "run", "-f", FILE, "--json", *small(), *retries)
+    running = work.begin(*run)
     step_after(running, r"attempt 2 on 2 hosts")
     profiled = work.good("--emulated", "profile", "-f", FILE, "--steps", "3", "--host", "all")
     place = rf"gs://rehearsal/runs/{run_id}/profiles/(\S+)/plugins/profile/\2/host-(\d)\.xplane\.pb"
@@ -122,10 +117,7 @@ def test_a_run_survives_a_lost_host_a_stop_a_cut_network_and_a_bucket_that_refus
     running.wait_for(r"^\[\d\].*it is not allowed", 120)
     running.wait_for("its lease can't be renewed; decisions wait until it is", 60)
     work.good("emulator", "inject", "clear")
-    ended = running.end(280)
-    assert ended.code == 0, ended.output
-    assert ended.json()["run"] == run_id
-    assert "Traceback" not in ended.output
+    assert running.end(280).require(0).json()["run"] == run_id
     require_the_same(work, run_id, undisturbed)
     # On a machine that has other things to do, what the trainer needs to its first step is known from the run before.
     starting = sum(undisturbed["seconds"].get(phase, 0.0) for phase in ("start", "imports", "model", "compile"))
@@ -151,9 +143,9 @@ def test_a_decoder_survives_a_lost_host_and_ends_with_the_same_bits(trainable: W
     running = work.begin(*run)
     running.wait_for(r"^\[0\].*\bstep +[6-9]/", 240)
     work.good("emulator", "inject", "kill-host", "rehearsal", "1", "--for", "5")
-    ended = running.end(600)
-    assert (ended.code, ended.json()["attempt"]) == (0, 1), ended.output
-    require_the_same(work, ended.json()["run"], expected)
+    ended = running.end(600).require(0).json()
+    assert ended["attempt"] == 1
+    require_the_same(work, ended["run"], expected)
 
 
 CANDIDATES = (
@@ -197,16 +189,15 @@ def test_a_supervisor_in_a_container_finishes_a_run_on_other_slices_when_its_mac
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    work, emulator = trainable, trainable.folder / ".tpu-launch" / "emulator"
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", control.environment(emulator)["STORAGE_EMULATOR_HOST"])
+    work = trainable
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", control.environment(work.emulator)["STORAGE_EMULATOR_HOST"])
     work.good("--emulated", "down", "-f", FILE)
     enter_stock(work, 1, 0, 0)
     up = work.good("--emulated", "up", "-f", FILE, *small(*CANDIDATES))
     assert "slice rehearsal is READY: 2 hosts, 8 devices of a v4-16" in up.output
     running = work.begin("--emulated", "run", "--new", "-f", FILE, *small(*CANDIDATES))
-    run = running.wait_for(r"run \S+: attempt 0 on 2 hosts", 300).split("run ")[1].split(":")[0]
-    command = argv_of(image, "supervise", RUNS, options=emulated_options(work, tmp_path))
-    supervisor = work.begin_other(command)
+    run = running.run_id(300)
+    supervisor = work.begin_other(argv_of(image, "supervise", RUNS, options=emulated_options(work, tmp_path)))
     supervisor.wait_for(f"supervising the runs of {RUNS}", 120)
     first = wait_for_commit(run, 0, running)
     running.process.send_signal(signal.SIGKILL)
@@ -239,4 +230,4 @@ def test_a_supervisor_in_a_container_finishes_a_run_on_other_slices_when_its_mac
     granted = [(each["candidate"]["accelerator_type"], each["outcome"]) for each in asked if each["granted"]]
     assert granted == [("v4-16", "taken away"), ("v3-8", "taken away"), ("v4-32", "")]
     work.good("--emulated", "down", "-f", f"{RUNS}/{run}")
-    assert control.status(emulator)["nodes"] == []
+    assert control.status(work.emulator)["nodes"] == []

@@ -17,14 +17,13 @@ KEYS = RESULT | {"checkpoint", "committed_step"}
 
 def left(work: Workstation) -> list[str]:
     """Everything of this workstation's emulators that still exists: containers, networks, volumes, processes."""
-    home = Path(work.environment["TPU_LAUNCH_HOME"])
     found = []
-    for emulator in (home / "emulator", home / "rehearsal" / "emulator"):
+    for emulator in (work.emulator, work.home / "rehearsal" / "emulator"):
         only = ["--filter", f"label=tpu-launch.emulator={emulator_id(emulator)}"]
         found += docker("ps", "--all", *only, "--format", "container {{.Names}}").splitlines()
         found += docker("network", "ls", *only, "--format", "network {{.Name}}").splitlines()
         found += docker("volume", "ls", *only, "--format", "volume {{.Name}}").splitlines()
-    return found + [line for line in _processes() if str(home) in line]
+    return found + [line for line in _processes() if str(work.home) in line]
 
 
 @pytest.mark.parametrize(("accelerator", "hosts"), [("v4-16", 2), pytest.param("v4-32", 4, marks=pytest.mark.nightly)])
@@ -32,7 +31,7 @@ def test_a_rehearsal_trains_commits_and_leaves_nothing(workstation: Workstation,
     file = str(ROOT / "examples" / "rehearsal.yaml")
     changes = ("--set", f"slice.accelerator_type={accelerator}", "--set", "train.steps=12", *COMPILE_FAST)
     ended = workstation.good("rehearsal", "-f", file, *changes, seconds=600)
-    summary = json.loads((Path(workstation.environment["TPU_LAUNCH_HOME"]) / "rehearsal" / "summary.json").read_text())
+    summary = json.loads((workstation.home / "rehearsal" / "summary.json").read_text())
     assert summary.keys() >= KEYS
     assert summary["hosts"] == hosts
     assert summary["steps"] == summary["committed_step"] == 12

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.rehearsal.workstation import ROOT, Workstation, settings
+from tests.rehearsal.workstation import ROOT, EmulatedSlice, Running, Workstation, settings
 
 pytestmark = pytest.mark.alone
 
@@ -17,8 +17,8 @@ FILE = "tensorflow.yaml"
 SETTINGS = ("train.steps=160", "checkpoint.every_steps=20", "evaluation.every=80", "train.log_every=5")
 
 
-def begin_to_train(work: Workstation, *options: str) -> Any:
-    return work.begin("--emulated", "run", "-f", FILE, "--json", *settings(*SETTINGS), *options)
+def begin_to_train(work: EmulatedSlice, *options: str) -> Running:
+    return work.begin_on_slice("run", "--json", *settings(*SETTINGS), *options)
 
 
 def summary(lines: list[str]) -> dict[str, Any]:
@@ -28,20 +28,18 @@ def summary(lines: list[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trainable(emulator: Workstation) -> Iterator[Workstation]:
+def trainable(emulator: Workstation) -> Iterator[EmulatedSlice]:
     """A READY slice of two hosts, and data in the bucket."""
-    work = emulator
-    shutil.copy(ROOT / "examples" / FILE, work.folder / FILE)
-    work.make_data(("-f", FILE))
-    work.good("--emulated", "up", "-f", FILE)
-    yield work
-    work.good("--emulated", "down", "-f", FILE)
+    shutil.copy(ROOT / "examples" / FILE, emulator.folder / FILE)
+    emulator.make_data(("-f", FILE))
+    with emulator.slice_of(FILE) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
-def undisturbed(trainable: Workstation) -> dict[str, Any]:
+def undisturbed(trainable: EmulatedSlice) -> dict[str, Any]:
     running = begin_to_train(trainable, "--new")
-    assert running.end(400).code == 0, running.lines
+    running.end(400).require(0)
     return summary(running.lines)
 
 
@@ -53,7 +51,7 @@ def test_two_hosts_train_one_model(undisturbed: dict[str, Any]) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)  # two trainings of two hosts, on a machine that may be busy
-def test_a_lost_host_ends_all_which_reach_the_same_bits(trainable: Workstation, undisturbed: dict[str, Any]) -> None:
+def test_a_lost_host_ends_all_which_reach_the_same_bits(trainable: EmulatedSlice, undisturbed: dict[str, Any]) -> None:
     work = trainable
     running = begin_to_train(work, "--new")
     running.wait_for(r"^\[0\].*\bstep +[4-9][05]/", 200)
@@ -61,15 +59,12 @@ def test_a_lost_host_ends_all_which_reach_the_same_bits(trainable: Workstation, 
     begun = time.monotonic()
     ended = running.end(60)
     assert time.monotonic() - begun < 10, "the run must end within 10 s of the host's death"
-    assert ended.code == 11, ended.output
-    assert ended.json()["cause"]["worker"] == 1
-    assert "host 1 is gone" in ended.output
+    assert ended.require(11, "host 1 is gone").json()["cause"]["worker"] == 1
 
     work.good("emulator", "inject", "restore-host", "tensorflow", "1")
     resumed = begin_to_train(work)
-    again = resumed.end(400)
-    assert again.code == 0, again.output
-    assert (again.json()["run"], again.json()["attempt"]) == (ended.json()["run"], 1)
+    again = resumed.end(400).require(0).json()
+    assert (again["run"], again["attempt"]) == (ended.json()["run"], 1)
     after = summary(resumed.lines)
     for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c", "committed_step", "steps"):
         assert after[key] == undisturbed[key], f"{key}: {after[key]} after the kill, {undisturbed[key]} undisturbed"

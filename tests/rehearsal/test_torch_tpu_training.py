@@ -1,9 +1,11 @@
 """The trainer with TorchTPU on an emulated v4-8: four processes on a virtual TPU have torch-xla's losses, and so has a
 run that is killed and resumed, or changes the runtime. Starts one slice; about 4 minutes after the images are built."""
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,77 +21,60 @@ pytestmark = pytest.mark.alone
 
 FILE, STEPS = "rehearsal.yaml", 20
 CHANGES = f"train.steps={STEPS}", "train.log_every=1", "evaluation.every=20", "checkpoint.every_steps=5"
-LOCAL = ("-f", FILE, "--set", "backend=torch-tpu")
+FIND_RANK_2 = "grep -lzx RANK=2 /proc/[0-9]*/environ | cut -d/ -f3"
+TORCH_TPU = "backend=torch-tpu"
+LOCAL = ("-f", FILE, "--set", TORCH_TPU)
 
 
-def results(work: Workstation, run_id: str) -> tuple[dict[str, Any], dict[int, float]]:
-    """The summary of a run, and its losses by their steps."""
-    found = work.results(run_id, LOCAL)
-    return found, dict(found["history"])
+def kill_and_resume(
+    work: Workstation, reference: list[str], step: int, first: list[str], then: list[str], rel: float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Trains with the settings `reference`; with `first` until a rank is killed at a step, and on with `then`. Requires
+    the same losses of both; returns their summaries."""
+    run = ("--emulated", "run", "-f", FILE, "--json", *settings(*CHANGES))
+    expected = work.results(work.good(*run, *settings(*reference), "--new", seconds=900).json()["run"], LOCAL)
+    running = work.begin(*run, *settings(*first), "--new")
+    running.wait_for(rf"^\[0\] rank 0: step +{step}/", 300)
+    (container,) = work.containers(0)
+    docker("exec", "--user=0", container, "sh", "-c", f"kill -9 $({FIND_RANK_2})")
+    killed = running.end(10).require(10, "rank 2 was killed by SIGKILL (exit code 137)")
+    resumed = work.good(*run, *settings(*then), seconds=600).require(0, "rank 0: going on from gs://")
+    assert resumed.json()["run"] == killed.json()["run"]
+    found = work.results(resumed.json()["run"], LOCAL)
+    theirs, ours = dict(expected["history"]), dict(found["history"])
+    assert len(ours) >= STEPS - 1  # the line of the step in which it was killed may be missing
+    assert ours == pytest.approx({step: theirs[step] for step in ours}, rel=rel)
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=rel)
+    return found, expected
 
 
-def kill_rank(container: str, rank: int) -> None:
-    find = f"grep -lzx RANK={rank} /proc/[0-9]*/environ | cut -d/ -f3"
-    docker("exec", "--user=0", container, "sh", "-c", f"kill -9 $({find})")
-
-
-def prepare(work: Workstation, slice_: str) -> None:
-    """Makes a slice, and in the bucket a tokenizer and data."""
-    work.file(FILE, (ROOT / "examples" / FILE).read_text().replace("v4-16 #", f"{slice_} #"))
-    work.good("--emulated", "up", "-f", FILE)
-    work.make_data(LOCAL, "--overwrite")
+@contextlib.contextmanager
+def prepared(work: Workstation, kind: str) -> Iterator[None]:
+    """Makes a slice for the block, and in the bucket a tokenizer and data."""
+    work.file(FILE, (ROOT / "examples" / FILE).read_text().replace("v4-16 #", f"{kind} #"))
+    with work.slice_of(FILE):
+        work.make_data(LOCAL, "--overwrite")
+        yield
 
 
 @pytest.mark.timeout(1200)  # two images are built where they are missing
 def test_four_processes_train_as_torch_xla_does_through_a_kill_and_export_a_model(emulator: Workstation) -> None:
-    work = emulator
-    prepare(work, "v4-8")
-    run = ("--emulated", "run", "-f", FILE, "--json", *settings(*CHANGES))
-    expected, theirs = results(work, work.good(*run, "--new", seconds=900).json()["run"])
-
-    running = work.begin(*run, "--new", "--set", "backend=torch-tpu")
-    running.wait_for(r"^\[0\] rank 0: step +8/", 300)
-    (container,) = (entry.split()[0] for entry in work.containers_of_runs())
-    kill_rank(container, 2)
-    killed = running.end(10)
-    assert killed.code == 10, killed.output
-    assert "rank 2 was killed by SIGKILL (exit code 137)" in killed.output
-    resumed = work.good(*run, "--set", "backend=torch-tpu", seconds=300)
-    assert resumed.json()["run"] == killed.json()["run"]
-    assert "rank 0: going on from gs://" in resumed.output
-
-    found, ours = results(work, resumed.json()["run"])
-    assert (found["devices"], expected["devices"], found["committed_step"]) == (4, 4, STEPS)
-    assert len(ours) >= STEPS - 1  # the line of the step in which it was killed may be missing
-    assert ours == pytest.approx({step: theirs[step] for step in ours}, rel=1e-5)
-    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
-    predict = ("--emulated", "local", *LOCAL, "--", "tpu-train", "predict", found["model"])
-    answers = work.good(*predict, "The [MASK] statement ends a loop.")
-    assert "statement ends a loop" in answers.output
-    work.good("--emulated", "down", "-f", FILE)
+    with prepared(emulator, "v4-8"):
+        found, expected = kill_and_resume(emulator, [], 8, [TORCH_TPU], [TORCH_TPU], rel=1e-5)
+        assert (found["devices"], expected["devices"], found["committed_step"]) == (4, 4, STEPS)
+        predict = ("--emulated", "local", *LOCAL, "--", "tpu-train", "predict", found["model"])
+        answers = emulator.good(*predict, "The [MASK] statement ends a loop.")
+        assert "statement ends a loop" in answers.output
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_state_split_over_hosts_resumes_on_another_mesh_with_losses_of_a_replicated_one(emulator: Workstation) -> None:
     """Eight processes, each with an eighth of every matrix, after a kill with a half, or with all of the state."""
-    work = emulator
-    prepare(work, "v4-16")
-    run = ("--emulated", "run", "-f", FILE, "--json", *settings(*CHANGES, "backend=torch-tpu"), "--set")
-    replicated, theirs = results(work, work.good(*run, "train.mesh.fsdp=1", "--new", seconds=600).json()["run"])
-    running = work.begin(*run, "train.mesh.fsdp=8", "--new")
-    running.wait_for(r"^\[0\] rank 0: step +13/", 300)
-    kill_rank(next(entry.split()[0] for entry in work.containers_of_runs() if "-w-0." in entry), 2)
-    assert (killed := running.end(10)).code == 10, killed.output
-    resumed = work.good(*run, "train.mesh.fsdp=2", seconds=600)
-    assert "rank 0: going on from gs://" in resumed.output
-    split, ours = results(work, resumed.json()["run"])
-    assert resumed.json()["run"] == killed.json()["run"]
-    assert (split["devices"], split["hosts"]) == (8, 2)
-    assert len(ours) >= STEPS - 1
-    assert ours == pytest.approx({step: theirs[step] for step in ours}, rel=1e-6)
-    assert split["eval_loss"] == pytest.approx(replicated["eval_loss"], rel=1e-6)
-    work.good("--emulated", "down", "-f", FILE)
+    with prepared(emulator, "v4-16"):
+        replicated, eighths, halves = ([TORCH_TPU, f"train.mesh.fsdp={parts}"] for parts in (1, 8, 2))
+        split, _ = kill_and_resume(emulator, replicated, 13, eighths, halves, rel=1e-6)
+        assert (split["devices"], split["hosts"]) == (8, 2)
 
 
 def train_in(backend: str, fsdp: int, folder: Path, run_id: str, attempt: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A workstation for tests: runs `tpu-launch`, reads its lines, and inspects the workstation's container engine."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,10 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -39,6 +40,14 @@ class Ended:
     code: int
     output: str
     seconds: float
+
+    def require(self, code: int, *says: str) -> Self:
+        """Requires an exit code, words in the output and no traceback there; returns itself."""
+        assert self.code == code, self.output
+        for words in says:
+            assert words in self.output, self.output
+        assert "Traceback" not in self.output, self.output
+        return self
 
     def json(self) -> Any:
         """The JSON object that the command printed last."""
@@ -79,6 +88,15 @@ class Running:
                     pytest.fail("\n".join([f"{told}:", *self.lines]))
                 self._news.wait(min(left, 0.5))
 
+    def wait_for_both(self, pattern: str, seconds: float = 90) -> None:
+        """Waits until hosts 0 and 1 have each printed a line that begins so."""
+        for worker in (0, 1):
+            self.wait_for(rf"^\[{worker}\] {pattern}", seconds)
+
+    def run_id(self, seconds: float = 120) -> str:
+        """Waits until an attempt has begun; returns its run."""
+        return self.wait_for(r"run \S+: attempt \d+ on", seconds).split("run ")[1].split(":")[0]
+
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
@@ -103,8 +121,17 @@ class Workstation:
     program: tuple[str, ...] = (sys.executable, "-m", "launcher.cli")
 
     @property
+    def home(self) -> Path:
+        return Path(self.environment["TPU_LAUNCH_HOME"])
+
+    @property
     def runs(self) -> Path:
-        return Path(self.environment["TPU_LAUNCH_HOME"]) / control.SUBFOLDER / "runs"
+        return self.home / control.SUBFOLDER / "runs"
+
+    @property
+    def emulator(self) -> Path:
+        """The emulator's home."""
+        return self.home / "emulator"
 
     def launch(self, *arguments: str, seconds: float = 600, environment: dict[str, str] | None = None) -> Ended:
         """Runs `tpu-launch ARGUMENTS` to its end."""
@@ -137,11 +164,17 @@ class Workstation:
 
     def train_on_slice(self, file: str) -> Ended:
         """`up`, `run`, which must succeed, and `down`, whatever happens."""
+        with self.slice_of(file):
+            return self.good("--emulated", "run", "--new", "-f", file, *COMPILE_FAST)
+
+    @contextlib.contextmanager
+    def slice_of(self, file: str) -> Iterator["EmulatedSlice"]:
+        """Makes the slice of a file, and removes it after the block; both must succeed."""
         self.good("--emulated", "up", "-f", file)
         try:
-            return self.good("--emulated", "run", "--new", "-f", file, *COMPILE_FAST)
+            yield EmulatedSlice(self.folder, self.environment, self.program, file)
         finally:
-            self.launch("--emulated", "down", "-f", file)
+            self.good("--emulated", "down", "-f", file)
 
     def make_data(self, local: Sequence[str], *options: str) -> None:
         """Makes a tokenizer and shards in the bucket. `local`: options of `tpu-launch local`; `options`: of shards."""
@@ -164,9 +197,14 @@ class Workstation:
 
     def containers_of_runs(self) -> list[str]:
         """Names and states of all containers of runs on the emulated hosts of this workstation, running or not."""
-        emulator = emulator_id(Path(self.environment["TPU_LAUNCH_HOME"]) / "emulator")
+        emulator = emulator_id(self.emulator)
         filters = ["--filter", "label=tpu-launch.run", "--filter", f"label=tpu-launch.emulator={emulator}"]
         return docker("ps", "--all", *filters, "--format", "{{.Names}} {{.Status}}").splitlines()
+
+    def containers(self, worker: int | None = None) -> list[str]:
+        """The names of `containers_of_runs`, of all hosts or of one."""
+        shown = self.containers_of_runs()
+        return [line.split()[0] for line in shown if worker is None or f"-w-{worker}." in line]
 
     def file(self, name: str, text: str) -> str:
         """Writes a file into the working directory; returns its name."""
@@ -176,6 +214,33 @@ class Workstation:
     def events(self, run_id: str) -> list[dict[str, Any]]:
         path = self.runs / run_id / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@dataclass
+class EmulatedSlice(Workstation):
+    """A workstation, and a file whose slice is READY."""
+
+    run_file: str = ""
+
+    def on_slice(self, verb: str, *arguments: str, **more: Any) -> Ended:
+        """As `launch`, of a command with the slice's file."""
+        return self.begin_on_slice(verb, *arguments, **more).end(600)
+
+    def begin_on_slice(self, verb: str, *arguments: str, **more: Any) -> Running:
+        return self.begin("--emulated", verb, "-f", self.run_file, *arguments, **more)
+
+    def good_on_slice(self, verb: str, *arguments: str) -> Ended:
+        """As `good`, of a command with the slice's file."""
+        return self.good("--emulated", verb, "-f", self.run_file, *arguments)
+
+    def begin_run(self, script: str, *options: str, environment: dict[str, str] | None = None) -> Running:
+        """Begins a new run of a shell's script."""
+        return self.begin_on_slice("run", "--new", "--json", *options, *shell(script), environment=environment)
+
+
+def shell(script: str) -> tuple[str, ...]:
+    """The last words of a command line that ends with a command: a shell's script."""
+    return ("--", "sh", "-c", script)
 
 
 def settings(*changes: str) -> list[str]:
