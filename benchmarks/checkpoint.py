@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.rows import Row, finish, row
 from training.batch import Signals
-from training.checkpoint.config import Keep
+from training.checkpoint.config import CheckpointSection
 from training.checkpoint.reader import restore
 from training.checkpoint.snapshot import Snapshot
 from training.checkpoint.writer import CheckpointWriter, RunDescription
@@ -100,7 +100,11 @@ def train_on(made: Any, number: int) -> None:
 def saver(folder: str) -> CheckpointWriter:
     """Returns a writer that keeps every checkpoint: files are deleted outside the measured time, ours and theirs."""
     return CheckpointWriter(
-        folder, Cluster(0, ("localhost",)), SingleHost(), RunDescription(IDENTITY, {}, "", "t"), Keep(1_000)
+        folder,
+        Cluster(0, ("localhost",)),
+        SingleHost(),
+        RunDescription(IDENTITY, {}, "", "t"),
+        CheckpointSection(keep_last=1_000),
     )
 
 

@@ -13,7 +13,6 @@ from typing import Any, cast
 from training import storage as default_storage
 from training.backends.protocol import Backend, OpenBackend
 from training.checkpoint.admin import has_checkpoint
-from training.checkpoint.config import Keep
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig, batch_mistake
 from training.data.sampling.order import ORDER_VERSION
@@ -159,8 +158,7 @@ def open_checkpoints(run: Run) -> CheckpointWriter:
         run.cluster,
         run.rendezvous,
         RunDescription(checkpoint_identity(run), config.canonical(), run.code, run.token),
-        Keep(config.checkpoint.keep_last, config.checkpoint.keep_every),
-        background=config.checkpoint.background,
+        config.checkpoint,
         fence=run.fence,
         warn=warn,
         meeting_seconds=config.rendezvous.seconds,

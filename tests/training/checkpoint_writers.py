@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from training.checkpoint.config import Keep
+from training.checkpoint.config import CheckpointSection
 from training.checkpoint.snapshot import Snapshot
 from training.checkpoint.tensors import TensorSpec
 from training.checkpoint.writer import CheckpointWriter, RunDescription
@@ -52,8 +52,11 @@ def host_writer(
 ) -> CheckpointWriter:
     """Returns the writer of a run's host, by default the only one. `options`: further arguments of CheckpointWriter"""
     cluster = Cluster(worker, ("h",) * hosts, run_id="r")
-    description = RunDescription(identity, dict(config or {}), "c", token)
-    return CheckpointWriter(str(folder), cluster, rendezvous or SingleHost(), description, Keep(keep_last), **options)
+    description, settings = (
+        RunDescription(identity, dict(config or {}), "c", token),
+        CheckpointSection(keep_last=keep_last),
+    )
+    return CheckpointWriter(str(folder), cluster, rendezvous or SingleHost(), description, settings, **options)
 
 
 def save_step(writer: CheckpointWriter, step: int) -> None:

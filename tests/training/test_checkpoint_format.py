@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training.checkpoint import format as form
-from training.checkpoint.config import Keep, are_minutes_over, is_step_due
+from training.checkpoint.config import CheckpointSection, are_minutes_over, is_step_due
 from training.checkpoint.format import Manifest, Part, StoredSlice, StoredTensor
 from training.checkpoint.reader import require_identity
 from training.checkpoint.tensors import Damaged, Slice, TensorSpec, decode, encode
@@ -110,7 +110,7 @@ def test_identities_differ_by_name_and_both_values() -> None:
 
 @given(st.sets(st.integers(1, 100)), st.integers(1, 5), st.none() | st.integers(1, 20))
 def test_keeping_never_gives_up_the_newest_nor_the_multiples(steps: set[int], last: int, every: int | None) -> None:
-    gone = Keep(last, every).deletable(steps)
+    gone = CheckpointSection(keep_last=last, keep_every=every).deletable(steps)
     kept = steps - set(gone)
     assert sorted(steps)[-last:] == sorted(kept)[-min(last, len(steps)) :] if steps else not gone
     assert all(not (every and step % every == 0) for step in gone)

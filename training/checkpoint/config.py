@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
@@ -53,6 +52,12 @@ class CheckpointSection(Section):
     background: bool = True
     """Write a checkpoint while the next steps run. `false` waits for each save to be committed."""
 
+    def deletable(self, committed: Iterable[int], best: Collection[int] = ()) -> list[int]:
+        """Returns the committed steps to delete, oldest first: not the `keep_last` newest, multiples of `keep_every`,
+        `best`."""
+        old = sorted(committed)[: -self.keep_last]
+        return [step for step in old if not (self.keep_every and step % self.keep_every == 0) and step not in best]
+
 
 def is_step_due(step: int, every: int | None) -> bool:
     """Returns whether what happens after `every` so many steps (None: never) is due once `step` steps are done."""
@@ -62,17 +67,3 @@ def is_step_due(step: int, every: int | None) -> bool:
 def are_minutes_over(minutes: float | None, seconds: float) -> bool:
     """Returns whether `seconds` are at least so many minutes (None: never). The clock of host 0 decides for all."""
     return minutes is not None and seconds >= 60 * minutes
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Keep the newest `last` checkpoints, and for ever those whose step is a multiple of `every`."""
-
-    last: int
-    every: int | None = None
-
-    def deletable(self, committed: Iterable[int], best: Collection[int] = ()) -> list[int]:
-        """Returns the committed steps to delete, oldest first: not the `last` newest, multiples of `every`, `best`."""
-        assert self.last >= 1
-        old = sorted(committed)[: -self.last]
-        return [step for step in old if not (self.every and step % self.every == 0) and step not in best]

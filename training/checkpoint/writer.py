@@ -18,7 +18,7 @@ from typing import Any
 
 from training import storage as default_storage
 from training.checkpoint import format as form
-from training.checkpoint.config import Keep
+from training.checkpoint.config import CheckpointSection
 from training.checkpoint.format import Manifest, Part, delete_checkpoint, list_folders, read_manifest
 from training.checkpoint.snapshot import Snapshot, StartSnapshot, allocate, fault_in, find_nonfinite
 from training.checkpoint.tensors import NOT_SPLIT, Damaged, StateSlices, TensorSpec, encode
@@ -73,9 +73,8 @@ class CheckpointWriter:
         cluster: Cluster,
         rendezvous: Rendezvous,
         description: RunDescription,
-        keep: Keep,
+        settings: CheckpointSection,
         *,
-        background: bool = True,
         fence: Callable[[], None] = lambda: None,
         warn: Callable[[str], None] = lambda message: None,
         meeting_seconds: float = 300.0,
@@ -85,7 +84,7 @@ class CheckpointWriter:
         """Creates a writer for the checkpoint folder `folder`.
 
         Args:
-            background: whether `save` returns before the checkpoint is committed.
+            settings: say which checkpoints are kept, and whether `save` returns before the checkpoint is committed.
             fence: raises when this process group may not commit any more.
             meeting_seconds: for all hosts to meet once they have written their parts, in addition to storage's time.
         """
@@ -98,8 +97,8 @@ class CheckpointWriter:
         self.on_nonfinite: Callable[[NonFinite], None] = lambda error: None
         # Called by the background thread of host 0 before each commit: stores what an attempt that resumes there needs.
         self.before_commit: Callable[[], None] = lambda: None
-        self._cluster, self._rendezvous, self._description, self._keep = cluster, rendezvous, description, keep
-        self._background, self._fence, self._warn = background, fence, warn
+        self._cluster, self._rendezvous, self._description, self._settings = cluster, rendezvous, description, settings
+        self._fence, self._warn = fence, warn
         self._meeting_seconds = meeting_seconds
         self._storage, self._machine, self._clock = storage, machine, machine.clock.monotonic
         self._warn_of_deletes = True  # False after a warning, until a deletion succeeds
@@ -160,7 +159,7 @@ class CheckpointWriter:
         self._thread = self._machine.threads.start(
             self._run, manifest, self._snapshot, self._buffer, name=f"checkpoint-{step}"
         )
-        if not self._background:
+        if not self._settings.background:
             self.wait()
 
     def check(self) -> None:
@@ -307,7 +306,7 @@ class CheckpointWriter:
             whole = [step for step in contents if form.MANIFEST in contents[step] and step not in self._damaged]
             abandoned = [step for step in contents if step < newest and step not in whole]
             committed = [step for step in whole if step <= newest]
-            for step in (*self._keep.deletable(committed, () if best is None else (best,)), *abandoned):
+            for step in (*self._settings.deletable(committed, () if best is None else (best,)), *abandoned):
                 delete_checkpoint(self.folder, step, contents[step], self._storage)
             self._storage.remove_partial_files(self.folder, lambda name: (form.step_of(name) or newest) < newest)
             self._warn_of_deletes = True
