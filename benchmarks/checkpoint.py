@@ -99,13 +99,8 @@ def train_on(made: Any, number: int) -> None:
 
 def saver(folder: str) -> CheckpointWriter:
     """Returns a writer that keeps every checkpoint: files are deleted outside the measured time, ours and theirs."""
-    return CheckpointWriter(
-        folder,
-        Cluster(0, ("localhost",)),
-        SingleHost(),
-        RunDescription(IDENTITY, {}, "", "t"),
-        CheckpointSection(keep_last=1_000),
-    )
+    description, settings = RunDescription(IDENTITY, {}, "", "t"), CheckpointSection(keep_last=1_000)
+    return CheckpointWriter(folder, Cluster(0, ("localhost",)), SingleHost(), description, settings)
 
 
 def write_plainly(path: Path, data: memoryview, *, sync: bool) -> None:
