@@ -51,11 +51,8 @@ def host_writer(
     **options: Any,
 ) -> CheckpointWriter:
     """Returns the writer of a run's host, by default the only one. `options`: further arguments of CheckpointWriter"""
-    cluster = Cluster(worker, ("h",) * hosts, run_id="r")
-    description, settings = (
-        RunDescription(identity, dict(config or {}), "c", token),
-        CheckpointSection(keep_last=keep_last),
-    )
+    cluster, settings = Cluster(worker, ("h",) * hosts, run_id="r"), CheckpointSection(keep_last=keep_last)
+    description = RunDescription(identity, dict(config or {}), "c", token)
     return CheckpointWriter(str(folder), cluster, rendezvous or SingleHost(), description, settings, **options)
 
 

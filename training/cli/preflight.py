@@ -178,7 +178,7 @@ def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list
 
 def _load_function(option: str, reference: str) -> Callable[[], Any]:
     """Imports FILE, with its folder on sys.path as for a script, and returns its FUNCTION. A file is imported once,
-    even if it is named twice. Raises BadInput, naming `option`, if either does not exist, or the file is not Python's."""
+    even if it is named twice. Raises BadInput, naming `option`, if there is no such file or function."""
     file, _, name = reference.rpartition(":")
     if not file or not name:
         raise BadInput(f"{option} is {reference!r}, and must be FILE:FUNCTION, for example my_model.py:build")
