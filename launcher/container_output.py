@@ -125,11 +125,8 @@ def kubelet_records(piece: bytes, _begun: _Open) -> Iterator[tuple[str, bytes, b
 
 def read_log(data: bytes, records: _Records, *, complete: bool) -> LogWindow:
     """Returns the whole lines of a piece of a log, too long ones cut (`CUT`), and what it shows of open lines.
-
-    Args:
-        records: `docker_records` or `kubelet_records`.
-        complete: Nothing follows: lines without an end are delivered too.
-    """
+    `records` is `docker_records` or `kubelet_records`. If the log is `complete`, lines without an end are delivered
+    too."""
     lines: list[LogLine] = []
     begun: _Open = {}
     first, count, position = "", 0, 0

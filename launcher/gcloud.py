@@ -149,8 +149,7 @@ _OF_CREATION: tuple[tuple[str, type[LaunchError], str], ...] = (
 
 
 def explain_error(stderr: str, argv: Sequence[str]) -> LaunchError:
-    """Returns the error that gcloud's message means, with advice: Stockout for an internal error of a creation, a
-    transient LaunchError for an unknown wording."""
+    """Returns the error that gcloud's message means, with advice; a transient LaunchError for an unknown wording."""
     text = summarize_error(stderr)
     creates = list(argv[4:5]) in (["create"], ["start"])
     for pattern, kind, advice in (*(_OF_CREATION if creates else ()), *_MEANINGS):
@@ -210,18 +209,10 @@ Look = tuple[str, Sequence[str] | None]
 def delete_until_gone(
     machine: Workstation, say: Callable[[str], None], look: Callable[[], Look | None], deadline: float
 ) -> None:
-    """Deletes something and returns when it is gone. Each deletion follows a look: what was seen before may have been
-    minutes ago.
-
-    Args:
-        say: Is given a line for each new error after which the deletion is repeated.
-        look: Asks the API; returns what is still there and the command that deletes it, None when nothing is left.
-        deadline: Seconds of the monotonic clock; DELETE_SECONDS after the begin.
-
-    Raises:
-        CommandTimeout: It is still there after the deadline.
-        LaunchError: Repeating the deletion changes nothing.
-    """
+    """Deletes something and returns when it is gone. `look` asks the API each time: it returns what is still there and
+    the command that deletes it, None when nothing is left. `say` is given a line for each new error after which the
+    deletion is repeated. Raises CommandTimeout after `deadline` (monotonic clock; DELETE_SECONDS after the begin),
+    LaunchError if repeating the deletion changes nothing."""
     reported = ""
     while (seen := look()) is not None:
         description, command = seen
@@ -258,13 +249,9 @@ class Backoff:
 
 
 class Retry:
-    """Repeats operations that wait for one thing, while their errors are transient. Tells the user each error once.
-
-    Args:
-        subject: Names what is waited for; begins each line.
-        retry_denied: Also retry PERMISSION_DENIED, for ten minutes. False where the permission may never have been
-            granted.
-    """
+    """Repeats operations that wait for one thing, named `subject`, while their errors are transient. Tells the user
+    each error once. With `retry_denied` PERMISSION_DENIED is retried too, for ten minutes; False where the permission
+    may never have been granted."""
 
     def __init__(
         self, machine: Workstation, say: Callable[[str], None], subject: str, *, retry_denied: bool = True
@@ -274,12 +261,9 @@ class Retry:
         self._reported = ""
 
     def call(self, operation: Callable[[], T], deadline: float) -> T:
-        """Returns the operation's result. Retries it with growing pauses, and tells the user each new error.
-        `deadline`: seconds of the monotonic clock.
-
-        Raises:
-            LaunchError: The operation's error: at once when it is not transient, else that of a try at the deadline.
-        """
+        """Returns the operation's result. Retries it with growing pauses, and tells the user each new error. Raises the
+        operation's LaunchError: at once when it is not transient, else that of a try at the deadline (monotonic
+        clock)."""
         backoff = Backoff(self._machine)
         while True:
             try:

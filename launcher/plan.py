@@ -64,8 +64,7 @@ def list_commands(config: Config) -> list[PlannedCommand]:
 
 
 def _list_image_commands(config: Config) -> list[PlannedCommand]:
-    """Returns the commands that make the image; only the one for the registry's token if no engine is needed. Returns
-    [] if the configuration names an image."""
+    """Returns the commands that make the image: [] for a given one, the token's alone where no engine is needed."""
     if not config.image.reference and not local.needs_engine(config):
         command = ["gcloud", "auth", "print-access-token", "--quiet"]
         return [PlannedCommand("run", "get the token of the registry, in which the image is made", command)]

@@ -49,8 +49,7 @@ class SupervisorSpec:
 
 
 def render(kind: str, supervisor: SupervisorSpec) -> str:
-    """Returns the shell script for `kind`, one of KINDS. Raises BadInput for an image without a digest, or a folder
-    that is in no bucket or needs quotes."""
+    """Returns the shell script for `kind`, one of KINDS. Raises BadInput for a wrong folder or image."""
     if not re.fullmatch(r"gs://[a-z0-9][-a-z0-9_.]+(/[^\s,'\"$`\\]+)?", supervisor.folder):
         raise BadInput(f"{supervisor.folder}: name the folder with the runs as gs://BUCKET/FOLDER")
     if not re.fullmatch(IMAGE_BY_DIGEST, supervisor.image):

@@ -71,10 +71,7 @@ class ConnectionFailed(Exception):
 
 
 class HostConnection(Protocol):
-    """An open ssh connection to one host. Several threads may run commands on it at once.
-
-    `launcher.tpu_vm.ssh` implements it over Fabric; `launcher.tpu_vm.connections` keeps connections open.
-    """
+    """An open ssh connection to one host (`launcher.tpu_vm.ssh`). Several threads may run commands on it at once."""
 
     @property
     def is_open(self) -> bool:

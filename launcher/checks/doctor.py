@@ -280,8 +280,7 @@ def check_registry(host: str, settings: dict[str, Any]) -> Finding:
 
 
 def check_buckets(config: Config) -> Finding:
-    """Checks that the buckets of the file exist; warns of those that this account may not look at, and of those in
-    another region than a candidate."""
+    """Checks that the file's buckets exist; warns of unreadable ones, and of those in another region."""
     if config.trainer is None:
         return ok("buckets", "the file names none")
     unknown: list[str] = []

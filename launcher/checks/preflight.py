@@ -43,16 +43,9 @@ def check(
     config: Config, home: Path, names: Sequence[str], *, max_batch: bool, more: Sequence[str], say: Say
 ) -> list[dict[str, Any]]:
     """Compiles the training step for the accelerators `names` ([]: the configuration's), unless a kept result answers;
-    keeps new results. Returns a result for each, as `tpu-train preflight --json` prints it.
-
-    Args:
-        max_batch: Also search for the largest batch.
-        more: More arguments of `tpu-train preflight`. Results with such arguments are neither kept nor reused.
-
-    Raises:
-        BadInput: There is no trainer, or an accelerator does not exist.
-        LaunchError: The compiler gave no answer.
-    """
+    keeps new results. Returns a result for each, as `tpu-train preflight --json` prints it. `max_batch` also searches
+    for the largest batch; with `more` arguments of `tpu-train preflight`, results are neither kept nor reused. Raises
+    BadInput without a trainer or for an unknown accelerator, LaunchError if the compiler gives no answer."""
     if config.trainer is None:
         raise BadInput(
             f"{config.document.name}: has no trainer's sections, and preflight compiles the trainer's step: "
@@ -175,8 +168,7 @@ def _compile(
 
 
 def _path(config: Config, home: Path, name: str) -> Path | None:
-    """Returns the file of the result, named by the accelerator and a hash of what the result depends on; None when some
-    of that can't be read."""
+    """Returns the file of the result for an accelerator; None when what the result depends on can't be read."""
     assert config.trainer is not None
     trainer = {key: value for key, value in config.trainer.canonical().items() if key not in _NOT_IN_PROGRAMS}
     trainer["train"] = {key: value for key, value in trainer["train"].items() if key not in _NOT_IN_STEP}

@@ -105,8 +105,7 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
 
 
 def _import(url: str, overrides: tuple[str, ...]) -> tuple[Config, str]:
-    """Imports a run of a bucket, and the record of the requests for its slice. Returns its configuration and its id.
-    Raises BadInput if there is none, or for --set."""
+    """Imports a run of a bucket with its requests; returns configuration and id. Raises BadInput, also for --set."""
     from launcher.run import specification
     from launcher.run.session import import_run
     from launcher.tpu_vm.requests import RequestRecord
@@ -122,8 +121,7 @@ def _import(url: str, overrides: tuple[str, ...]) -> tuple[Config, str]:
 
 @contextlib.contextmanager
 def emulation(emulated: bool) -> Iterator[None]:
-    """Makes commands in the block reach the emulator instead of Google, if `emulated`. Starts one if none runs, and
-    stops it afterwards if it has no slices."""
+    """Lets the block reach an emulator, if `emulated`: starts one unless it runs, and stops it without slices."""
     if not emulated:
         yield
         return

@@ -143,8 +143,7 @@ def _list_steps(config: Config, path: Path, file: Sequence[str]) -> list[tuple[s
 
 
 def _run(arguments: Sequence[str], folder: Path) -> float:
-    """Runs one `tpu-launch` command as a user would, with the home `folder`, shows its output, and returns its seconds.
-    Raises LaunchError."""
+    """Runs and shows a `tpu-launch` command with the home `folder`; returns its seconds. Raises LaunchError."""
     text = shlex.join(["tpu-launch", *arguments])
     terminal.say(f"$ {text}", bold=True)
     begun = time.monotonic()

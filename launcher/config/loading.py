@@ -119,8 +119,7 @@ class Config:
 
     @property
     def all_candidates(self) -> list[Candidate]:
-        """Returns all slices that would do, each once, in the order of preference: first the slice itself in each of
-        its zones, then `slice.candidates`."""
+        """Returns all slices that would do, each once: the slice itself in its zones, then `slice.candidates`."""
         slice_ = self.slice
         found = [Candidate(slice_.accelerator_type, zone, slice_.capacity) for zone in self.zones]
         for entry in slice_.candidates:

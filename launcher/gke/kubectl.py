@@ -46,13 +46,9 @@ class Kubectl:
         on_start: Callable[[Callable[[], None]], object],
         seconds: float,
     ) -> None:
-        """Runs a command that watches or follows until it ends, at most `seconds`. Raises the LaunchError that explains
-        its failure.
-
-        Args:
-            on_start: Called with a function that ends the command.
-            seconds: After this time, the command ends itself: it would survive this process being killed.
-        """
+        """Runs a command that watches or follows until it ends. `on_start` is given a function that ends it; after
+        `seconds` it ends itself, because it would survive this process being killed. Raises the LaunchError that
+        explains its failure."""
         argv = self.argv(*words, seconds=seconds)
         result = self.machine.stream(argv, on_line, timeout=seconds + 10, on_start=on_start)
         if result.returncode > 0:

@@ -39,16 +39,9 @@ _HEADING = "A run on {hosts} host(s) of {accelerator} on GKE, as `tpu-launch man
 
 
 def render(config: Config, *, secret: str, name: str | None = None, image: str | None = None) -> str:
-    """Returns the YAML of a run that the cluster restarts.
-
-    Args:
-        secret: Shared by the hosts, which let in no others.
-        name: Of the objects and of the run; run.name by default.
-        image: REPOSITORY@sha256:...; the configuration's by default.
-
-    Raises:
-        BadInput: GKE can't run it, or the image has no digest.
-    """
+    """Returns the YAML of a run that the cluster restarts, named `name` (None: run.name), with an image
+    REPOSITORY@sha256:... (None: the configuration's) and a secret by which its hosts know each other. Raises BadInput
+    if GKE can't run it, or the image has no digest."""
     workload.check(config)  # before the registry is asked
     work = standalone_workload(config, name or config.run_name, _resolve_image(config, image), secret)
     slice_ = config.accelerator

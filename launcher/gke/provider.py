@@ -384,8 +384,7 @@ class Gke:
         return parse_log(output, LOG_BYTES, ended=pod.ended)
 
     def _read_progress(self, pod: Pod) -> tuple[ProgressLine, ...]:
-        """Returns the newest line of progress of each process of a pod, by `kubectl exec` (see k8s/role.yaml): the log
-        is the program's own. () where that fails."""
+        """Returns the newest line of progress of each process of a pod, by `kubectl exec`; () where that fails."""
         command = ("exec", pod.name, "--container", CONTAINER, "--", "sh", "-c", READ_PROGRESS, FILE)
         with contextlib.suppress(LaunchError), self._log_slots:
             return split_progress(self._kubectl.call(*command, seconds=_LOG_SECONDS))[0]

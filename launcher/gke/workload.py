@@ -56,8 +56,7 @@ def jobset_name(container: str) -> str:
 
 
 def needs_secret(config: Config) -> bool:
-    """Returns whether the hosts read their shared secret from the workload's own Secret: there are several hosts, and
-    gke.secrets names no other Secret for it."""
+    """Returns whether the workload has a Secret of its own: there are several hosts, and gke.secrets names no other."""
     return config.accelerator.hosts > 1 and SECRET_VARIABLE not in config.gke.secrets
 
 
@@ -127,8 +126,7 @@ def _slice_mistakes(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _pod_mistakes(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yields the key and the message of each mistake in secrets, the output folder, which may not be lost with its pod,
-    and the user."""
+    """Yields the key and the message of each mistake in secrets, the output folder and the user."""
     secrets, user = config.gke.secrets, config.run.user
     for name in config.run.secrets:
         if name not in secrets:
