@@ -120,10 +120,8 @@ def so_far(accelerator_type: str, zone: str, capacity: str, seconds: float) -> f
 
 def of_slice(config: Config, created: str, now: float) -> float | None:
     """Returns the slice's dollars from `created` (RFC 3339) to `now` (Unix seconds); None if one is unknown."""
-    begun = parse_time(created)
-    if begun is None:
-        return None
-    return so_far(config.slice.accelerator_type, config.zone, config.slice.capacity, now - begun)
+    begun, slice_ = parse_time(created), config.slice
+    return None if begun is None else so_far(slice_.accelerator_type, config.zone, slice_.capacity, now - begun)
 
 
 def since(config: Config, created: str, now: float) -> str:

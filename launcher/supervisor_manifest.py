@@ -12,7 +12,6 @@ Cloud Run's 168 hours a task (https://docs.cloud.google.com/run/docs/configuring
 import re
 import shlex
 from dataclasses import dataclass
-from typing import Any
 
 from launcher.config import IMAGE_BY_DIGEST
 from launcher.errors import BadInput
@@ -97,13 +96,7 @@ def _rights(supervisor: SupervisorSpec, kind: str) -> list[str]:
 
 
 def _on_gke(supervisor: SupervisorSpec) -> list[str]:
-    documents = dump_documents(_objects(supervisor)).rstrip("\n")
-    place = "# In the cluster of kubectl's current context: one replica; the lease keeps a second one idle."
-    return [place, "kubectl apply --filename=- <<'EOF'", documents, "EOF"]
-
-
-def _objects(supervisor: SupervisorSpec) -> list[dict[str, Any]]:
-    """Returns the objects on GKE: a service account and a Deployment of one pod."""
+    """Returns the command that creates a service account and a Deployment of one pod."""
     metadata, labels = {"name": NAME, "namespace": _NAMESPACE}, {"app": NAME}
     identity = {"annotations": {"iam.gke.io/gcp-service-account": supervisor.account}}
     confined = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
@@ -130,10 +123,10 @@ def _objects(supervisor: SupervisorSpec) -> list[dict[str, Any]]:
         "selector": {"matchLabels": labels},
         "template": {"metadata": {"labels": labels}, "spec": pod},
     }
-    return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {**metadata, **identity}},
-        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec},
-    ]
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {**metadata, **identity}}
+    deployment = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec}
+    place = "# In the cluster of kubectl's current context: one replica; the lease keeps a second one idle."
+    return [place, "kubectl apply --filename=- <<'EOF'", dump_documents([account, deployment]).rstrip("\n"), "EOF"]
 
 
 def _on_cloud_run(supervisor: SupervisorSpec) -> list[str]:

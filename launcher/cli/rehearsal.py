@@ -27,7 +27,7 @@ from training import storage
 from training.accelerators import Api
 
 _STEP_SECONDS = 1800.0  # of any one step; a first image build is the longest
-_TRAINER_KEYS = (
+_TRAINER_KEYS = [
     "hosts",
     "devices",
     "steps",
@@ -37,7 +37,7 @@ _TRAINER_KEYS = (
     "examples_per_second",
     "checkpoint",
     "committed_step",
-)
+]
 
 
 @click.command()

@@ -213,9 +213,13 @@ def _from_document(document: Document, command: tuple[str, ...]) -> Config:
 def _check_candidates(config: Config) -> None:
     """Raises ConfigError for a capacity without its keys, or a type that Cloud TPU lacks or the batch size excludes."""
     for candidate in config.all_candidates:
-        if lacking := _lacking_keys(config.slice, candidate.capacity):
+        capacity = candidate.capacity
+        needed = {"flex-start": ["queued", "max_run_hours"], "calendar": ["queued", "reservation"]}.get(capacity, [])
+        if capacity == "reserved" and config.slice.reservation is not None:
+            needed = ["queued"]
+        if lacking := [f"slice.{key}" for key in needed if getattr(config.slice, key) is None]:
             place = config.document.place(("slice", "capacity"))
-            raise ConfigError(f"{place}: slice.capacity: {candidate.capacity} needs {lacking}")
+            raise ConfigError(f"{place}: slice.capacity: {capacity} needs {' and '.join(lacking)}")
     if not config.slice.candidates:
         return
     place = config.document.place(("slice", "candidates"))
@@ -226,14 +230,6 @@ def _check_candidates(config: Config) -> None:
         mistake = batch_mistake(config.trainer, size.hosts, size.devices) if config.trainer else None
         if mistake:
             raise ConfigError(f"{place}: slice.candidates: {name}: {mistake}")
-
-
-def _lacking_keys(slice_: SliceSection, capacity: str) -> str:
-    """Returns the keys that a capacity needs and that are not set; "" if none is."""
-    needed = {"flex-start": ["queued", "max_run_hours"], "calendar": ["queued", "reservation"]}.get(capacity, [])
-    if capacity == "reserved" and slice_.reservation is not None:
-        needed = ["queued"]
-    return " and ".join(f"slice.{key}" for key in needed if getattr(slice_, key) is None)
 
 
 def _as_list(value: str | Sequence[str]) -> list[str]:

@@ -70,21 +70,17 @@ def make_objects(work: Workload) -> list[Any]:
     """Returns a workload's objects, with comments. Raises BadInput for a configuration or name that GKE can't use."""
     workload.check(work.config)
     workload.check_name(work.name)
-    secret = [_secret(work)] if needs_secret(work.config) else []
-    return [_config_map(work), *secret, _jobset(work)]
-
-
-def _secret(work: Workload) -> dict[str, Any]:
-    value = base64.b64encode(work.attempt.host_secret.encode()).decode()
-    comment = "Random, for this manifest alone: a host lets in only hosts that have it. Keep it out of repositories."
-    data = Commented({SECRET_KEY: value}, comment)
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": work.metadata, "data": data}
-
-
-def _config_map(work: Workload) -> dict[str, Any]:
     files = {name: content.decode() for name, content in work.attempt.files.items()}
     data = Commented(files, f"The files that tpu-train reads from {CONFIG_FOLDER}. They hold no secrets.")
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": work.metadata, "data": data}
+    objects = [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": work.metadata, "data": data}]
+    if needs_secret(work.config):
+        value = base64.b64encode(work.attempt.host_secret.encode()).decode()
+        comment = (
+            "Random, for this manifest alone: a host lets in only hosts that have it. Keep it out of repositories."
+        )
+        data = Commented({SECRET_KEY: value}, comment)
+        objects.append({"apiVersion": "v1", "kind": "Secret", "metadata": work.metadata, "data": data})
+    return [*objects, _jobset(work)]
 
 
 def _resolve_image(config: Config, given: str | None) -> str:

@@ -130,11 +130,6 @@ def _container_state(state: Mapping[str, Any], image: str) -> ContainerState:
     return ContainerState("created", image=image)
 
 
-def newest(pods: list[Pod]) -> dict[int, Pod]:
-    """Returns the newest pod of each host, by worker number."""
-    return {pod.worker: pod for pod in sorted(pods, key=lambda pod: (pod.created, not pod.gone))}
-
-
 def find_start_error(pod: Pod, image: str) -> LaunchError | None:
     """Returns the error of a pod that can't start without the user's help, because its image can't be pulled or its
     container can't be created; None for any other pod."""
@@ -239,7 +234,8 @@ class PodWatch:
         if self._refused is not None:
             raise self._refused
         with self._lock:
-            return newest(list(self._pods.values()))
+            pods = sorted(self._pods.values(), key=lambda pod: (pod.created, not pod.gone))
+        return {pod.worker: pod for pod in pods}
 
     def note_log_start(self, worker: int, since: str | None) -> None:
         """Records the timestamp from which a host's log lines are still needed."""
@@ -283,11 +279,10 @@ class PodWatch:
         """Records all changes until closed, in one `kubectl get --watch` after another. Keeps a denied permission in
         `_refused` until a watch shows a pod or ends well: a sign-in may be renewed. Runs in a thread."""
         while not self._closed.is_set():
-            reader = JsonStream(self._handle_event)
             command = ["get", "pods", "--selector", self._selector, "--watch", "--output-watch-events"]
             refused, begun = None, self._clock.monotonic()
             try:
-                self._follow([*command, "--output", "json"], reader.line, _WATCH_SECONDS)
+                self._follow([*command, "--output", "json"], json_stream(self._handle_event), _WATCH_SECONDS)
             except LaunchError as error:
                 refused = error if error.exit_code is Exit.PERMISSION else self._refused
             self._refused = refused
@@ -352,20 +347,20 @@ class PodWatch:
                 self._kills.difference_update(kills)
 
 
-class JsonStream:
-    """Parses a stream of JSON objects, each on one line or indented, and calls `take` with each complete one."""
+def json_stream(take: Callable[[dict[str, Any]], None]) -> Callable[[str], None]:
+    """Returns a function that is given the lines of a stream of JSON objects, each on one line or indented, and calls
+    `take` with each complete object. It skips lines between objects."""
+    lines: list[str] = []  # of the object that is not complete
 
-    def __init__(self, take: Callable[[dict[str, Any]], None]) -> None:
-        self._take = take
-        self._open: list[str] = []
-
-    def line(self, line: str) -> None:
-        """Takes the next line, and passes an object that it completes to `take`. Skips lines between objects."""
+    def add(line: str) -> None:
         if line.startswith("{"):
-            self._open = []
-        elif not self._open:
+            lines.clear()
+        elif not lines:
             return  # a warning between two objects
-        self._open.append(line)
+        lines.append(line)
         if line.startswith(("{", "}")) and line.endswith("}"):
-            document, self._open = "\n".join(self._open), []
-            self._take(json.loads(document))
+            document = "\n".join(lines)
+            lines.clear()
+            take(json.loads(document))
+
+    return add

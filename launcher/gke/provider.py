@@ -145,7 +145,8 @@ class Gke:
             if not any(jobset["metadata"]["name"] == name for jobset in jobsets):
                 self._delete(self._mounted_kinds, name)  # left by an interrupted start
                 (clock or self._clock).sleep(0.0)  # a stop that came while this machine slept
-                self._create(attempt)
+                text = dump_documents(make_objects(Workload(self.config, attempt)))
+                self._kubectl.call("create", "--validate=strict", "--filename", "-", input=text)
             self._own_files(name)
             self._wait_started(attempt, name, clock or self._clock)
         except LaunchError:
@@ -227,10 +228,16 @@ class Gke:
         if not any(_has_started(pod) for pod in pods.values()):
             self._remove(jobset_name(container))
             return set()
-        running = [pod for worker, pod in pods.items() if worker in workers and not pod.ended]
+        running = {worker: pod for worker, pod in pods.items() if worker in workers and not pod.ended}
         if running:
-            self._delete("pods", *(pod.name for pod in running), f"--grace-period={grace}")
-        return self._wait_ended(watch, {pod.worker for pod in running}, grace + 30)
+            self._delete("pods", *(pod.name for pod in running.values()), f"--grace-period={grace}")
+        deadline = self._clock.monotonic() + grace + 30
+        while True:
+            pods = watch.pods()
+            late = {worker for worker in running if worker in pods and not pods[worker].ended}
+            if not late or self._clock.monotonic() > deadline:
+                return late
+            self._clock.sleep(0.2)
 
     def execute(
         self,
@@ -293,11 +300,6 @@ class Gke:
             run, _, number = self._observed.rpartition("-")
             self._deleted = not names & {f"{run}-{int(number) + later}" for later in range(1, 100)}
         return jobsets
-
-    def _create(self, attempt: Attempt) -> None:
-        """Creates the objects of an attempt. Raises LaunchError if one exists, as `kubectl create` does."""
-        text = dump_documents(make_objects(Workload(self.config, attempt)))
-        self._kubectl.call("create", "--validate=strict", "--filename", "-", input=text)
 
     def _own_files(self, name: str) -> None:
         """Makes an attempt's JobSet the owner of its ConfigMap and Secret, so that the cluster deletes them with it."""
@@ -400,16 +402,6 @@ class Gke:
     def _open_watches(self) -> dict[str, PodWatch]:
         with self._lock:
             return dict(self._watches)
-
-    def _wait_ended(self, watch: PodWatch, workers: set[int], seconds: float) -> set[int]:
-        """Waits until pods have ended, at most `seconds`. Returns the workers whose pods have not."""
-        deadline = self._clock.monotonic() + seconds
-        while True:
-            pods = watch.pods()
-            late = {worker for worker in workers if worker in pods and not pods[worker].ended}
-            if not late or self._clock.monotonic() > deadline:
-                return late
-            self._clock.sleep(0.2)
 
     def _remove(self, name: str) -> None:
         """Deletes an attempt's objects, and waits until its pods are gone."""

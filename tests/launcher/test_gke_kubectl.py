@@ -12,7 +12,7 @@ import pytest
 from launcher.errors import Exit, LaunchError
 from launcher.gke import pods
 from launcher.gke.kubectl import Kubectl, NotTaken, explain
-from launcher.gke.pods import JsonStream, PodWatch
+from launcher.gke.pods import PodWatch, json_stream
 from launcher.provider import ContainerState, LogLine
 from launcher.providers import this_machine
 from tests.launcher.emulated_gcloud import Clock
@@ -293,8 +293,8 @@ def test_the_log_of_a_pod_that_is_being_deleted_is_asked_for_until_the_cluster_g
 
 def test_watched_objects_are_parsed_in_both_forms_without_warnings() -> None:
     seen: list[dict[str, Any]] = []
-    reader = JsonStream(seen.append)
+    add = json_stream(seen.append)
     deleted = ["{", '    "type": "DELETED",', '    "object": {', "    }", "}"]
     for line in ['{"type":"ADDED"}', "warning: something", *deleted, '{"type":"MODIFIED"}']:
-        reader.line(line)
+        add(line)
     assert [each["type"] for each in seen] == ["ADDED", "DELETED", "MODIFIED"]
