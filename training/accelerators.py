@@ -85,13 +85,9 @@ class Accelerator:
         return self.hosts * self.chips_per_host
 
     @property
-    def devices_per_host(self) -> int:
-        """Returns the number of PJRT devices of a host: one or two a chip."""
-        return self.chips_per_host * self.generation.devices_per_chip
-
-    @property
     def devices(self) -> int:
-        return self.hosts * self.devices_per_host
+        """Returns the number of PJRT devices: one or two a chip."""
+        return self.chips * self.generation.devices_per_chip
 
     @property
     def topology_name(self) -> str:

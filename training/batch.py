@@ -56,11 +56,6 @@ class StepResult:
     gradient_norm: float | None = None  # of a training step: before clipping
     skipped: bool = False  # the step has left the state as it was
 
-    @staticmethod
-    def empty() -> StepResult:
-        """Returns totals of zero and no signals, to which results are added."""
-        return StepResult(dict.fromkeys(SUMS, 0.0), Signals())
-
     def plus(self, other: StepResult) -> StepResult:
         """Returns the totals and the signals of both steps; leaves out `gradient_norm` and `skipped`."""
         counts = [result.counts for result in (self, other) if result.counts is not None]

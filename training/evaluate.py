@@ -10,7 +10,7 @@ from typing import Any
 
 from training import storage
 from training.backends.protocol import Backend
-from training.batch import Pending, Signals, StepResult
+from training.batch import SUMS, Pending, Signals, StepResult
 from training.checkpoint.admin import choose_step, find_checkpoints
 from training.checkpoint.format import Manifest, read_manifest
 from training.checkpoint.reader import load_tensors
@@ -64,7 +64,7 @@ def evaluate_all(
 ) -> StepResult:
     """Returns the totals over the evaluation set, or over a part of it if all hosts stopped early (`signals.stop`).
     Warns of replaced damaged records. Other hosts see `phase` meanwhile; `on_batch` is called before each batch."""
-    total, replaced = StepResult.empty(), 0
+    total, replaced = StepResult(dict.fromkeys(SUMS, 0.0), Signals()), 0
     in_flight: deque[Pending] = deque()
     for number, batch in enumerate(backend.evaluation_batches(task)):
         rendezvous.set_phase(f"{phase}, batch {number}")

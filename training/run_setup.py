@@ -25,7 +25,7 @@ from training.machine import SYSTEM, Machine
 from training.models.export import export_checkpoint
 from training.models.hub import RunPush, run_push
 from training.models.hugging_face import CONFIG, WEIGHTS, ModelRequirements, build_model_config
-from training.profiler import folder_of
+from training.profiler import Tracer, folder_of
 from training.registry import BACKENDS, TASKS, load
 from training.storage import Storage, join
 from training.tasks.task import Task, task_class
@@ -257,12 +257,13 @@ def _import_for_devices(name: str, cluster: Cluster) -> OpenBackend:
         raise UnusableTpu(str(error), cluster.accelerator_type) from None
 
 
-def load_profiler(backend: str) -> Any:
-    """Imports and returns the class of a backend's profiler. Raises BadInput if it has none."""
+def open_tracer(backend: str) -> Tracer:
+    """Imports and opens a backend's profiler. Raises BadInput if it has none."""
     reference = BACKENDS[backend].profiler
     if reference is None:
         raise BadInput(f"backend: {backend} has no profiles yet: --set backend=torch-xla has them")
-    return load(reference)
+    tracer: Tracer = load(reference)()
+    return tracer
 
 
 def prepare_framework(name: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from training import storage
+from training import run_end, run_setup, storage
 from training.backends.protocol import Backend
 from training.batch import HostBatch, Pending, Signals, StepResult
 from training.checkpoint.config import are_minutes_over, is_step_due
@@ -33,33 +33,10 @@ from training.models.hub import BackgroundUploader
 from training.optim.schedule import learning_rate
 from training.profiler import Profiler
 from training.progress import Compilations, Evaluations, NonFiniteHistory, Progress
-from training.run_end import (
-    AttemptContext,
-    build_summary,
-    compare_weights,
-    export_model,
-    export_seconds,
-    record_attempt_end,
-    write_summary,
-)
-from training.run_setup import (
-    Dependencies,
-    Run,
-    checkpoint_identity,
-    load_profiler,
-    open_checkpoints,
-    open_run,
-    with_starting_model,
-)
-from training.telemetry.console import (
-    Console,
-    format_early_end,
-    format_figures,
-    format_progress,
-    format_remaining,
-    format_start,
-    warn,
-)
+from training.run_end import AttemptContext
+from training.run_setup import Dependencies, Run
+from training.telemetry import console
+from training.telemetry.console import Console, warn
 from training.telemetry.host_progress import HostProgress, PhaseTimer
 from training.telemetry.metrics import AttemptInfo, MetricsLog
 from training.telemetry.progress_line import ProgressLine
@@ -88,13 +65,13 @@ def train(
     dependencies = dependencies or Dependencies()
     host_progress = HostProgress(timer, dependencies.machine)
     with host_progress.writing():
-        run, begin_record = open_run(
+        run, begin_record = run_setup.open_run(
             config, cluster, rendezvous, shutdown, timer, Console(cluster.is_first), dependencies
         )
         host_progress.limit = max(FIRST_STEP_SECONDS, config.rendezvous.start_seconds, config.rendezvous.seconds)
         host_progress.program = run.program
         context = AttemptContext(run.console, is_hurried=lambda: shutdown.requested)
-        recording = record_attempt_end(
+        recording = run_end.record_attempt_end(
             run.folder, begin_record, timer, context, warn, dependencies.storage, dependencies.machine,
             config.rendezvous.seconds,
         )  # fmt: skip
@@ -113,7 +90,7 @@ def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progre
     TrainError."""
     cluster, config = run.cluster, run.config
     with run.timer.phase("start"):
-        run = replace(run, config=with_starting_model(run.config, run.folder, cluster, run.rendezvous))
+        run = replace(run, config=run_setup.with_starting_model(run.config, run.folder, cluster, run.rendezvous))
         run.rendezvous.set_phase("loading the framework")
     with run.timer.phase("imports"):
         backend = run.dependencies.open_backend(run.config, cluster, run.rendezvous, run.task)
@@ -125,11 +102,11 @@ def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progre
             run.folder, run.program, run.rendezvous, cluster.is_first, run.dependencies.storage
         )
         restored = restore(
-            run.checkpoint_folder, run.rendezvous, checkpoint_identity(run), backend.load_state, warn_here,
+            run.checkpoint_folder, run.rendezvous, run_setup.checkpoint_identity(run), backend.load_state, warn_here,
             run.dependencies.storage, run.dependencies.machine.threads, history.suspects,
             config.rendezvous.seconds, backend.slice_to_load,
         )  # fmt: skip
-        trainer = Trainer(run, backend, open_checkpoints(run), history, record_url, host_progress)
+        trainer = Trainer(run, backend, run_setup.open_checkpoints(run), history, record_url, host_progress)
         run.console.print(
             f"run {cluster.run_id}, attempt {cluster.attempt}: {len(cluster.all_addresses)} host(s), "
             f"{backend.devices} device(s), {run.precision}, {run.task.data.train.records} records"
@@ -162,7 +139,7 @@ def open_profiler(run: Run, finished: Callable[[], int]) -> Profiler:
     dependencies, worker = run.dependencies, run.cluster.worker
     return Profiler(
         dependencies.profiles(worker), storage.join(run.folder, "profiles"), worker,
-        lambda: load_profiler(run.config.backend)(), finished, warn, dependencies.storage, dependencies.machine,
+        partial(run_setup.open_tracer, run.config.backend), finished, warn, dependencies.storage, dependencies.machine,
     )  # fmt: skip
 
 
@@ -251,7 +228,8 @@ class Trainer:
                 if (is_due or self.evaluations.is_best(progress.step)) and progress.step < steps:
                     self.save()
         if self.evaluations.ends_training and progress.step < steps:
-            run.console.print(format_early_end(progress.step, self.evaluations.since_best, self.evaluations.best))
+            evaluations, best_one = self.evaluations.since_best, self.evaluations.best
+            run.console.print(console.format_early_end(progress.step, evaluations, best_one))
         is_evaluated = self.evaluations.step == progress.step
         if best and run.config.evaluation.at_end and not is_evaluated and not progress.signals.stop:
             self.evaluate()
@@ -319,7 +297,7 @@ class Trainer:
             self.progress.signals = Signals(stop=True)
             return
         self.evaluations.record(step, run.task.figures(total), total.counts)
-        run.console.print(f"evaluation after step {step}: {format_figures(self.evaluations.figures)}")
+        run.console.print(f"evaluation after step {step}: {console.format_figures(self.evaluations.figures)}")
         if self.evaluations.nonfinite and run.cluster.is_first:
             warn(f"the evaluation after step {step} is not finite: {', '.join(self.evaluations.nonfinite)}")
         if self.log:
@@ -347,30 +325,27 @@ class Trainer:
                 self.stop()
         with run.timer.phase("checkpoint"):
             self.checkpoints.release()
-        checksum, skipped = compare_weights(run, self.backend, self.progress.replaced, self.checkpoints.meeting_seconds)
+        best = self.evaluations.best if config.train.early_stopping else None
+        result_step = int(best["step"]) if best else self.progress.step
+        seconds = self.checkpoints.meeting_seconds
+        checksum, skipped = run_end.compare_weights(run, self.backend, self.progress.replaced, seconds)
         if run.cluster.is_first and config.export.at_end:
-            export_model(run, self.backend, None if self.result_step == self.progress.step else self.result_step)
-        if any(run.rendezvous.meet("exported", run.shutdown.requested, export_seconds(run, self.backend))):
+            run_end.export_model(run, self.backend, None if result_step == self.progress.step else result_step)
+        if any(run.rendezvous.meet("exported", run.shutdown.requested, run_end.export_seconds(run, self.backend))):
             self.stop()
         hub = None
         if self.uploader:
             run.rendezvous.set_phase("waiting for the upload to the Hub")
             with run.timer.phase("upload"):
-                hub = self.uploader.finish(self.result_step, is_hurried=lambda: run.shutdown.requested)
-        summary = build_summary(
+                hub = self.uploader.finish(result_step, is_hurried=lambda: run.shutdown.requested)
+        summary = run_end.build_summary(
             run, self.backend, self.progress, self.evaluations, self.checkpoints, self.work,
             checksum=checksum, skipped=skipped, hub=hub,
         )  # fmt: skip
         if self.log:
             self.log.finish(_FINISH_SECONDS, is_hurried=lambda: run.shutdown.requested)
-            write_summary(run, self.evaluations, summary)
+            run_end.write_summary(run, self.evaluations, summary)
         return summary
-
-    @property
-    def result_step(self) -> int:
-        """Returns the steps after which the state is the run's result: with train.early_stopping, the best one."""
-        best = self.evaluations.best if self.run.config.train.early_stopping else None
-        return int(best["step"]) if best else self.progress.step
 
     def judge(self, error: NonFinite) -> TrainError:
         """Records that a step or a state was not finite, as `record`, and returns the error that ends the attempt."""
@@ -433,7 +408,7 @@ class Trainer:
                 cached = self.backend.counters().get("programs_from_cache", 0)
                 programs = self.backend.compilations()[0]
                 attempt = self.run.cluster.attempt
-                self.run.console.print(format_start(attempt, self._start_seconds, programs, cached))
+                self.run.console.print(console.format_start(attempt, self._start_seconds, programs, cached))
             if self.log and result.skipped and (self.progress.skipped <= 5 or self.progress.skipped % 100 == 0):
                 warn(f"{result.nonfinite(step - 1)}: its update was skipped ({self.progress.skipped} so far)")
             if self.log and (step % train.log_every == 0 or step == train.steps):
@@ -448,12 +423,12 @@ class Trainer:
         seconds, data_wait = self._rate.update(self.run.step_seconds(), waited, self.progress.trained)
         rate = train.global_batch_size / seconds if seconds > 0 else 0.0
         remaining = (train.steps - step) * seconds
-        self.run.console.progress(format_progress(step, train.steps, loss, rate, data_wait, remaining))
+        self.run.console.progress(console.format_progress(step, train.steps, loss, rate, data_wait, remaining))
         used, total = self.backend.device_memory()
         self.host_progress.figures = replace(
             self.host_progress.figures,
-            loss=loss, examples_per_second=round(rate, 2), data_wait=data_wait, left=format_remaining(remaining),
-            device_memory_used=used, device_memory_total=total,
+            loss=loss, examples_per_second=round(rate, 2), data_wait=data_wait,
+            left=console.format_remaining(remaining), device_memory_used=used, device_memory_total=total,
         )  # fmt: skip
         values = {
             "loss": result.loss,

@@ -8,17 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from training import storage
-from training.checkpoint.format import (
-    MANIFEST,
-    Manifest,
-    committed_steps,
-    dump_manifest,
-    read_manifest,
-    render,
-    step_folder,
-    step_of,
-    to_json,
-)
+from training.checkpoint import format as form
+from training.checkpoint.format import Manifest
 from training.checkpoint.reader import read_part, verify
 from training.checkpoint.tensors import Damaged, NotFinite
 from training.checkpoint.writer import best_step
@@ -30,11 +21,11 @@ def find_checkpoints(folder: str) -> tuple[str, list[int]]:
     checkpoint folder, or one checkpoint in it, whose step is then the only one. Raises BadInput if there is none."""
     below = storage.join(folder, "checkpoints")
     parent, _, name = folder.rstrip("/").rpartition("/")
-    step = step_of(name)
-    if step is not None and step in committed_steps(parent):
+    step = form.step_of(name)
+    if step is not None and step in form.committed_steps(parent):
         return parent, [step]
     for checkpoints in (below, folder):
-        steps = committed_steps(checkpoints)
+        steps = form.committed_steps(checkpoints)
         if steps:
             return checkpoints, steps
     raise BadInput(f"no committed checkpoint below {folder} (looked for {below}/step-*/manifest.json)")
@@ -68,15 +59,15 @@ def copy_to_run(source: str, target: str, step: int | None) -> int:
     checkpoints, steps = find_checkpoints(source)
     chosen = choose_step(checkpoints, steps, step)
     into = storage.join(target, "checkpoints")
-    present = committed_steps(into)
+    present = form.committed_steps(into)
     if present:
         raise BadInput(
             f"{into} has checkpoints already (steps {', '.join(map(str, present))}); restore into a folder without "
             "any: nothing is overwritten"
         )
-    folder = storage.join(into, step_folder(chosen))
+    folder = storage.join(into, form.step_folder(chosen))
     try:
-        manifest = read_manifest(checkpoints, chosen)
+        manifest = form.read_manifest(checkpoints, chosen)
         for part in manifest.parts:
             storage.write(storage.join(folder, part.name), read_part(checkpoints, chosen, part))
     except Damaged as error:
@@ -84,7 +75,8 @@ def copy_to_run(source: str, target: str, step: int | None) -> int:
             f"checkpoint of step {chosen} in {checkpoints} is damaged ({error}); choose another with --step"
         ) from None
     state = {name: value for name, value in manifest.state.items() if name != "best"}  # which is not copied
-    storage.write(storage.join(folder, MANIFEST), dump_manifest(replace(manifest, state=state)), create_only=True)
+    copied = form.dump_manifest(replace(manifest, state=state))
+    storage.write(storage.join(folder, form.MANIFEST), copied, create_only=True)
     return chosen
 
 
@@ -95,7 +87,7 @@ def render_table(folder: str) -> str:
     best: Mapping[str, Any] | None = None  # according to the newest readable manifest
     for step in steps:
         try:
-            manifest = read_manifest(checkpoints, step)
+            manifest = form.read_manifest(checkpoints, step)
         except Damaged as error:
             lines.append(f"{step:>10}  damaged: {error}")
             continue
@@ -114,7 +106,7 @@ def render_manifest(folder: str, step: int | None) -> str:
     """Returns the manifest of a checkpoint (None: the newest) as JSON. Raises BadInput for none or a damaged one."""
     checkpoints, steps = find_checkpoints(folder)
     chosen = choose_step(checkpoints, steps, step)
-    return render(to_json(_read_manifest(checkpoints, chosen))).rstrip()
+    return form.render(form.to_json(_read_manifest(checkpoints, chosen))).rstrip()
 
 
 def verify_checkpoints(folder: str, step: int | None) -> tuple[str, bool]:
@@ -135,7 +127,7 @@ def verify_checkpoints(folder: str, step: int | None) -> tuple[str, bool]:
 def _read_manifest(checkpoints: str, step: int) -> Manifest:
     """Reads the manifest of a step. Raises BadInput when it is damaged."""
     try:
-        return read_manifest(checkpoints, step)
+        return form.read_manifest(checkpoints, step)
     except Damaged as error:
         raise BadInput(f"checkpoint of step {step} in {checkpoints} is damaged ({error})") from None
 

@@ -147,11 +147,6 @@ def require_versions(needed: Mapping[str, str] | None = None) -> None:
         )
 
 
-def compiler_version() -> str:
-    """Returns the compiler's name and version, for caches: another one may compile the same program differently."""
-    return "libtpu " + importlib.metadata.version("libtpu")
-
-
 def hash_hlo(hlo: str) -> str:
     """Returns a hash of a module in HLO's text form that ignores layouts, names and source lines: they may differ
     between devices and machines for the same computation. It also ignores shardings that are written at an operation,

@@ -1,5 +1,6 @@
 """Runs a preflight: traces the run's programs, compiles them for each accelerator, searches for the largest batch."""
 
+import importlib.metadata
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,15 +13,8 @@ from training.accelerators import Accelerator
 from training.config import Mesh, TrainerConfig, batch_mistake, mesh_mistake
 from training.distributed.cluster import LIBTPU_FLAGS, join_flags
 from training.errors import BadInput
-from training.preflight import report
-from training.preflight.compiler import (
-    DEEP_STACKS,
-    CompilationRefused,
-    CompiledProgram,
-    compile_program,
-    compiler_version,
-    require_versions,
-)
+from training.preflight import compiler, report
+from training.preflight.compiler import CompiledProgram
 from training.preflight.programs import DataFacts, Graph, TracedProgram, list_graphs, trace_programs
 from training.preflight.report import AcceleratorResult, GraphResult, LargestBatch, Report
 from training.registry import BACKENDS, load
@@ -37,7 +31,7 @@ def run_preflight(
     largest training batch that fits. `show` prints a line of progress. Raises BadInput if a batch or the mesh does
     not fit the devices or the model can't be built, CompilerUnavailable if there is no compiler for a slice here,
     and Untraceable or DataDependentProgram for a step that is not a single program."""
-    require_versions()
+    compiler.require_versions()
     mistakes = []
     for target in targets:
         mesh, batch = config.train.mesh.fsdp, batch_mistake(config, target.hosts, target.devices)
@@ -59,7 +53,7 @@ def run_preflight(
             longest = trial.advise_mesh(trial.advise_remat(longest))
         largest = trial.search_batch(longest) if search_batch else None
         results.append(replace(result, graphs=[longest, *others], max_batch=largest))
-    return Report(compiler_version(), results)
+    return Report("libtpu " + importlib.metadata.version("libtpu"), results)
 
 
 def compile_all(
@@ -76,8 +70,8 @@ def compile_all(
         show(f"compiling {traced.graph} for {target.name}")
         began = time.monotonic()
         try:
-            return compile_program(traced.program, target, flags), time.monotonic() - began
-        except CompilationRefused as error:
+            return compiler.compile_program(traced.program, target, flags), time.monotonic() - began
+        except compiler.CompilationRefused as error:
             return str(error), time.monotonic() - began
 
     # Two at a time: the compiler uses little more than one core, and each further one would need more memory.
@@ -91,7 +85,7 @@ def compile_all(
         for traced, (outcome, seconds) in zip(programs, outcomes, strict=True)
     ]
     capacity = target.generation.usable_hbm_bytes_per_device
-    all_flags = join_flags(os.environ.get(LIBTPU_FLAGS, "").replace(DEEP_STACKS, ""), flags)
+    all_flags = join_flags(os.environ.get(LIBTPU_FLAGS, "").replace(compiler.DEEP_STACKS, ""), flags)
     return AcceleratorResult(target.name, target.devices, target.hosts, capacity, graphs, flags=all_flags)
 
 
