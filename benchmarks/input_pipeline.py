@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.peers.rows import Row, finish, row
 from training import storage
 from training.data.formats.dataset import open_dataset
-from training.data.loading.packed_batches import MlmBatches
+from training.data.loading.batches import MlmBatches
 from training.data.loading.reader import prefetch
 from training.data.loading.record_source import HostSlice
 from training.data.prepare.dataset_writer import DatasetPlan

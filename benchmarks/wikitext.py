@@ -29,10 +29,10 @@ from benchmarks.peers import processes, rows
 from training.config import from_document
 from training.data import tokenizer as tokenizers
 from training.data.formats.dataset import open_dataset
-from training.data.loading.packed_batches import MlmBatch, MlmBatches, mlm_evaluation
+from training.data.loading.batches import MlmBatch, MlmBatches, mlm_evaluation
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import Masking
-from training.models.families import DROPOUT
+from training.models.hugging_face import DROPOUT
 from training.yaml_file import Document
 
 RUNS_IN = "torch-xla"

@@ -24,8 +24,7 @@ from training.backends.torch_xla import internals
 from training.config import Model, Train
 from training.data.formats.dataset import IGNORED
 from training.errors import BadInput
-from training.models.families import SCANNED
-from training.models.hugging_face import ModelRequirements
+from training.models.hugging_face import SCANNED, ModelRequirements
 from training.models.torch.layer_scan import LayerScan, _RotateHalf, choose_layers, find_layers, group_layers
 from training.models.torch.network import build, move, patch_modules
 from training.optim.adamw import AdamWSettings

@@ -21,7 +21,7 @@ from training.backends.torch_xla.sharding import DataParallel
 from training.backends.torch_xla.splash import splash_attention
 from training.distributed.cluster import Cluster
 from training.errors import BadInput
-from training.models.families import LONG_ATTENTION
+from training.models.hugging_face import LONG_ATTENTION
 from training.models.torch import long_attention
 from training.models.torch.long_attention import Scores, attend, choose_attention, loop_in_python
 from training.registry import TASKS, load

@@ -18,7 +18,7 @@ from tests.training.damage import flip
 from training.data.formats import tfrecord
 from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
-from training.data.loading import labelled_batches, packed_batches
+from training.data.loading import batches as numpy_batches
 from training.data.loading.record_source import HostSlice
 from training.data.prepare import labelled_rows
 from training.data.prepare.dataset_writer import DatasetPlan, write_mixture
@@ -131,7 +131,7 @@ def test_equal_to_numpy(layout: str, records: int, hosts: int, rows: int, start:
         host_slice = HostSlice(TOKENS, rows * hosts, seed % hosts, hosts)
         masking = Masking(20)
         dataset = kept(records, layout)
-        ours = packed_batches.MlmBatches(dataset, host_slice, masking, seed)
+        ours = numpy_batches.MlmBatches(dataset, host_slice, masking, seed)
         assert_same_batches(ours, tf_batches.mlm_batches(dataset, host_slice, masking, seed, start).take(8), start)
 
 
@@ -139,7 +139,7 @@ def test_a_mixture_is_read_as_numpy_reads_it(tmp_path: Path) -> None:
     parts = {make(tmp_path / str(count), count).url: times for count, times in ((130, 2), (75, 1))}
     mixed = write_mixture(str(tmp_path / "mixed"), parts)
     host_slice = HostSlice(TOKENS, 24, 1, 2)
-    ours = packed_batches.MlmBatches(mixed, host_slice, Masking(), 3)
+    ours = numpy_batches.MlmBatches(mixed, host_slice, Masking(), 3)
     theirs = tf_batches.mlm_batches(mixed, host_slice, Masking(), 3, 5).take(20)
     assert_same_batches(ours, theirs, 5)  # into the second epoch
 
@@ -172,7 +172,7 @@ def test_evaluation_is_that_of_numpy(layout: str, records: int, hosts: int, rows
         host_slice = HostSlice(TOKENS, rows * hosts, host, hosts)
         given = kept(records, layout), host_slice, Masking()
         theirs = list(tf_batches.mlm_evaluation(*given).as_numpy_iterator())
-        for ours, tf_batch in zip(packed_batches.mlm_evaluation(*given), theirs, strict=True):
+        for ours, tf_batch in zip(numpy_batches.mlm_evaluation(*given), theirs, strict=True):
             assert_same(ours, tf_batch)
 
 
@@ -195,10 +195,10 @@ def test_labelled_batches_are_those_of_numpy(
 ) -> None:
     dataset = labelled(counts, *kind)
     host_slice = HostSlice(TOKENS, rows * hosts, seed % hosts, hosts)
-    ours = labelled_batches.LabelledBatches(dataset, host_slice, seed)
+    ours = numpy_batches.LabelledBatches(dataset, host_slice, seed)
     assert_same_batches(ours, tf_batches.labelled_batches(dataset, host_slice, seed, start).take(8), start)
     theirs = list(tf_batches.labelled_evaluation(dataset, host_slice).as_numpy_iterator())
-    for batch, tf_batch in zip(labelled_batches.labelled_evaluation(dataset, host_slice), theirs, strict=True):
+    for batch, tf_batch in zip(numpy_batches.labelled_evaluation(dataset, host_slice), theirs, strict=True):
         assert_same(batch, tf_batch)
 
 
@@ -210,14 +210,14 @@ def test_a_damaged_record_is_an_error_or_replaced_as_by_numpy(tmp_path: Path, la
     flip(tmp_path / shard.name, shard.bytes // 2 + 20)
     host_slice = HostSlice(TOKENS, 130)
     with pytest.raises(Corrupt) as ours:
-        packed_batches.MlmBatches(dataset, host_slice, Masking(), 0).batch(0)
+        numpy_batches.MlmBatches(dataset, host_slice, Masking(), 0).batch(0)
     with pytest.raises(Corrupt) as theirs, translate_errors(dataset):
         next(iter(tf_batches.mlm_batches(dataset, host_slice, Masking(), 0)))
     for part in ("shard", "record", "offset"):
         assert getattr(theirs.value, part) == getattr(ours.value, part)
 
     host_slice = HostSlice(TOKENS, 130, on_corrupt="skip")
-    numpy = packed_batches.MlmBatches(dataset, host_slice, Masking(), 0)
+    numpy = numpy_batches.MlmBatches(dataset, host_slice, Masking(), 0)
     tf_batch = next(tf_batches.mlm_batches(dataset, host_slice, Masking(), 0).as_numpy_iterator())
     assert_same(numpy.batch(0), tf_batch)
     assert tf_batch["replaced"].sum() > 0
@@ -235,7 +235,7 @@ def test_blocks_without_a_good_record_are_replaced_as_by_numpy(tmp_path: Path) -
     dataset = make(tmp_path / "mended", 300, per_shard=64)
     for shard in (dataset.shards[0], dataset.shards[-1]):
         (tmp_path / "mended" / shard.name).write_bytes(bytes(shard.bytes))
-    numpy = packed_batches.MlmBatches(dataset, host_slice, Masking(), 0)
+    numpy = numpy_batches.MlmBatches(dataset, host_slice, Masking(), 0)
     tf_batch = next(tf_batches.mlm_batches(dataset, host_slice, Masking(), 0).as_numpy_iterator())
     assert_same(numpy.batch(0), tf_batch)
     assert tf_batch["replaced"].sum() >= 64

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from training.data.formats.dataset import Dataset
-from training.data.loading.packed_batches import MlmBatches
+from training.data.loading.batches import MlmBatches
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import Masking, SpecialTokens
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.training.test_pack import corpus, encode
 from training.data.formats.dataset import check_dataset
-from training.data.loading.packed_batches import DocumentBatches, document_evaluation
+from training.data.loading.batches import DocumentBatches, document_evaluation
 from training.data.loading.record_source import HostSlice
 from training.data.prepare import pack
 from training.data.prepare.dataset_writer import DatasetPlan

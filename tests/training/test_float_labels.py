@@ -8,7 +8,7 @@ import pytest
 
 from training.data.formats.dataset import Dataset, DatasetManifest, dump_manifest, load_manifest
 from training.data.formats.verify import problems
-from training.data.loading.labelled_batches import LabelledBatches, labelled_evaluation
+from training.data.loading.batches import LabelledBatches, labelled_evaluation
 from training.data.loading.record_source import HostSlice
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import FloatLabels, write_labelled_rows

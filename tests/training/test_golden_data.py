@@ -15,8 +15,7 @@ import pytest
 
 from tests.packed_datasets import pack_rows
 from training.data.formats.dataset import Dataset
-from training.data.loading.labelled_batches import LabelledBatches, labelled_evaluation
-from training.data.loading.packed_batches import MlmBatches, mlm_evaluation
+from training.data.loading.batches import LabelledBatches, MlmBatches, labelled_evaluation, mlm_evaluation
 from training.data.loading.record_source import HostSlice
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import ClassLabels, write_labelled_rows

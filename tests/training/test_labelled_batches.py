@@ -16,7 +16,7 @@ from tests.training.mlm_rows import TOKENS
 from tests.training.test_pack import encode
 from training import storage
 from training.data.formats.dataset import Dataset
-from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
+from training.data.loading.batches import LabelledBatch, LabelledBatches, labelled_evaluation
 from training.data.loading.record_source import HostSlice
 from training.data.prepare import labelled_rows
 from training.data.prepare.corpus import Corpus

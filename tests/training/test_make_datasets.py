@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from training.data.loading.labelled_batches import labelled_evaluation
+from training.data.loading.batches import labelled_evaluation
 from training.data.loading.record_source import HostSlice
 from training.data.prepare import make_datasets as procedure
 from training.data.prepare.make_datasets import DatasetOptions, make_datasets, parse_lengths

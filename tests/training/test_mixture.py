@@ -12,7 +12,7 @@ from tests.packed_datasets import pack_rows
 from tests.training import test_labelled_batches as labelled
 from training.cli.main import tpu_train
 from training.data.formats.dataset import Dataset, check_dataset, open_dataset
-from training.data.loading.packed_batches import MlmBatches
+from training.data.loading.batches import MlmBatches
 from training.data.loading.record_source import HostSlice
 from training.data.prepare.dataset_writer import DatasetPlan, write_mixture
 from training.data.sampling.masking import Masking

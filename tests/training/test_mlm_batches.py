@@ -13,7 +13,7 @@ from tests.packed_datasets import batch_records
 from tests.processes import wait_until
 from tests.training.mlm_rows import TOKENS, mlm_batches
 from training.data.formats.dataset import Dataset
-from training.data.loading.packed_batches import MlmBatch, MlmBatches, mlm_evaluation
+from training.data.loading.batches import MlmBatch, MlmBatches, mlm_evaluation
 from training.data.loading.reader import prefetch
 from training.data.loading.record_source import HostSlice
 from training.data.sampling import order

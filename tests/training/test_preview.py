@@ -6,8 +6,7 @@ import click
 import numpy as np
 
 from training.data.loading import preview
-from training.data.loading.labelled_batches import LabelledBatch
-from training.data.loading.packed_batches import MlmBatch
+from training.data.loading.batches import LabelledBatch, MlmBatch
 from training.data.sampling.masking import SpecialTokens
 
 PIECES = ["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]", "▁the", "▁cat", "s", "▁sat", "▁dog"]

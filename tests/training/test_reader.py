@@ -16,7 +16,7 @@ from training import storage
 from training.data.formats import example_codec, tfrecord
 from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
-from training.data.loading.packed_batches import mlm_evaluation
+from training.data.loading.batches import mlm_evaluation
 from training.data.loading.reader import DaemonPool
 from training.data.loading.record_source import FixedShards, HostSlice, read_replacing
 from training.data.prepare.dataset_writer import DatasetPlan

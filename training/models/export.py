@@ -24,8 +24,7 @@ from training.checkpoint.tensors import Damaged, Slice, TensorSpec, encode, whol
 from training.config import Lora, TrainerConfig, restore
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput
-from training.models.families import is_of_head
-from training.models.hugging_face import CONFIG, WEIGHTS, build_model_config
+from training.models.hugging_face import CONFIG, WEIGHTS, build_model_config, is_of_head
 from training.registry import TASKS
 from training.storage import Storage, join
 from training.storage.hub import TOKENIZER_FILES, tokenizer_folder

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
-from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
+from training.data.loading.batches import LabelledBatch, LabelledBatches, labelled_evaluation
 from training.data.loading.record_source import HostSlice
 from training.distributed.cluster import Cluster
 from training.errors import BadInput

@@ -14,8 +14,7 @@ from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.data.formats.dataset import Dataset, find_shards, open_dataset
-from training.data.loading.labelled_batches import LabelledBatches
-from training.data.loading.packed_batches import PackedBatches
+from training.data.loading.batches import LabelledBatches, PackedBatches
 from training.data.loading.reader import prefetch
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import SpecialTokens

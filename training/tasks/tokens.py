@@ -9,7 +9,7 @@ import numpy as np
 from training.batch import Arrays, StepResult
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
-from training.data.loading.packed_batches import DocumentBatches, MlmBatches, document_evaluation, mlm_evaluation
+from training.data.loading.batches import DocumentBatches, MlmBatches, document_evaluation, mlm_evaluation
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import Masking
 from training.distributed.cluster import Cluster

@@ -34,9 +34,8 @@ from training.data.prepare.corpus import Corpus
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import ClassLabels, FloatLabels, LabelSets, TokenLabels, select_columns
 from training.errors import BadInput
-from training.models.families import FAMILIES
 from training.models.flops import flops_per_row
-from training.models.hugging_face import SIZES, build_model_config, read_config, read_labels
+from training.models.hugging_face import FAMILIES, SIZES, build_model_config, read_config, read_labels
 from training.registry import TASKS, task_of_model
 from training.storage.types import place_mistake
 from training.yaml_file import ConfigError, parse

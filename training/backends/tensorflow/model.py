@@ -20,12 +20,13 @@ from training import storage
 from training.checkpoint.tensors import Damaged, decode
 from training.config import Model
 from training.errors import BadInput
-from training.models.families import FAMILIES, dropout_rates
 from training.models.hugging_face import (
+    FAMILIES,
     WEIGHTS,
     ModelRequirements,
     build_model_config,
     check_capacity,
+    dropout_rates,
     read_config,
     read_labels,
     require_family,

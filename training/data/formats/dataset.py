@@ -39,6 +39,7 @@ public recipe's layout, which has no manifest, needs numpy to read a record.
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -133,11 +134,10 @@ class Dataset:
     @property
     def records_of_length(self) -> dict[int, int]:
         """Returns row length -> number of records, ascending by length, without lengths that have no records."""
-        counts: dict[int, int] = {}
-        for shard in sorted(self.manifest.shards, key=lambda shard: shard.length):
-            if shard.records:
-                counts[shard.length] = counts.get(shard.length, 0) + shard.records
-        return counts
+        counts: Counter[int] = Counter()
+        for shard in self.manifest.shards:
+            counts[shard.length] += shard.records
+        return {length: count for length, count in sorted(counts.items()) if count}
 
     def shard_url(self, shard: Shard) -> str:
         """Returns the URL of one of the shards."""

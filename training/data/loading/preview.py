@@ -3,14 +3,19 @@
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 
 import click
 import numpy as np
 
 from training.data.formats.dataset import IGNORED, Dataset
-from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches
-from training.data.loading.packed_batches import DocumentBatch, DocumentBatches, MlmBatch, MlmBatches
+from training.data.loading.batches import (
+    DocumentBatch,
+    DocumentBatches,
+    LabelledBatch,
+    LabelledBatches,
+    MlmBatch,
+    MlmBatches,
+)
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.tokenizer import Tokenizer
@@ -26,26 +31,26 @@ def preview_batch(
 ) -> Iterator[str]:
     """Reads the batch of one step; yields a heading and the lines for its first rows, at most `rows`. `percent` of the
     tokens of packed rows are masked. Raises BadInput, StorageError."""
-    heading = f"batch {step} of seed {seed}"
+    source: DocumentBatches | MlmBatches | LabelledBatches
     if dataset.manifest.rows == "documents":
-        with contextlib.closing(DocumentBatches(dataset, host_slice, seed)) as document_batches:
-            shown_rows = f"the first {rows} of {host_slice.global_batch_size} rows"
-            yield f"{heading}, {shown_rows}; | begins a document, dim is not learnt"
-            yield from render_documents(document_batches.batch(step), rows, pieces(tokenizer.content))
-        return
-    if dataset.manifest.rows != "packed":
-        with contextlib.closing(LabelledBatches(dataset, host_slice, seed)) as batches:
-            labelled = batches.batch(step)
-        shown, length = min(rows, len(labelled.records)), labelled.input_ids.shape[1]
-        yield f"{heading}, {shown} of {host_slice.global_batch_size} rows of {length} tokens"
-        piece = pieces(tokenizer.content)
-        yield from render_labelled(labelled, rows, tokenizer.special, piece, dataset.manifest.labels)
-        return
-    with contextlib.closing(MlmBatches(dataset, host_slice, Masking(percent), seed)) as mlm_batches:
-        whole = mlm_batches.batch(step)
-    batch = MlmBatch(*(getattr(whole, field.name)[:rows] for field in fields(whole)))
-    yield f"{heading}, the first {len(batch.records)} of {host_slice.global_batch_size} rows; {LEGEND}"
-    yield from render(batch, tokenizer.special, pieces(tokenizer.content))
+        source = DocumentBatches(dataset, host_slice, seed)
+    elif dataset.manifest.rows == "packed":
+        source = MlmBatches(dataset, host_slice, Masking(percent), seed)
+    else:
+        source = LabelledBatches(dataset, host_slice, seed)
+    with contextlib.closing(source):
+        batch = source.batch(step)
+    heading, of_all = f"batch {step} of seed {seed}", f"of {host_slice.global_batch_size} rows"
+    piece, special, shown = pieces(tokenizer.content), tokenizer.special, min(rows, len(batch.records))
+    if isinstance(batch, DocumentBatch):
+        yield f"{heading}, the first {rows} {of_all}; | begins a document, dim is not learnt"
+        yield from render_documents(batch, rows, piece)
+    elif isinstance(batch, MlmBatch):
+        yield f"{heading}, the first {shown} {of_all}; {LEGEND}"
+        yield from render(MlmBatch(*(values[:rows] for values in vars(batch).values())), special, piece)
+    else:
+        yield f"{heading}, {shown} {of_all} of {batch.input_ids.shape[1]} tokens"
+        yield from render_labelled(batch, rows, special, piece, dataset.manifest.labels)
 
 
 def render(batch: MlmBatch, tokens: SpecialTokens, piece: Callable[[int], tuple[str, str]]) -> Iterator[str]:

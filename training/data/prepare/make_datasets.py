@@ -27,8 +27,8 @@ from training.data.prepare.labelled_rows import (
     select_columns,
     write_labelled_rows,
 )
-from training.data.prepare.pack import Encode, PackingProgress, WholeChats, WholeDocuments, chats, open_template
-from training.data.tokenizer import Tokenizer
+from training.data.prepare.pack import PackingProgress, WholeChats, WholeDocuments, chats, open_template
+from training.data.tokenizer import Encode, Tokenizer
 from training.errors import BadInput
 from training.registry import TASKS, TaskName
 

@@ -32,13 +32,11 @@ from training.data.formats.dataset import SEGMENTS, TARGETS, Feature, Shard
 from training.data.prepare import dataset_writer
 from training.data.prepare.corpus import Corpus, replace_surrogates
 from training.data.prepare.dataset_writer import DatasetPlan, Ids, Mark, WrittenDataset
-from training.data.tokenizer import Tokenizer
+from training.data.tokenizer import Encode, Tokenizer
 from training.errors import BadInput
 
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 4096
-
-Encode = Callable[[list[str]], list[Ids]]
 
 
 class RowKind(ABC):

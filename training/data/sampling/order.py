@@ -65,8 +65,7 @@ class EvaluationOrder:
     window_size: int  # cells per window, a multiple of `block`; the last window of an epoch may be shorter
 
     @property
-    def windows(self) -> int:
-        """Number of windows per epoch."""
+    def windows(self) -> int:  # in an epoch
         return -(-self.records // self.window_size)
 
     def bounds(self, epoch: int, number: int) -> tuple[int, int]:
@@ -92,33 +91,27 @@ class TrainingOrder:
     batch: int  # rows of a global batch
 
     @property
-    def blocks(self) -> int:
-        """Number of blocks that are permuted: all full ones."""
+    def blocks(self) -> int:  # that are permuted: all full ones
         return self.records // self.block
 
     @property
-    def blocks_per_lane(self) -> int:
-        """Blocks that every lane has in an epoch."""
+    def blocks_per_lane(self) -> int:  # in an epoch
         return self.blocks // self.lanes
 
     @property
-    def windows(self) -> int:
-        """Number of windows per epoch."""
+    def windows(self) -> int:  # in an epoch
         return max(1, -(-self.blocks_per_lane // self.depth))
 
     @property
-    def rows_per_lane(self) -> int:
-        """Rows of a lane in each step."""
+    def rows_per_lane(self) -> int:  # in each step
         return self.batch // self.lanes
 
     @property
-    def leftover_blocks(self) -> int:
-        """Full blocks that can't be dealt evenly."""
+    def leftover_blocks(self) -> int:  # full ones that can't be dealt evenly
         return self.blocks - self.blocks_per_lane * self.lanes
 
     @property
-    def leftover_records(self) -> int:
-        """Records that can't be dealt evenly: those of the leftover blocks and of the last, shorter block."""
+    def leftover_records(self) -> int:  # those of the leftover blocks and of the last, shorter block
         return self.records - self.blocks_per_lane * self.lanes * self.block
 
     def uneven_window(self, epoch: int) -> int:

@@ -21,8 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from training.data.formats.dataset import IGNORED, LABEL, TYPES, Dataset, Rows
-from training.data.loading.labelled_batches import fillers, label_dtype
-from training.data.loading.packed_batches import EVALUATION_EPOCH
+from training.data.loading.batches import EVALUATION_EPOCH, fillers, label_dtype
 from training.data.loading.record_source import REPLACED, HostSlice
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.sampling.order import (
@@ -186,7 +185,7 @@ def _converter(bucket_start: int, pad: int, rows: Rows) -> Callable[[Columns], C
     def convert(batch: Columns) -> Columns:
         ids, real = tf.cast(batch["input_ids"], tf.int32), batch["records"] >= 0  # (rows, length), (rows,)
         attention = tf.cast(ids != pad, tf.int32)  # (rows, length)
-        # Filler rows attend to one token, as in training.data.loading.labelled_batches.
+        # Filler rows attend to one token, as in training.data.loading.batches.
         first_only = tf.one_hot(tf.zeros_like(batch["records"]), ids.shape[1], dtype=tf.int32)
         labels, weights = batch[LABEL], tf.cast(real, tf.float32)  # (rows, numbers), (rows,)
         if rows == "token-labelled":

@@ -123,11 +123,11 @@ class ShardIndex:
 
 
 def replace_bad_records(
-    load: Load, records: int, on_corrupt: OnCorrupt, describe: Callable[[Any], Any]
+    index: ShardIndex, load: Load, records: int, on_corrupt: OnCorrupt, offset: Callable[[Any], Any]
 ) -> Callable[[Any, Any], Columns]:
     """Returns a function from (first, last) to the columns of these records, as the numpy `read_replacing`. The
     pipeline fails at the first bad record, or, if `on_corrupt` is "skip", only if none of `records` is good.
-    `describe`: record -> the message from which `translate_errors` makes a Corrupt."""
+    `offset`: record -> its first byte in its shard."""
 
     def read(first: Any, last: Any) -> Columns:
         columns, good = load(first, last)
@@ -139,7 +139,9 @@ def replace_bad_records(
             )
         usable = tf.reduce_all(good) if on_corrupt == "stop" else tf.reduce_any(good)
         first_bad = first + tf.argmax(tf.cast(replaced, tf.int32), output_type=tf.int64)
-        text = tf.cond(usable, lambda: tf.constant(""), lambda: describe(first_bad))
+        text = tf.cond(
+            usable, lambda: tf.constant(""), lambda: _describe_record(index, first_bad, offset(first_bad), on_corrupt)
+        )
         with tf.control_dependencies([tf.debugging.Assert(usable, [text])]):
             good = tf.identity(good)
         if on_corrupt == "stop":
@@ -177,12 +179,12 @@ def _next_good_block(load: Load, records: int, first: Any, last: Any) -> tuple[d
     return columns, good
 
 
-def describe_record(index: ShardIndex, record: Any, offset: Callable[[Any, Any], Any], on_corrupt: OnCorrupt) -> Any:
-    """Returns the message for a bad record that `translate_errors` parses. offset: (shard, number in it) -> byte."""
+def _describe_record(index: ShardIndex, record: Any, offset: Any, on_corrupt: OnCorrupt) -> Any:
+    """Returns the message for a bad record, from which `translate_errors` makes a Corrupt."""
     shard = index.shard_of(record)
     number = record - index.starts[shard]
     reason = "its checksum (CRC-32C) does not match, or it is not what this dataset's records are"
-    numbers = [tf.strings.as_string(number), tf.strings.as_string(offset(shard, number))]
+    numbers = [tf.strings.as_string(number), tf.strings.as_string(offset)]
     return tf.strings.join(
         ["<bad record>", index.urls[shard], "|", numbers[0], "|", numbers[1], f"|{reason}|{on_corrupt}</bad record>"]
     )
@@ -228,12 +230,10 @@ def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: 
             columns[column.name] = tf.reshape(numbers, (-1, column.count))
         return columns, good
 
-    replace = replace_bad_records(
-        load,
-        source.records,
-        on_corrupt,
-        lambda record: describe_record(index, record, lambda _, number: number * size, on_corrupt),
-    )
+    def offset(record: Any) -> Any:
+        return (record - index.starts[index.shard_of(record)]) * size
+
+    replace = replace_bad_records(index, load, source.records, on_corrupt, offset)
 
     def read(first: Any, last: Any) -> Columns:
         columns = replace(first, last)
@@ -306,10 +306,10 @@ def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -
         )
         return tf.strings.join(["<bad shard>", index.urls[shard], ": record ", number, reasons, "</bad shard>"])
 
-    def describe(record: Any) -> Any:
-        return describe_record(index, record, lambda _, __: offsets[offset_index(record[None])[0]], on_corrupt)
+    def offset(record: Any) -> Any:
+        return offsets[offset_index(record[None])[0]]
 
-    read = replace_bad_records(load, source.records, on_corrupt, describe)
+    read = replace_bad_records(index, load, source.records, on_corrupt, offset)
     return TensorRecordSource(source.records, source.record_bytes, length, {"input_ids": (length, tf.int32)}, read)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from training.config import Train
 from training.errors import BadInput
-from training.models.families import SCANNED
+from training.models.hugging_face import SCANNED
 from training.optim import STACKED
 
 Tensors = list[Tensor]

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from training.config import Attention
 from training.errors import BadInput
-from training.models.families import LONG_ATTENTION
+from training.models.hugging_face import LONG_ATTENTION
 from training.models.torch.layer_scan import Loop, Step, Tensors
 
 NAME = "tpu_launch_blocks"  # of transformers' attn_implementation

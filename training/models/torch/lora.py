@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from training.config import Lora
 from training.errors import BadInput
-from training.models.families import is_of_head
+from training.models.hugging_face import is_of_head
 from training.models.initial import initial_weight
 
 

@@ -16,19 +16,17 @@ from torch import Tensor
 
 from training.config import Model, Remat
 from training.errors import BadInput, TrainError, is_out_of_memory
-from training.models.families import (
+from training.models.hugging_face import (
     BERT_LIKE,
     FAMILIES,
     MASKED_LM_HEADS,
     PATCHED,
     PLAIN_HEADS,
-    dropout_rates,
-    is_of_head,
-)
-from training.models.hugging_face import (
     ModelRequirements,
     build_model_config,
     check_capacity,
+    dropout_rates,
+    is_of_head,
     local_copy,
     read_config,
     read_labels,
