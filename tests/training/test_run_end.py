@@ -12,7 +12,7 @@ import pytest
 
 from tests.training.numpy_backend import Runs
 from tests.training.test_start import Pair
-from training import trainer
+from training import run_end
 from training.checkpoint import writer
 from training.checkpoint.snapshot import Snapshot
 from training.checkpoint.tensors import NOT_SPLIT, HeldSlice, Slice, StateSlices, TensorSpec, key_in_part
@@ -93,5 +93,5 @@ def test_a_run_frees_its_snapshots_before_it_copies_weights(tmp_path: Path, monk
         return compare_weights(*arguments)
 
     monkeypatch.setattr(writer, "_PartBuffer", Buffer)
-    monkeypatch.setattr(trainer, "compare_weights", compare)
+    monkeypatch.setattr(run_end, "compare_weights", compare)
     assert Runs(tmp_path).train("r", 0)["committed_step"] == 40
