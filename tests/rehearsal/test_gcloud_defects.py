@@ -6,6 +6,7 @@ test_gcloud.py), 255 that runs a command again and 409 for two changes of metada
 all workers (test_runs.py), output without prefix and standard input for one worker only (test_secrets.py).
 """
 
+import copy
 import os
 import threading
 import time
@@ -20,9 +21,9 @@ from launcher import shell
 from launcher.config import Config, load
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api import queued_resources
-from launcher.emulator.api.catalogue import CODES, ApiError
+from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.http_server import HttpRequest, HttpResponse, json_response
-from launcher.emulator.state import EmulatorState, Host, Store
+from launcher.emulator.state import EmulatorState, Store
 from launcher.emulator.vm import metadata
 from launcher.gcloud import call_gcloud
 from launcher.providers import this_machine
@@ -57,16 +58,16 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str
     found = EmulatorState("0badcafe", 0, "", "", 0, 0, subnet="10.200.0.0/22")
     tpu_api.answer(found, tpu_api.Call("POST", NODE, "", {"nodeId": "demo"}, dict(BODY)), time.time())
     finish_operations(found)
-    (node,) = found.nodes.values()
-    lock = threading.Lock()
+    hostname = found.hosts[0].hostname
+    vm, lock = Store(copy.deepcopy(found), None), threading.Lock()  # the VM on which gcloud runs outlives the slice
 
     def answer(request: HttpRequest) -> HttpResponse:
         with lock:
             if request.segments[0] in ("computeMetadata", ""):
-                return metadata.answer(Store(found, None), lambda _: (node, node.hosts[0]), request)
+                return metadata.answer(vm, hostname, request)
             if request.segments[0] == "compute":
                 return json_response(tpu_api.compute_project("p"))
-            has_attributes = any(host.guest_attributes for host in hosts_of(found))
+            has_attributes = any(host.guest_attributes for host in found.hosts)
             if request.path.endswith(":getGuestAttributes") and not has_attributes:
                 return json_response({"guestAttributes": []})
             try:
@@ -76,7 +77,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str
                 api = queued_resources if queued_resources.concerns(call) else tpu_api
                 return json_response(api.answer(found, call, time.time()))
             except ApiError as error:
-                return json_response(error.as_json(), CODES[error.code][0])
+                return json_response(error.as_json(), error.status)
             finally:
                 finish_operations(found)
 
@@ -105,11 +106,6 @@ def config(tmp_path: Path) -> Config:
     return load_text(tmp_path, SLICE, command=["true"])
 
 
-def hosts_of(state: EmulatorState) -> list[Host]:
-    (node,) = state.nodes.values()
-    return node.hosts
-
-
 def test_a_host_whose_guest_agent_is_not_up_yet_is_a_problem_that_passes(state: EmulatorState, config: Config) -> None:
     """gcloud crashes on one worker of a slice without guest attributes; to the launcher, it doesn't answer yet."""
     crashed = shell.run(commands.ssh_command(config, "true", worker="0"), timeout=600)
@@ -117,7 +113,7 @@ def test_a_host_whose_guest_agent_is_not_up_yet_is_a_problem_that_passes(state: 
     assert "IndexError" in crashed.stderr
     result = SliceConnections(config, this_machine()).run_through_gcloud(0, "true")
     assert (result.reached, "IndexError" in result.problem) == (False, True)
-    for host in hosts_of(state):
+    for host in state.hosts:
         host.guest_attributes["hostkeys/ssh-ed25519"] = "AAAAC3NzaC1lZDI1NTE5AAAAIGAbCdEf"
     dry_run = commands.ssh_command(config, "true", dry_run=True)
     addresses = parse_dry_run(call_gcloud(this_machine(), dry_run, timeout=600))
