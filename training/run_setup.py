@@ -55,10 +55,6 @@ class Run:
         return join(self.config.output, self.cluster.run_id)
 
     @property
-    def checkpoint_folder(self) -> str:
-        return join(self.folder, "checkpoints")
-
-    @property
     def model_folder(self) -> str:
         return join(self.folder, "model")
 
@@ -154,7 +150,7 @@ def open_checkpoints(run: Run) -> CheckpointWriter:
     """Returns the writer of this run's checkpoints, with the settings of the section `checkpoint`."""
     config = run.config
     return CheckpointWriter(
-        run.checkpoint_folder,
+        join(run.folder, "checkpoints"),
         run.cluster,
         run.rendezvous,
         RunDescription(checkpoint_identity(run), config.canonical(), run.code, run.token),

@@ -102,9 +102,9 @@ def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progre
             run.folder, run.program, run.rendezvous, cluster.is_first, run.dependencies.storage
         )
         restored = restore(
-            run.checkpoint_folder, run.rendezvous, run_setup.checkpoint_identity(run), backend.load_state, warn_here,
-            run.dependencies.storage, run.dependencies.machine.threads, history.suspects,
-            config.rendezvous.seconds, backend.slice_to_load,
+            storage.join(run.folder, "checkpoints"), run.rendezvous, run_setup.checkpoint_identity(run),
+            backend.load_state, warn_here, run.dependencies.storage, run.dependencies.machine.threads,
+            history.suspects, config.rendezvous.seconds, backend.slice_to_load,
         )  # fmt: skip
         trainer = Trainer(run, backend, run_setup.open_checkpoints(run), history, record_url, host_progress)
         run.console.print(

@@ -219,7 +219,7 @@ _this_thread = _ThisThread()
 
 @contextlib.contextmanager
 def _cut_off(until: float) -> Iterator[None]:
-    """Ends the block's download at `until` (time.monotonic()) by TimeoutError: a socket's restarts with every byte."""
+    """Ends the block's download at `until`, by time.monotonic(): a socket's time-out starts again with every byte."""
     responses: list[Any] = []
     is_over = threading.Event()
 
