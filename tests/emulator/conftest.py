@@ -11,7 +11,7 @@ from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api import queued_resources
 from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.state import EmulatorState, Node, Operation
-from tests.bucket_server import BucketServer
+from tests.servers import BucketServer
 
 Json = dict[str, Any]
 ZONE = "us-central2-b"

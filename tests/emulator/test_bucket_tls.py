@@ -12,7 +12,7 @@ import pytest
 from launcher.emulator import tls
 from launcher.emulator.bucket import Buckets
 from launcher.emulator.storage import NAMES, StorageApi
-from tests.loopback import LoopbackServer
+from tests.servers import LoopbackServer
 
 
 class Google(LoopbackServer):

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.bucket_server import BucketServer
 from tests.launcher.emulated_gcloud import Cloud
 from tests.launcher.script_host import SHELLS, ScriptHost
 from tests.launcher.test_runs import Hosts, Workstation
+from tests.servers import BucketServer
 
 
 @pytest.fixture(autouse=True)

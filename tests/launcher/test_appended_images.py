@@ -23,7 +23,7 @@ from launcher.images.registry import ManifestDocument, Registry, blob_of, sha256
 from launcher.images.repositories import RegistryCredentials, find_credentials
 from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.script_host import write_program
-from tests.registry_server import HOST, OTHER_HOST, TOKEN, RegistryServer, serve
+from tests.servers import HOST, OTHER_HOST, TOKEN, RegistryServer, serve
 
 MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 REPOSITORY = f"{OTHER_HOST}/p/images/code"

@@ -30,10 +30,10 @@ from launcher.tpu_vm import candidates, commands, deletion, requests, slice_hint
 from launcher.tpu_vm.connections import SliceConnections
 from launcher.tpu_vm.requests import RequestRecord
 from launcher.tpu_vm.slices import NotOurs
-from tests.bucket_server import BucketServer
 from tests.gcloud_commands import UnknownCommand
 from tests.launcher.emulated_gcloud import ANN, BOB, Clock, Cloud, InOrder
 from tests.launcher.run_files import launch, load_text
+from tests.servers import BucketServer
 
 V4, V3 = Candidate("v4-16", "us-central2-b", "spot"), Candidate("v3-8", "us-central1-a", "spot")
 SMALL = Candidate("v4-8", "us-central2-b", "spot")

@@ -20,10 +20,10 @@ from launcher.emulator.http_server import HttpRequest, HttpResponse, json_respon
 from launcher.emulator.storage import error_response, refuse_buckets
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.gcloud import PermissionDenied, explain_error
-from tests.bucket_server import BucketServer
 from tests.kubernetes.golden import EXAMPLE
 from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.test_runs import Workstation
+from tests.servers import BucketServer
 from tests.training import test_labelled_batches as labelled
 from training.storage import gcs
 

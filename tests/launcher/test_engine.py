@@ -19,7 +19,7 @@ from launcher.images.build_context import hash_file
 from launcher.images.registry import ADDRESS
 from launcher.images.specification import ImageSpec, folder_spec
 from tests.launcher.script_host import write_program
-from tests.registry_server import serve
+from tests.servers import serve
 
 
 def client_script(version: str = "28.2.2", *, buildx: bool = False, else_says: str = "") -> str:

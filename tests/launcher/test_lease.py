@@ -25,7 +25,7 @@ from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.session import Session, begin_run, import_run, share, supervising, take_lease
 from launcher.run.specification import Specification
 from launcher.workstation import Workstation
-from tests.bucket_server import BucketServer
+from tests.servers import BucketServer
 from tests.simulation.scheduler import Process, Scheduler, SimulatedClock, SimulatedThreads
 from training import storage
 from training.storage import gcs

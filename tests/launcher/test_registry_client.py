@@ -20,7 +20,7 @@ from launcher.images.repositories import RegistryCredentials, from_docker_settin
 from launcher.provider import Attempt
 from launcher.tpu_vm.host_scripts import start_script
 from tests.launcher.script_host import write_program
-from tests.registry_server import HOST, OTHER_HOST, TOKEN, RegistryServer, serve
+from tests.servers import HOST, OTHER_HOST, TOKEN, RegistryServer, serve
 
 MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 

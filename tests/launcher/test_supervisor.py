@@ -30,10 +30,10 @@ from launcher.run.stop import delete_slice
 from launcher.run.supervisor import Supervisor, is_unfinished
 from launcher.run.verdict import Cause, Kind
 from launcher.shell import Result
-from tests.bucket_server import BucketServer
 from tests.launcher.emulated_gcloud import Clock
 from tests.launcher.test_runs import FakeProvider, FastClock, Hosts
 from tests.processes import wait_until
+from tests.servers import BucketServer
 from training import storage
 from training.yaml_file import Document
 

@@ -16,7 +16,7 @@ from launcher.errors import BadInput
 from launcher.supervisor_manifest import KINDS, PERMISSIONS, SupervisorSpec, render
 from tests.kubernetes.cluster.api import Api, serve
 from tests.kubernetes.cluster.store import Store
-from tests.loopback import LoopbackServer
+from tests.servers import LoopbackServer
 
 IMAGE = f"us-docker.pkg.dev/my-project/images/launcher@sha256:{'a' * 64}"
 ACCOUNT = "tpu-launch-supervisor@my-project.iam.gserviceaccount.com"

@@ -33,7 +33,7 @@ from launcher.tpu_vm.slices import NotOurs
 from launcher.workstation import hash_account, this_owner
 from tests.emulator.conftest import BODY
 from tests.launcher.run_files import SLICE, load_text
-from tests.loopback import LoopbackServer
+from tests.servers import LoopbackServer
 
 GCLOUD = ("gcloud", "compute", "tpus")
 PLACE = ("--project=p", "--zone=us-central2-b")

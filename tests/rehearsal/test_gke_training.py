@@ -25,9 +25,9 @@ from tests.container import small_runs
 from tests.kubernetes.cluster.cluster import CONTEXT, Cluster
 from tests.kubernetes.cluster.store import Object
 from tests.kubernetes.golden import IMAGE
-from tests.loopback import LoopbackServer
 from tests.processes import wait_until
 from tests.rehearsal.workstation import Workstation, environment_for
+from tests.servers import LoopbackServer
 from tests.xla_flags import COMPILE_FAST
 from training import storage
 

@@ -26,7 +26,7 @@ from launcher.images import engine
 from launcher.images.build import ensure_image, list_commands, make_plan
 from launcher.images.specification import ImageSpec, default_spec, folder_spec
 from tests.processes import wait_until
-from tests.registry_server import RegistryServer
+from tests.servers import RegistryServer
 
 pytestmark = pytest.mark.alone
 

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.bucket_server import BucketServer
 from tests.packed_datasets import pack_rows
+from tests.servers import BucketServer
 from tests.training.host_processes import Hosts
 from training.data.formats.dataset import Dataset
 from training.data.prepare.dataset_writer import DatasetPlan

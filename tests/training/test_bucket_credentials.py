@@ -11,7 +11,7 @@ from google.auth.exceptions import RefreshError
 from google.cloud.storage import Client
 
 from launcher.emulator.http_server import HttpResponse, json_response
-from tests.loopback import LoopbackServer
+from tests.servers import LoopbackServer
 from training import storage
 from training.storage import gcs as bucket
 from training.storage import types

@@ -28,11 +28,11 @@ from launcher.tpu_vm.requests import create_only
 from launcher.tpu_vm.slices import make_labels
 from launcher.workstation import Owner, hash_account
 from tests import gcloud_commands
-from tests.simulation.launcher import claims, full_disk, promises, records, scenarios, slice_promises
+from tests.simulation.launcher import claims, faults, promises, records, scenarios, slice_promises
 from tests.simulation.launcher.bucket import TRAINER, CloudStorage
 from tests.simulation.launcher.cluster import Cluster
 from tests.simulation.launcher.commands import Command
-from tests.simulation.launcher.full_disk import FullDisk
+from tests.simulation.launcher.faults import FullDisk
 from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.jobs import SECRET, SUPERVISORS
 from tests.simulation.launcher.scenarios import Action, Candidates, Setting
@@ -131,7 +131,7 @@ class SimulatedRun:
         observe_every(self.rng.choice((1.0, 2.0, 3.0, 4.0)))
         pages = random.Random(f"pages {seed}")
         read_pages(pages.choice((LOG_BYTES, LOG_BYTES, 20_000)), pages.choice((5000, 5000, 20)))
-        self.full_disk = full_disk.draw(seed, stalls=self.scenario.theme == "standstills")
+        self.full_disk = faults.draw_full_disk(seed, stalls=self.scenario.theme == "standstills")
         self.commands: list[Command] = []
         self.world.command, self.world.finish = self.command, self.finish
         homes = _folder()
@@ -179,7 +179,7 @@ class SimulatedRun:
         except Stuck as stuck:
             self.world.break_promise("every wait ends", str(stuck)[:2000])
         finally:
-            full_disk.fill(False)
+            faults.fill_disk(False)
             uninstall()
             self.scheduler.close()
         for task in self.scheduler.crashed:
@@ -354,9 +354,9 @@ class SimulatedRun:
         self.scheduler.sleep(full.after)
         self.world.struck = True
         self.world.note(f"the laptop's disk is full for {full.seconds:.0f} s")
-        full_disk.fill(True)
+        faults.fill_disk(True)
         self.scheduler.sleep(full.seconds)
-        full_disk.fill(False)
+        faults.fill_disk(False)
 
     def _write_event(self, file: FileIO, data: bytes) -> None:
         """Writes an event to a ledger; kills its command at the write that was drawn."""

@@ -10,10 +10,9 @@ from unittest import mock
 
 from tests.simulation.scheduler import Stuck
 from tests.simulation.trainer.bucket import DELETE, WRITE
-from tests.simulation.trainer.fault_scenarios import add_scenario
 from tests.simulation.trainer.features import add_features
 from tests.simulation.trainer.hosts import Output
-from tests.simulation.trainer.plan import REQUESTER, Fault, Plan, draw
+from tests.simulation.trainer.plan import REQUESTER, Fault, Plan, add_scenario, draw
 from tests.simulation.trainer.world import World
 from training import progress
 
