@@ -70,16 +70,8 @@ class Run:
 
     def model_config(self) -> dict[str, Any]:
         """Returns the values of the model's config.json."""
-        tokens = self.task.data.tokens
-        return build_model_config(
-            self.config.model,
-            vocabulary=tokens.vocabulary,
-            pad=tokens.pad,
-            dropout=self.config.train.dropout,
-            head=TASKS[self.config.task].head,
-            labels=self.task.labels,
-            end=tokens.end,
-        )
+        needs = model_requirements(self.config, self.task)
+        return build_model_config(self.config.model, needs, self.config.train.dropout, self.task.data.tokens.end)
 
     def step_seconds(self) -> float:
         """Returns the seconds that this attempt spent in steps and waiting for their batches."""
@@ -201,15 +193,17 @@ def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, re
     return config.model_copy(update={"model": config.model.model_copy(update={"path": start})})
 
 
+def model_requirements(config: TrainerConfig, task: Task) -> ModelRequirements:
+    tokens, head = task.data.tokens, TASKS[config.task].head
+    return ModelRequirements(tokens.vocabulary, tokens.pad, task.data.sequence_length, head, task.labels)
+
+
 def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, task: Task) -> Backend:
     """Sets the device's environment variables, imports the framework and builds the model. Raises BadInput, for a batch
     that does not divide over the real devices for instance, and UnusableTpu."""
     set_device_environment(config.backend, cluster)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    tokens = task.data.tokens
-    requirements = ModelRequirements(
-        tokens.vocabulary, tokens.pad, task.data.sequence_length, TASKS[config.task].head, task.labels
-    )
+    requirements = model_requirements(config, task)
     config = config.for_device(device_kind())
     with rendezvous.limit("opening the devices", config.rendezvous.start_seconds):
         backend = _import_for_devices(config.backend, cluster)(config, cluster, rendezvous, requirements)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from training.batch import Signals, StepResult
 from training.config import Model
 from training.errors import BadInput
-from training.models.hugging_face import build_model_config, read_labels, usable_positions
+from training.models.hugging_face import ModelRequirements, build_model_config, read_labels, usable_positions
 from training.registry import TASKS, task_of_model
 from training.tasks.labels import Regression, accuracy, check_labels, pearson, weighted_f1
 
@@ -64,12 +64,12 @@ def test_a_text_is_cut_where_the_familys_positions_end(family: str, tokens: int)
 
 
 def test_a_classifiers_config_names_its_labels_in_order() -> None:
-    names = [f"intent {number}" for number in range(12)]
+    names = tuple(f"intent {number}" for number in range(12))
     head = TASKS["classification"].head
-    config = build_model_config(Model(name="bert-tiny"), vocabulary=100, pad=0, dropout=None, head=head, labels=names)
+    config = build_model_config(Model(name="bert-tiny"), ModelRequirements(100, 0, 8, head, names), dropout=None)
     assert config["hidden_dropout_prob"] == config["attention_probs_dropout_prob"] == 0.1, "unless train.dropout is set"
     assert config["architectures"] == ["BertForSequenceClassification"]
-    assert read_labels(config) == names
+    assert read_labels(config) == [*names]
 
 
 values = st.lists(st.tuples(st.floats(-10, 10), st.floats(-10, 10)), min_size=2, max_size=40)

@@ -24,7 +24,7 @@ from training.checkpoint.tensors import Damaged, Slice, TensorSpec, encode, whol
 from training.config import Lora, TrainerConfig, restore
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput
-from training.models.hugging_face import CONFIG, WEIGHTS, build_model_config, is_of_head
+from training.models.hugging_face import CONFIG, WEIGHTS, ModelRequirements, build_model_config, is_of_head
 from training.registry import TASKS
 from training.storage import Storage, join
 from training.storage.hub import TOKENIZER_FILES, tokenizer_folder
@@ -94,15 +94,10 @@ def export_checkpoint(run: str, out: str, step: int | None = None, *, merge: boo
         tokenizer = tokenizers.read(settings.data.tokenizer, TASKS[settings.task].rows)
         specs = {name: tensor.spec for name, tensor in manifest.tensors.items()}
         vocabularies = (spec.shape[0] for name, spec in specs.items() if name.endswith(_EMBEDDINGS))
-        config = build_model_config(
-            settings.model,
-            vocabulary=next(vocabularies, tokenizer.special.vocabulary),
-            pad=tokenizer.special.pad,
-            dropout=settings.train.dropout,
-            head=TASKS[settings.task].head,
-            labels=manifest.identity.get("labels"),
-            end=tokenizer.special.end,
-        )
+        vocabulary, head = next(vocabularies, tokenizer.special.vocabulary), TASKS[settings.task].head
+        # No value of config.json follows from the length of rows.
+        needs = ModelRequirements(vocabulary, tokenizer.special.pad, 0, head, manifest.identity.get("labels"))
+        config = build_model_config(settings.model, needs, settings.train.dropout, tokenizer.special.end)
         write_model_folder(out, specs, copy_weights, config, settings.data.tokenizer, run=settings, merge=merge)
     except Damaged as error:
         raise BadInput(

@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -120,29 +120,21 @@ class ModelRequirements:
 
 
 def build_model_config(
-    model: Model,
-    *,
-    vocabulary: int,
-    pad: int,
-    dropout: float | None,
-    head: Head = MASKED_LM,
-    labels: Sequence[str] | None = None,
-    end: int | None = None,
+    model: Model, needs: ModelRequirements, dropout: float | None, end: int | None = None
 ) -> dict[str, Any]:
-    """Returns the values of config.json for a network with this head: those of model.path or model.config, or of the
-    named model. `vocabulary` is the tokenizer's size and `pad` the number of its padding token; both, and `dropout`
-    (None: 0.1), are for a named model only. `labels` are the names of a classifier's classes. `vocabulary` and `end`,
-    the end-of-text token, are for a model.config without its own. Raises BadInput if model.path has no config.json, or
-    names no network."""
+    """Returns the values of config.json for a network with the head that is needed: those of model.path or
+    model.config, or of the named model. `dropout` (None: 0.1) and the padding are for a named model only; the
+    vocabulary is also for a model.config without its own, as is `end`, the end-of-text token. Raises BadInput if
+    model.path has no config.json, or names no network."""
     try:
         if model.config is not None:
-            size = model.vocabulary_size or vocabulary
+            size = model.vocabulary_size or needs.vocabulary
             values = {"vocab_size": size, "bos_token_id": None, "eos_token_id": end, **model.config}
         else:
-            values = _named_config(model, vocabulary, pad, dropout) if model.path is None else read_config(model.path)
+            values = _named_config(model, needs, dropout) if model.path is None else read_config(model.path)
     except BadInput as error:
         raise BadInput(f"model.path: {error}") from None
-    return _with_fresh_head(values, head, labels, model) if head.is_fresh else values
+    return _with_fresh_head(values, needs, model) if needs.head.is_fresh else values
 
 
 def read_labels(config: Mapping[str, Any]) -> list[str]:
@@ -181,24 +173,24 @@ def _prefix(values: Mapping[str, Any], path: str | None) -> str:
     return prefix[1]
 
 
-def _with_fresh_head(values: dict[str, Any], head: Head, labels: Sequence[str] | None, model: Model) -> dict[str, Any]:
+def _with_fresh_head(values: dict[str, Any], needs: ModelRequirements, model: Model) -> dict[str, Any]:
     """Returns `values` with the architecture, labels and problem type of a head. Raises as `_prefix`."""
-    names = ("LABEL_0",) if labels is None else labels  # one number a text has transformers' default name
+    names = ("LABEL_0",) if needs.labels is None else needs.labels  # one number a text has transformers' default name
     own = {
-        "architectures": [f"{_prefix(values, model.path)}{head.network}"],
+        "architectures": [f"{_prefix(values, model.path)}{needs.head.network}"],
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
-        "problem_type": head.problem_type,
+        "problem_type": needs.head.problem_type,
     }
     return {**{name: value for name, value in values.items() if name not in ("_name_or_path", "num_labels")}, **own}
 
 
-def _named_config(model: Model, vocabulary: int, pad: int, dropout: float | None) -> dict[str, Any]:
+def _named_config(model: Model, needs: ModelRequirements, dropout: float | None) -> dict[str, Any]:
     """Returns the values of config.json for the BERT or RoBERTa of the section's name and sizes."""
     dropout = DROPOUT if dropout is None else dropout
     hidden, layers, heads, intermediate, positions = model.shape
     common = {
-        "vocab_size": model.vocabulary_size or vocabulary,
+        "vocab_size": model.vocabulary_size or needs.vocabulary,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -207,12 +199,12 @@ def _named_config(model: Model, vocabulary: int, pad: int, dropout: float | None
         "hidden_dropout_prob": dropout,
         "attention_probs_dropout_prob": dropout,
         "initializer_range": 0.02,
-        "pad_token_id": pad,
+        "pad_token_id": needs.pad,
         "tie_word_embeddings": True,
     }
     if model.family == "roberta":
         # RoBERTa counts positions from pad + 1.
-        own = {"max_position_embeddings": positions + pad + 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+        own = {"max_position_embeddings": positions + needs.pad + 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
         return {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], **common, **own}
     own = {"max_position_embeddings": positions, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
     return {"model_type": "bert", "architectures": ["BertForMaskedLM"], **common, **own}

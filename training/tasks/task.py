@@ -116,8 +116,7 @@ class RunData:
     tokens: SpecialTokens
 
     @property
-    def sequence_length(self) -> int:
-        """Returns the number of tokens of the longest row."""
+    def sequence_length(self) -> int:  # tokens of the longest row
         return self.train.sequence_length
 
     def hashes(self) -> dict[str, str]:

@@ -35,7 +35,14 @@ from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import ClassLabels, FloatLabels, LabelSets, TokenLabels, select_columns
 from training.errors import BadInput
 from training.models.flops import flops_per_row
-from training.models.hugging_face import FAMILIES, SIZES, build_model_config, read_config, read_labels
+from training.models.hugging_face import (
+    FAMILIES,
+    SIZES,
+    ModelRequirements,
+    build_model_config,
+    read_config,
+    read_labels,
+)
 from training.registry import TASKS, task_of_model
 from training.storage.types import place_mistake
 from training.yaml_file import ConfigError, parse
@@ -240,9 +247,8 @@ def read_model(folder: Path, random: Random) -> bool:
         values = read_config(str(folder))
         task_of_model(values)
         read_labels(values)
-        config = build_model_config(
-            Model(path=str(folder)), vocabulary=VOCABULARY, pad=3, dropout=0.1, head=TASKS[task].head, labels=["a", "b"]
-        )
+        needs = ModelRequirements(VOCABULARY, 3, LENGTH, TASKS[task].head, ("a", "b"))
+        config = build_model_config(Model(path=str(folder)), needs, dropout=0.1)
         assert all(type(config.get(name, 1)) is int for name in SIZES) or config["model_type"] not in FAMILIES
         flops_per_row(config, LENGTH, 2 if task == "mlm" else None)
     except BadInput as error:

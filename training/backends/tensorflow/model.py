@@ -78,9 +78,7 @@ def build(
     """Builds a network with the task's head and sets its weights by `assign`: those of `model.path`, or fresh ones, the
     same on every host and in every backend. Its dropouts draw from `noise`. Returns the network and its parameters.
     Raises BadInput if `model.path` lacks weights or the data does not fit the model."""
-    values = build_model_config(
-        model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, head=needs.head, labels=needs.labels
-    )
+    values = build_model_config(model, needs, dropout)
     require_family(values, model.path, needs.head, "tensorflow")
     network = _build_network(values, needs.head, dropout)
     check_capacity(network.config, needs)

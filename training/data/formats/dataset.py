@@ -123,8 +123,7 @@ class Dataset:
     hash: str
 
     @property
-    def sequence_length(self) -> int:
-        """Tokens of the longest row."""
+    def sequence_length(self) -> int:  # tokens of the longest row
         return self.manifest.sequence_length
 
     @property
@@ -140,17 +139,14 @@ class Dataset:
         return {length: count for length, count in sorted(counts.items()) if count}
 
     def shard_url(self, shard: Shard) -> str:
-        """Returns the URL of one of the shards."""
         return storage.join(shard.folder or self.url, shard.name)
 
     @property
-    def has_pairs(self) -> bool:
-        """Whether a row is two texts."""
+    def has_pairs(self) -> bool:  # a row is two texts
         return TYPES in self.manifest.features
 
     @property
-    def shards(self) -> Sequence[Shard]:
-        """The shards in the order in which records are numbered."""
+    def shards(self) -> Sequence[Shard]:  # in the order in which records are numbered
         return self.manifest.shards
 
     def require(

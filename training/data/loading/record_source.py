@@ -178,9 +178,8 @@ def _replace_bad(load: Load, rows: Arrays, bad: Mapping[int, BadInput], first: i
 def open_source(dataset: Dataset, *, vocabulary: int | None = None, on_corrupt: OnCorrupt = "stop") -> RecordSource:
     """Opens the record source for a dataset's layout. `vocabulary`, `on_corrupt`: as for `FixedShards`, `RecipeShards`.
     Raises BadInput when a shard is missing or is not the one that the manifest lists."""
-    if dataset.manifest.layout == "recipe":
-        return RecipeShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
-    return FixedShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
+    layout = RecipeShards if dataset.manifest.layout == "recipe" else FixedShards
+    return layout(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
 
 
 class FixedShards(ShardSource):

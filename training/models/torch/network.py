@@ -40,9 +40,7 @@ from training.registry import CAUSAL_LM, Head
 def build(model: Model, needs: ModelRequirements, *, dropout: float | None, seed: int) -> torch.nn.Module:
     """Returns a network with the task's head, in training mode on the CPU. The same seed gives the same weights on
     every host. Raises BadInput if model.path can't be trained, lacks weights, or is too small for the data."""
-    values = build_model_config(
-        model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, head=needs.head, labels=needs.labels
-    )
+    values = build_model_config(model, needs, dropout)
     place = "model.config" if model.path is None else f"model.path {model.path}"
     if model.config is not None:
         network = _from_config(place, values, dropout, seed)
@@ -323,9 +321,7 @@ def build_empty(model: Model, needs: ModelRequirements, *, dropout: float | None
     import transformers
     from transformers.modeling_utils import no_init_weights
 
-    values: dict[str, Any] = build_model_config(
-        model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, head=needs.head, labels=needs.labels
-    )
+    values: dict[str, Any] = build_model_config(model, needs, dropout)
     if needs.head.network == "ForMaskedLM" and values["model_type"] not in BERT_LIKE:
         return None
     unwanted: dict[str, Any] = {name: False for name in ("reference_compile", "use_cache") if name in values}
