@@ -1,7 +1,7 @@
 """The `checkpoint` section of the YAML file, and its policies: when to save, and which checkpoints to keep."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field
@@ -52,11 +52,11 @@ class CheckpointSection(Section):
     background: bool = True
     """Write a checkpoint while the next steps run. `false` waits for each save to be committed."""
 
-    def deletable(self, committed: Iterable[int], best: Collection[int] = ()) -> list[int]:
+    def deletable(self, committed: Iterable[int], best: int | None = None) -> list[int]:
         """Returns the committed steps to delete, oldest first: not the `keep_last` newest, multiples of `keep_every`,
         `best`."""
         old = sorted(committed)[: -self.keep_last]
-        return [step for step in old if not (self.keep_every and step % self.keep_every == 0) and step not in best]
+        return [step for step in old if not (self.keep_every and step % self.keep_every == 0) and step != best]
 
 
 def is_step_due(step: int, every: int | None) -> bool:

@@ -298,7 +298,7 @@ class CheckpointWriter:
     def _delete_old(self, manifest: Manifest) -> None:
         """Deletes checkpoints that the policy does not keep, and parts that no commit will ever name, older than
         `manifest`. Raises before if the fence raises. A storage error is only a warning: the next save tries again."""
-        newest, best = manifest.step, best_step(manifest)
+        newest = manifest.step
         try:
             self._check_fence_again(manifest)
             contents = list_folders(self.folder, self._storage)
@@ -306,7 +306,7 @@ class CheckpointWriter:
             whole = [step for step in contents if form.MANIFEST in contents[step] and step not in self._damaged]
             abandoned = [step for step in contents if step < newest and step not in whole]
             committed = [step for step in whole if step <= newest]
-            for step in (*self._settings.deletable(committed, () if best is None else (best,)), *abandoned):
+            for step in (*self._settings.deletable(committed, best_step(manifest)), *abandoned):
                 delete_checkpoint(self.folder, step, contents[step], self._storage)
             self._storage.remove_partial_files(self.folder, lambda name: (form.step_of(name) or newest) < newest)
             self._warn_of_deletes = True

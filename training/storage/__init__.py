@@ -94,7 +94,7 @@ def folders(url: str) -> list[str]:
 
 
 def read(url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
-    """Reads bytes [start, end), fewer if the object ends before. Raises Changed if that is not of `generation`."""
+    """Reads bytes [start, end), fewer if the object ends. Raises NotFound, or Changed for another `generation`."""
     if start < 0 or (end is not None and end < start):
         raise ValueError(f"{url}: bytes [{start}, {end}) is not a range")
     data = gcs.read(url, start, end, generation) if is_remote(url) else _read_local(url, start, end, generation)

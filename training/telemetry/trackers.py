@@ -95,7 +95,7 @@ def name_scalars(values: Mapping[str, Any]) -> dict[str, float]:
 PAUSE_SECONDS = 60.0
 MOST_WAITING = 10_000
 _PROJECT = "tpu-launch"  # and the name of MLflow's experiment
-_WANDB_SECONDS = 15  # timeout of the login, the start and the end of a run
+_WANDB_TIMEOUTS = dict.fromkeys(("login_timeout", "init_timeout", "finish_timeout"), 15)  # seconds
 # MLflow's own defaults retry for many minutes, and would hold up the other trackers.
 _MLFLOW_TIMEOUTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 _MLFLOW_METRICS = 500  # of one call; a server takes 1,000
@@ -186,13 +186,7 @@ class WandbRun:
             dir=os.environ.get("WANDB_DIR") or local or tempfile.gettempdir(),
             config={**info.settings, "attempt": info.attempt, "resumed_at": info.resumed_at},
             resume="allow",
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                init_timeout=_WANDB_SECONDS,
-                finish_timeout=_WANDB_SECONDS,
-                login_timeout=_WANDB_SECONDS,
-            ),
+            settings=wandb.Settings(console="off", silent=True, **_WANDB_TIMEOUTS),
         )
 
     def send(self, lines: Sequence[Line]) -> None:
