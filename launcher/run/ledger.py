@@ -134,7 +134,10 @@ class Ledger:
                 number = number or (len(self.entries()) + 1 if self.bucket else 1)
                 return self._record(line, number)
             except (OSError, storage.StorageError) as error:
-                if self.clock.monotonic() < deadline or (patience and self._is_waiting_for_bucket(error)):
+                in_time = self.clock.monotonic() < deadline
+                if in_time or (patience and self.lease is not None and isinstance(error, storage.StorageError)):
+                    if not in_time:
+                        self.confirm()  # the bucket has failed: waits until the lease is renewed
                     self.clock.sleep(_FULL_DISK_POLL_SECONDS)
                     continue
                 waited = f" for {patience:.0f} s" if patience else ""
@@ -202,14 +205,6 @@ class Ledger:
                 number += 1
             if number > len(self.entries()):
                 self._write(line)
-
-    def _is_waiting_for_bucket(self, error: Exception) -> bool:
-        """If the bucket has failed and this process has the lease, waits until that is renewed and returns True; else
-        returns False. Ends this process if another one has the lease."""
-        if self.lease is None or not isinstance(error, storage.StorageError):
-            return False
-        self.confirm()
-        return True
 
     def _check_supervisor(self) -> None:
         """Ends this process if it had the lease and the file has a later Supervised event, of another process."""

@@ -27,9 +27,8 @@ from launcher.config import Config
 from launcher.container_output import CUT, after
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import write_private, write_whole
-from launcher.provider import LOG_OVERLAP, LogLine, Observation, Provider, container_name
-from launcher.run.ledger import Ledger
-from launcher.run.session import Context, Output, find_on_slice, open_session
+from launcher.provider import LOG_OVERLAP, LogLine, Observation
+from launcher.run.session import Context, Output, Session, find_on_slice, open_session
 from training.machine import shift
 
 _TAIL_BYTES = 2_000_000  # of a log file, to find the lines of the overlap again after a restart
@@ -241,7 +240,7 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
     workers = session.choose_workers(host)
     files = {worker: ledger.log_file(number, worker) for worker in workers}
     offsets = dict.fromkeys(workers, 0)
-    fetcher = _Fetcher(ledger, session.provider, number, files, context.output)
+    fetcher = _Fetcher(session, number, files)
     answered = context.machine.clock.monotonic()
     try:
         while True:
@@ -289,14 +288,10 @@ def _emit_from(path: Path, offset: int, worker: int, output: Output) -> int:
 class _Fetcher:
     """Fetches the lines of an attempt's hosts into the run's files while no other process supervises the run."""
 
-    def __init__(
-        self, ledger: Ledger, provider: Provider, number: int, files: Mapping[int, Path], output: Output
-    ) -> None:
-        self._ledger, self._provider, self._files, self._output = ledger, provider, files, output
-        self._number = number
+    def __init__(self, session: Session, number: int, files: Mapping[int, Path]) -> None:
+        self._session, self._files, self._container = session, files, session.container(number)
         self._problems = dict.fromkeys(files, "")
-        self._next_page: dict[int, str] = {}
-        """Time from which on the last observation of a host had no room for lines."""
+        self._next_page: dict[int, str] = {}  # time from which on a host's last observation had no room for lines
         self.containers_ended = False  # whether the last fetch found no running container on any host
         self.silent = False  # whether no host that may go on writing answered the last fetch
         self._conflicts = 0  # fetches in a row that found the run's lock held
@@ -312,7 +307,7 @@ class _Fetcher:
         `silent`."""
         pages, self._next_page, self.containers_ended = self._next_page, {}, False
         try:
-            with self._ledger.supervising(patience=0.0):
+            with self._session.ledger.supervising(patience=0.0):
                 running = [worker for worker in self._files if self._fetch_from(worker, pages.get(worker))]
                 self.containers_ended = not running
                 self.silent, self._conflicts = all(self._problems[worker] for worker in running), 0
@@ -327,14 +322,13 @@ class _Fetcher:
         """Appends a page of a host's new lines, from the time `page` on (None: the log's end), and says if the host
         does not answer. Returns whether its container may go on writing."""
         log = HostLog(self._files[worker])
-        container = container_name(self._ledger.run_id, self._number)
         try:
             since = page or log.cursor.since
-            observation = replace(self._provider.observe(worker, container, since), since=since)
+            observation = replace(self._session.provider.observe(worker, self._container, since), since=since)
         except LaunchError as error:
             observation = Observation(worker, None, problem=str(error).splitlines()[0])
         if observation.problem not in ("", self._problems[worker]):
-            self._output.say(f"host {worker} does not answer: {observation.problem}")
+            self._session.context.output.say(f"host {worker} does not answer: {observation.problem}")
         self._problems[worker] = observation.problem
         log.append_new(observation.lines, open=observation.open)
         if page := next_page(observation):

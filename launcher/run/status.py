@@ -8,12 +8,12 @@ import contextlib
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from launcher import costs
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
-from launcher.provider import Observation, Provider, SliceState, container_name
+from launcher.provider import LogLine, Observation, Provider, SliceState, container_name
 from launcher.run import events
 from launcher.run.events import Entry
 from launcher.run.ledger import Ledger
@@ -22,7 +22,7 @@ from launcher.run.session import Context, find_on_slice, find_run
 from launcher.run.verdict import describe_exit
 from launcher.tpu_vm import slice_hints
 from launcher.workstation import Workstation
-from training.machine import Clock, format_time, parse_time
+from training.machine import format_time, parse_time
 from training.telemetry.progress_line import TRAINING, ProgressLine, parse, slowest
 
 _LAST_LINE_BYTES = 20_000  # of a host's log, for its last line
@@ -109,26 +109,12 @@ def read_status(config: Config, context: Context, provider: Provider, run_id: st
         if run_id is not None:
             raise
         return Status(config.slice.name, slice_state, None, None, None, [], [])
-    number, outcome = ledger.state.attempt, ledger.state.outcome
-    observations: list[Observation] = []
-    addresses: Sequence[str] = ()
-    if slice_state is not None and slice_state.ready and ledger.state.phase.is_open:
-        addresses = slice_state.hosts
-        observations = _observe_hosts(provider, ledger, number, len(addresses), context.machine)
-    hosts = [
-        _host_status(observation, addresses[observation.worker], ledger, number, context.machine.clock)
-        for observation in observations
-    ]
-    return Status(
-        config.slice.name,
-        slice_state,
-        ledger.run_id,
-        max(number, 0),
-        outcome,
-        recent_history(ledger),
-        hosts,
-        next((host.progress for host in hosts if host.progress), ledger.newest_progress(number)),
-    )
+    state, hosts = ledger.state, list[HostStatus]()
+    if slice_state is not None and slice_state.ready and state.phase.is_open:
+        hosts = _look_at_hosts(provider, ledger, slice_state.hosts, context.machine)
+    progress = next((host.progress for host in hosts if host.progress), ledger.newest_progress(state.attempt))
+    number, history = max(state.attempt, 0), recent_history(ledger)
+    return Status(config.slice.name, slice_state, ledger.run_id, number, state.outcome, history, hosts, progress)
 
 
 def recent_history(ledger: Ledger) -> list[str]:
@@ -156,46 +142,35 @@ def _describe_details(event: events.RunEvent) -> str:
         return f"in {sum(seconds.values()):.1f} s: {parts}"
     if isinstance(event, events.StragglerFound):
         return f"{event.factor:.1f} times the others' time in {event.part} since step {event.step:,}"
-    return next(
-        (
-            str(text)
-            for name in ("outcome", "problem", "reason", "path", "holder")
-            if (text := getattr(event, name, ""))
-        ),
-        "",
-    )
+    texts = (getattr(event, name, "") for name in ("outcome", "problem", "reason", "path", "holder"))
+    return str(next(filter(None, texts), ""))
 
 
-def _observe_hosts(
-    provider: Provider, ledger: Ledger, number: int, hosts: int, machine: Workstation
-) -> list[Observation]:
-    """Observes an attempt's container on all hosts at once, with their lines of the last minute."""
+def _look_at_hosts(
+    provider: Provider, ledger: Ledger, addresses: Sequence[str], machine: Workstation
+) -> list[HostStatus]:
+    """Asks all hosts at once about the newest attempt. Returns the container and progress of each, and its newest line
+    of the last minute, or else of its kept log, with the line's age."""
+    number, since = ledger.state.attempt, format_time(machine.clock.time() - _RECENT_SECONDS)
     container = container_name(ledger.run_id, number)
-    since = format_time(machine.clock.time() - _RECENT_SECONDS)
 
-    def observe(worker: int) -> Observation:
+    def look(worker: int) -> HostStatus:
         observation = provider.observe(worker, container, since, progress=True)
+        lines: Sequence[LogLine] = observation.lines
         if observation.more:  # it ends before the newest line
             with contextlib.suppress(LaunchError):
-                newest = provider.look(worker, container, lines=1).lines
-                return replace(observation, lines=newest or observation.lines)
-        return observation
+                lines = provider.look(worker, container, lines=1).lines or lines
+        kept = ledger.log_file(number, worker)
+        if not lines and kept.exists():
+            lines = tail(kept, _LAST_LINE_BYTES)
+        last = lines[-1] if lines else LogLine("", "")
+        written = parse_time(last.timestamp)
+        quiet = None if written is None else max(0.0, round(machine.clock.time() - written, 1))
+        text = last.text.rstrip("\r").rpartition("\r")[2][:_SHOWN_CHARACTERS]  # a progress bar's newest state
+        state = _describe_container(observation)
+        return HostStatus(worker, addresses[worker], state, text, quiet, slowest(observation.progress))
 
-    return machine.threads.map(observe, range(hosts), at_once=64)
-
-
-def _host_status(observation: Observation, address: str, ledger: Ledger, number: int, clock: Clock) -> HostStatus:
-    """Returns a host's status: its container, progress, and newest line with its age, observed or from its kept log."""
-    kept = ledger.log_file(number, observation.worker)
-    lines = observation.lines or (tail(kept, _LAST_LINE_BYTES) if kept.exists() else ())
-    progress = slowest(observation.progress)
-    if not lines:
-        return HostStatus(observation.worker, address, _describe_container(observation), "", progress=progress)
-    last = lines[-1]
-    written = parse_time(last.timestamp)
-    quiet = None if written is None else max(0.0, round(clock.time() - written, 1))
-    text = last.text.rstrip("\r").rpartition("\r")[2][:_SHOWN_CHARACTERS]  # a progress bar's newest state
-    return HostStatus(observation.worker, address, _describe_container(observation), text, quiet, progress)
+    return machine.threads.map(look, range(len(addresses)), at_once=64)
 
 
 def describe_progress(line: ProgressLine) -> str:
@@ -360,15 +335,13 @@ class Top:
         created = status.slice.created if status.slice is not None else ""
         lines = status.lines()
         cost = costs.since(slice_hints.in_current_place(self._config), created, now)
-        view = View(slice=lines[0], run=lines[1], time=format_time(now), cost=cost)
         if status.run is None:
-            return view
+            return View(lines[0], lines[1], format_time(now), cost=cost)
         self._read_losses(find_run(self._context.home, self._context.machine, status.run))
+        losses, hosts, history = self._losses, status.hosts, status.history
         if status.progress is not None and status.progress.loss is not None:
-            self._losses[status.progress.step] = status.progress.loss
-        return replace(
-            view, progress=status.progress, losses=dict(self._losses), hosts=status.hosts, history=status.history
-        )
+            losses[status.progress.step] = status.progress.loss
+        return View(lines[0], lines[1], format_time(now), status.progress, dict(losses), hosts, cost, history)
 
     def _read_losses(self, ledger: Ledger) -> None:
         """Adds the losses that were kept since the last look; a later attempt's replace an earlier one's."""

@@ -8,9 +8,7 @@ if its process is killed, the run goes on, and another process attaches to it.
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from launcher.errors import BadInput, LaunchError, from_disk
 from launcher.masking import SecretMasker
@@ -22,7 +20,7 @@ from launcher.run.logs import HostLog, next_page
 from launcher.run.progress import DEFAULT_SECONDS, HostsProgress, judge_stall
 from launcher.run.session import Session
 from launcher.run.state import Phase, recorded_ends, recorded_verdict
-from launcher.run.verdict import RECREATED, HostView, Kind, Limits, Verdict, describe_exit, explain, judge
+from launcher.run.verdict import RECREATED, UNSEEN, HostView, Kind, Limits, Verdict, describe_exit, explain, judge
 from training.machine import Queue
 from training.telemetry.progress_line import slowest
 
@@ -149,11 +147,11 @@ class _Supervision:
         )
         self.logs = {worker: HostLog(ledger.log_file(attempt, worker)) for worker in session.workers}
         self.inbox: Queue[Observation | SliceAnswer] = self.threads.queue(_INBOX_SIZE)
-        self.over = self.threads.event()
+        self.over, self.turn = self.threads.event(), self.threads.lock()
         self.interval = max(OBSERVE_EVERY, len(session.workers) / _OBSERVATIONS_A_SECOND)
         self.started_everywhere = ledger.state.phase is Phase.RUNNING
         begun = self.clock.monotonic()
-        self.views = {worker: HostView(worker, None, seen=begun) for worker in session.workers}
+        self.views = {worker: HostView(worker, UNSEEN, seen=begun) for worker in session.workers}
         for worker, state in recorded_ends(ledger.events(), attempt).items():  # the host may be out of reach by now
             self.views[worker] = HostView(worker, state, seen=begun, ended_seen=begun - 0.1)  # before any answer
         self.judged = recorded_verdict(ledger.events(), attempt)
@@ -244,8 +242,7 @@ class _Supervision:
 
     def fetch_rest(self, workers: Sequence[int]) -> None:
         """Delivers the last lines of these hosts, 64 at a time, holding one observation of each in memory."""
-        turn = self.threads.lock()
-        self.threads.map(lambda worker: self._fetch_rest_of(worker, turn), workers, at_once=_AT_ONCE)
+        self.threads.map(self._fetch_rest_of, workers, at_once=_AT_ONCE)
 
     # -- the main task -----------------------------------------------------------------------------------------------
 
@@ -336,7 +333,7 @@ class _Supervision:
         self.api_only_seconds, self.api_answered = 0.0, float("-inf")
         container, ended_seen, ended_away = answer.container, view.ended_seen, view.ended_away
         if view.ended and not view.rebooted:  # what a later reboot or removal makes of it changes nothing
-            container = view.container or container
+            container = view.container
         if (container.ended or container.status == "absent") and ended_seen is None:
             ended_seen, ended_away = now, bool(view.problem)
             what = describe_exit(container) if container.ended else "its container is gone"
@@ -470,7 +467,7 @@ class _Supervision:
         state = RECREATED if _is_another(slice_state, self.ledger, self.attempt) else slice_state.state
         return SliceAnswer(state, slice_state.trouble)
 
-    def _fetch_rest_of(self, worker: int, turn: AbstractContextManager[Any]) -> None:
+    def _fetch_rest_of(self, worker: int) -> None:
         """Delivers a host's last lines, each page while it holds `turn`. Retries a host that does not answer, as its
         container is removed next; then says that lines may be missing."""
         log = self.logs[worker]
@@ -481,13 +478,13 @@ class _Supervision:
                 failures += 1
                 problem, last = observation.problem or "no answer", failures == _LAST_TRIES
             else:
-                with turn:
+                with self.turn:
                     self._deliver(observation)
                 problem = observation.problem or ("this machine's disk is full" if log.behind else "")
                 last = self.clock.monotonic() - begun > _FULL_DISK_SECONDS
             if problem:
                 if last:
-                    with turn:
+                    with self.turn:
                         self.say(f"host {worker}: its last lines may be missing: {problem}")
                     return
                 self.clock.sleep(OBSERVE_EVERY)
@@ -495,7 +492,7 @@ class _Supervision:
             page = next_page(observation)
             if page and self.clock.monotonic() - begun > _LAST_SECONDS:
                 end = self.provider.look(worker, self.container, lines=_END_LINES)
-                with turn:
+                with self.turn:
                     self.say(f"host {worker}: lines before its last {_END_LINES} may be missing: it wrote too many")
                     self._deliver(end)
                 return

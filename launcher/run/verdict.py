@@ -57,12 +57,15 @@ class Kind(enum.Enum):
         return self.exit_code is not None
 
 
+UNSEEN = ContainerState("")  # of a host that has not answered yet
+
+
 @dataclass(frozen=True)
 class HostView:
     """The state of one host, from all its observations. Times are seconds of the launcher's monotonic clock."""
 
     worker: int
-    container: ContainerState | None  # as last seen
+    container: ContainerState  # as last seen
     seen: float  # when the host last answered
     problem: str = ""  # why it does not answer now; empty if it does
     failing_since: float = float("-inf")  # when the first look that asked it failed since it answered; inf: none has
@@ -77,7 +80,11 @@ class HostView:
 
     @property
     def ended(self) -> bool:
-        return self.container is not None and self.container.ended
+        return self.container.ended
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.container.exit_code
 
     @property
     def finished(self) -> bool:
@@ -87,7 +94,7 @@ class HostView:
     @property
     def removed(self) -> bool:
         """Whether the host answers that it has no such container."""
-        return self.reachable and self.container is not None and self.container.status == "absent"
+        return self.reachable and self.container.status == "absent"
 
     @property
     def rebooted(self) -> bool:
@@ -95,23 +102,8 @@ class HostView:
         an end before: an OOM kill, which only an engine that saw it reports, or 75, 76 or 2 from before the reboot,
         which only the trainer gives (0 may be made up, by a reboot before the last)."""
         state = self.container
-        if state is None or not state.rebooted or state.oom_killed:
-            return False
-        return not (state.ended_before_reboot and state.exit_code in _TRAINERS_OWN)
-
-    @property
-    def oom_killed(self) -> bool:
-        return self.container is not None and self.container.oom_killed
-
-    @property
-    def exit_code(self) -> int | None:
-        """Exit code of the container; None while it runs."""
-        return self.container.exit_code if self.container else None
-
-    @property
-    def finished_at(self) -> str:
-        """When the container ended, by the host's clock (RFC 3339); empty while it runs."""
-        return self.container.finished_at if self.container else ""
+        proves_end = state.oom_killed or (state.ended_before_reboot and state.exit_code in _TRAINERS_OWN)
+        return state.rebooted and not proves_end
 
 
 @dataclass(frozen=True)
@@ -215,9 +207,8 @@ def judge(
 def _trust_end(view: HostView) -> HostView:
     """Returns a host's view as if it had not rebooted, if its container had finished before; else the given view."""
     state = view.container
-    if state is None or not (state.ended_before_reboot and state.exit_code == TrainerExit.FINISHED):
-        return view
-    return replace(view, container=replace(state, rebooted=False))
+    finished = state.ended_before_reboot and state.exit_code == TrainerExit.FINISHED
+    return replace(view, container=replace(state, rebooted=False)) if finished else view
 
 
 def _judge_lost(views: Sequence[HostView], now: float, limits: Limits, stepped: float) -> Verdict | None:
@@ -245,7 +236,7 @@ def _judge_failure(views: Sequence[HostView], now: float, limits: Limits, *, sto
         return None
     first_seen = min(view.ended_seen if view.ended_seen is not None else now for view in (*failed, *removed))
     others = [view for view in views if view not in failed and view not in removed]
-    silent = [view for view in others if not (view.reachable and view.container and view.seen > first_seen)]
+    silent = [view for view in others if not (view.reachable and view.container.status and view.seen > first_seen)]
     waiting = [view for view in others if view in silent or view.asked <= first_seen]
     settled = all(not view.reachable and now - view.seen > limits.blip for view in waiting)
     explained = bool(silent) or any(view.rebooted or view.exit_code != TrainerExit.LOST_PEER for view in failed)
@@ -264,7 +255,7 @@ def _judge_failure(views: Sequence[HostView], now: float, limits: Limits, *, sto
 
     def symptoms(cause: HostView) -> tuple[str, ...]:
         others = [view for view in failed if view is not cause]
-        return tuple(f"host {view.worker}: {describe_exit(view.container)}" for view in others if view.container)
+        return tuple(f"host {view.worker}: {describe_exit(view.container)}" for view in others)
 
     if rebooted := [view for view in failed if view.rebooted]:
         cause = rebooted[0]
@@ -288,8 +279,9 @@ def _find_lost(
     if lost := [view for view in silent if not view.ended]:
         host = min(lost, key=lambda view: view.seen)
         return host, _describe_lost(host, now)
-    if restarted := [view for view in failed if view.ended_away and view.exit_code in _KILLED and not view.oom_killed]:
-        host = min(restarted, key=lambda view: view.finished_at)
+    killed = [view for view in failed if view.exit_code in _KILLED and not view.container.oom_killed]
+    if restarted := [view for view in killed if view.ended_away]:
+        host = min(restarted, key=lambda view: view.container.finished_at)
         what = "the host went away and came back; its container was killed with it"
         return host, replace(_describe_exit_of(host), what=what)
     if away := [view for view in removed if view.ended_away]:
@@ -309,7 +301,7 @@ _KILLED = (137, 143, 255)  # how a container ends when its machine goes down
 def _first(failed: Sequence[HostView]) -> HostView:
     """Returns the host whose engine recorded the earliest exit; one that lost a peer only if there is no other."""
     causes = [view for view in failed if view.exit_code != TrainerExit.LOST_PEER]
-    return min(causes or failed, key=lambda view: view.finished_at)
+    return min(causes or failed, key=lambda view: view.container.finished_at)
 
 
 def _describe_lost(view: HostView, now: float) -> Cause:
@@ -334,7 +326,6 @@ def _describe_unreachable(views: Sequence[HostView], seconds: float) -> Cause:
 def _describe_exit_of(view: HostView) -> Cause:
     """Returns the cause of an end by the exit of a host's container."""
     state = view.container
-    assert state is not None
     return Cause(view.worker, describe_exit(state), state.exit_code, state.oom_killed, state.finished_at)
 
 

@@ -26,7 +26,7 @@ from launcher.run.ledger import Ledger
 from launcher.run.session import RunStopped, open_session
 from launcher.run.stop import delete_slice, explain_interrupt, stop_run
 from launcher.run.supervise import SliceAnswer, _Supervision
-from launcher.run.verdict import Cause, HostView, Kind, Verdict, judge
+from launcher.run.verdict import UNSEEN, Cause, HostView, Kind, Verdict, judge
 from launcher.tpu_vm import slice_hints
 from tests.launcher.script_host import write_program
 from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight
@@ -778,7 +778,7 @@ def test_only_answers_of_the_api_count_while_no_host_answers_and_no_hours_withou
 def test_looks_that_the_api_server_does_not_take_lose_no_host(work: Workstation) -> None:
     work.run(work.config())
     supervision = _Supervision(open_session(work.context(), work.ledger), 0)
-    supervision.views = {worker: HostView(worker, None, work.clock.monotonic()) for worker in range(2)}
+    supervision.views = {worker: HostView(worker, UNSEEN, work.clock.monotonic()) for worker in range(2)}
     for not_taken, kind in ((True, Kind.RUNNING), (False, Kind.HOST_LOST), (True, Kind.HOST_LOST)):
         supervision._update_view(Observation(1, None, problem="throttled, or no route to host", not_taken=not_taken))
         work.clock.skipped += 200

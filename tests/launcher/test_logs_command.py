@@ -119,8 +119,7 @@ def test_hosts_are_silent_only_while_none_answers(tmp_path: Path) -> None:
     away = LaunchError("ssh: connection refused")
     terminal = Terminal(tmp_path, [line(0)], [away, RUNNING, away, away])
     files = {worker: terminal.ledger.log_file(0, worker) for worker in (0, 1)}
-    provider = terminal.context.make_provider(terminal.config)
-    fetcher = logs._Fetcher(terminal.ledger, provider, 0, files, terminal.context.output)
+    fetcher = logs._Fetcher(open_session(terminal.context, terminal.ledger), 0, files)
     for silent in (False, True):
         fetcher.fetch()
         assert fetcher.silent == silent

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from launcher.errors import Exit
 from launcher.provider import ContainerState
-from launcher.run.verdict import Cause, HostView, Kind, Limits, Verdict, explain, judge
+from launcher.run.verdict import UNSEEN, Cause, HostView, Kind, Limits, Verdict, explain, judge
 
 LIMITS = Limits(settle=4, blip=2.5, lost=120)
 EARLY, LATE = "2026-01-01T00:00:00Z", "2026-01-01T00:00:05Z"
@@ -48,7 +48,7 @@ EXPORTED = replace(exited(0, 0, seen=-99.0, ended_seen=-99.0), problem="timed ou
 CASES = {
     "all hosts run": ([running(0), running(1)], (Kind.RUNNING, -1)),
     "all hosts finished": ([exited(0, 0), exited(1, 0)], (Kind.FINISHED, -1)),
-    "nothing is known of a host yet": ([exited(0, 0), replace(running(1), container=None)], (Kind.RUNNING, -1)),
+    "nothing is known of a host yet": ([exited(0, 0), replace(running(1), container=UNSEEN)], (Kind.RUNNING, -1)),
     "one host finished early": ([exited(0, 0), running(1)], (Kind.RUNNING, -1)),
     "all hosts saved": ([exited(0, 75), exited(1, 75)], (Kind.SAVED, -1)),
     "the other hosts were not polled since the failure":
