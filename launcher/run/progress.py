@@ -76,12 +76,18 @@ def update(view: ProgressView | None, line: ProgressLine, now: float) -> Progres
     return ProgressView(line, now, now, steps)
 
 
-def judge_stall(views: Mapping[int, ProgressView], limit: float, quiet: float) -> str | None:
-    """Returns how an attempt hangs, in words, whose running hosts tell their progress (`views`); None while it may be
-    healthy. `limit`: least seconds without progress in training. `quiet`: seconds for which no host has written a line
-    of output, which count for programs without phases."""
+def judge_stall(views: Mapping[int, ProgressView], stall_minutes: float | None, quiet: float) -> str | None:
+    """Returns how an attempt hangs, in words; None while it may be healthy.
+
+    Args:
+        views: Running hosts that tell their progress. Without any, the attempt hangs only by `stall_minutes`.
+        stall_minutes: `run.stall_minutes`.
+        quiet: For how many seconds no host has written a line of output, which counts for programs without phases.
+    """
+    limit = DEFAULT_SECONDS if stall_minutes is None else stall_minutes * 60
     if not views:
-        return None
+        silent = stall_minutes is not None and quiet > limit
+        return f"no host has written a line for {quiet / 60:.1f} minutes" if silent else None
     asked = sorted((view.asked for view in views.values()), reverse=True)
     seconds = asked[(len(asked) - 1) // 2] - max(view.moved for view in views.values())
     if not all(view.line.phase for view in views.values()):

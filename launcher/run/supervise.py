@@ -17,7 +17,7 @@ from launcher.run import budget, events, post_mortem
 from launcher.run.hang import blame_silent_host, explain_stall
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, next_page
-from launcher.run.progress import DEFAULT_SECONDS, HostsProgress, judge_stall
+from launcher.run.progress import HostsProgress, judge_stall
 from launcher.run.session import Session
 from launcher.run.state import Phase, recorded_ends, recorded_verdict
 from launcher.run.verdict import RECREATED, UNSEEN, HostView, Kind, Limits, Verdict, describe_exit, explain, judge
@@ -140,11 +140,7 @@ class _Supervision:
         self.session, self.attempt, self.container = session, attempt, session.container(attempt)
         self.provider, self.ledger, self.say = session.provider, ledger, session.context.output.say
         self.clock, self.threads = machine.clock, machine.threads
-        self.limits = Limits(
-            lost=settings.host_lost_seconds,
-            unreachable=settings.unreachable_minutes * 60,
-            stall=None if settings.stall_minutes is None else settings.stall_minutes * 60,
-        )
+        self.limits = Limits(lost=settings.host_lost_seconds, unreachable=settings.unreachable_minutes * 60)
         self.logs = {worker: HostLog(ledger.log_file(attempt, worker)) for worker in session.workers}
         self.inbox: Queue[Observation | SliceAnswer] = self.threads.queue(_INBOX_SIZE)
         self.over, self.turn = self.threads.event(), self.threads.lock()
@@ -216,9 +212,7 @@ class _Supervision:
             self.limits,
             slice_state=self.slice.state,
             stop_requested=stop_requested,
-            quiet=quiet,
-            tells_progress=bool(progress),
-            stall=judge_stall(progress, self.limits.stall or DEFAULT_SECONDS, quiet),
+            stall=judge_stall(progress, self.session.config.run.stall_minutes, quiet),
             api_only_seconds=self.api_only_seconds,
             stepped=self.progress.stepped,
         )

@@ -115,7 +115,6 @@ class Limits:
     blip: float = 2.5  # out of reach for less than this is a hiccup
     lost: float = 120.0  # a host out of reach for this long is lost even if no other host fails
     unreachable: float = 1800.0  # all hosts out of reach for this long, while the API answers, are lost
-    stall: float | None = None  # a program that reports no progress hangs if no host writes a line for this long
 
 
 @dataclass(frozen=True)
@@ -157,8 +156,6 @@ def judge(
     *,
     slice_state: str | None = "READY",
     stop_requested: bool = False,
-    quiet: float = 0.0,
-    tells_progress: bool = False,
     stall: str | None = None,
     api_only_seconds: float = 0.0,
     stepped: float = float("-inf"),
@@ -171,9 +168,7 @@ def judge(
         limits: Time limits.
         slice_state: The slice's state as the API last reported it; None: it does not exist.
         stop_requested: Whether the user stopped the run: failures other than bad input then count as STOPPED.
-        quiet: For how many seconds no host has written a line.
-        tells_progress: Whether any host reports its progress: then `stall` counts, and `quiet` does not.
-        stall: How the attempt hangs, as the hosts' progress shows; None: it does not.
+        stall: How the attempt hangs, as its progress or its output shows, in words; None: it does not.
         api_only_seconds: For how many seconds the API has answered while no host has.
         stepped: When a host was last seen to do another training step, by the monotonic clock.
     """
@@ -199,8 +194,6 @@ def judge(
         return verdict or Verdict(Kind.RUNNING)
     if stall is not None:
         return Verdict(Kind.STALLED, Cause(-1, stall))
-    if limits.stall is not None and quiet > limits.stall and not tells_progress:
-        return Verdict(Kind.STALLED, Cause(-1, f"no host has written a line for {quiet / 60:.1f} minutes"))
     return Verdict(Kind.RUNNING)
 
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.run.progress import (
-    DEFAULT_SECONDS,
     WINDOWS,
     HostsProgress,
     ProgressView,
@@ -35,8 +34,15 @@ def view(line: ProgressLine = LINE, *, moved: float = 0.0, asked: float = 1000.0
 
 
 def stall(*views: ProgressView, quiet: float = 1e9) -> float | None:
-    found = judge_stall(dict(enumerate(views)), DEFAULT_SECONDS, quiet)
+    found = judge_stall(dict(enumerate(views)), None, quiet)
     return None if found is None else float(found.partition("up to ")[2].rstrip(")")) * 60
+
+
+def test_a_run_that_reports_no_progress_hangs_if_it_writes_nothing_for_as_long_as_its_file_says() -> None:
+    assert judge_stall({}, 1.0, 60.0) is None
+    assert judge_stall({}, 1.0, 61.0) == "no host has written a line for 1.0 minutes"
+    assert judge_stall({}, None, 1e9) is None, "without a limit"
+    assert judge_stall({0: view(asked=61.0)}, 1.0, 0.0) == "no progress for 1.0 minutes (normal: up to 1.0)"
 
 
 def test_a_run_without_a_step_for_five_minutes_hangs() -> None:

@@ -219,15 +219,13 @@ def test_the_state_of_the_slice_outweighs_all_hosts(state: str | None, kind: Kin
         assert verdict.kind is (Kind.STOPPED if stopped else Kind.DELETED)
 
 
-def test_a_run_that_writes_nothing_for_too_long_is_stalled() -> None:
-    views, limits = [running(0, seen=1000.0), running(1, seen=1000.0)], Limits(stall=60)
-    assert judge(views, 1000.0, limits, quiet=60).kind is Kind.RUNNING
-    assert judge(views, 1000.0, limits, quiet=61, tells_progress=True).kind is Kind.RUNNING
-    assert judge(views, 1000.0, limits, quiet=61).kind is Kind.STALLED
-    assert judge(views, 1000.0, limits, quiet=61, stop_requested=True).kind is Kind.RUNNING, "it saves meanwhile"
+def test_a_run_that_hangs_is_stalled_unless_it_was_stopped_or_a_host_is_out_of_reach() -> None:
+    views = [running(0, seen=1000.0), running(1, seen=1000.0)]
+    assert judge(views, 1000.0, LIMITS).kind is Kind.RUNNING
+    assert judge(views, 1000.0, LIMITS, stall="silent").kind is Kind.STALLED
+    assert judge(views, 1000.0, LIMITS, stall="silent", stop_requested=True).kind is Kind.RUNNING, "it saves meanwhile"
     away = [running(0, seen=1000.0), running(1, seen=999.0, problem="timed out")]
-    assert judge(away, 1000.0, limits, quiet=999).kind is Kind.RUNNING, "an unreachable host may be writing"
-    assert judge(views, 1000.0, LIMITS, quiet=1e9).kind is Kind.RUNNING, "without a limit"
+    assert judge(away, 1000.0, LIMITS, stall="silent").kind is Kind.RUNNING, "an unreachable host may be writing"
 
 
 @given(st.lists(st.sampled_from([None, 0, 1, 2, 75, 76, 137]), min_size=1, max_size=8), st.floats(100, 1000))
