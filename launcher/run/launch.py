@@ -5,7 +5,7 @@ point: a start that finds its containers running attaches to them.
 """
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.checks import inputs, preflight
@@ -137,7 +137,10 @@ def run(request: RunRequest, context: Context) -> Outcome:
             session = Session(context, ledger, spec, config, provider, secrets)
             require_inputs(session)  # before an image is built
             budget.require_left(session)
-            return run_attempts(session.with_image(_choose_image(request, context, kept, spec)))
+            spec = spec.model_copy(update={"image": _choose_image(request, context, kept, spec)})
+            specification.write(ledger.folder, spec)
+            ledger.publish()
+            return run_attempts(replace(session, specification=spec))
 
 
 def attach(request: RunRequest, context: Context) -> Outcome:

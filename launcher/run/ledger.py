@@ -93,7 +93,6 @@ class Ledger:
 
     @property
     def run_id(self) -> str:
-        """The run's id, which is the folder's name."""
         return self.folder.name
 
     @property
@@ -200,7 +199,7 @@ class Ledger:
                 if number > len(self.entries()):
                     self._write(found)
                     self._check_supervisor()
-                    if _is_earlier_try(found, line):
+                    if json.loads(found) | {"time": ""} == json.loads(line) | {"time": ""}:  # an earlier try of ours
                         return
                 number += 1
             if number > len(self.entries()):
@@ -295,7 +294,6 @@ class Ledger:
         return entries
 
     def events(self) -> list[RunEvent]:
-        """Returns all events, oldest first."""
         return [entry.event for entry in self.entries()]
 
     def log_file(self, attempt: int, worker: int) -> Path:
@@ -350,11 +348,6 @@ class Ledger:
                 file.truncate(0)
                 file.write(str(os.getpid()).encode())
             yield
-
-
-def _is_earlier_try(found: str, line: str) -> bool:
-    """Returns whether two lines differ in their times alone: one event, which its process tried to record twice."""
-    return bool(json.loads(found) | {"time": ""} == json.loads(line) | {"time": ""})
 
 
 def _append(path: Path, line: str) -> None:

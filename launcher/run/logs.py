@@ -39,18 +39,16 @@ _FOLLOW_EVERY = 1.0  # seconds
 _BLOCK_BYTES = 64_000  # read at once to find the end of the last whole line
 
 
-Key = str  # a line as the file has it: time, blank, text; one object, because a second may hold 100,000
-
-
 @dataclass
 class Cursor:
-    """Position in one host's log up to which lines were delivered."""
+    """Position in one host's log up to which lines were delivered. A line is a text as in the file (time, blank, text):
+    one object, because a second may hold 100,000."""
 
     newest: str = ""  # the latest time of a delivered line
-    recent: Counter[Key] = field(default_factory=Counter)
+    recent: Counter[str] = field(default_factory=Counter)
     """How often each line of the overlap, and the last line, was delivered."""
 
-    last: Key | None = None
+    last: str | None = None
     """The line that was delivered last; not the newest after a host's clock stepped back."""
 
     open: frozenset[str] = frozenset()  # times of lines that have begun and not ended
@@ -74,7 +72,7 @@ class Cursor:
         doubtful = open | {line.timestamp for line in lines if line.text.endswith(CUT)}
         delivered = self.cut | {time for key in self.recent if (time := key.partition(" ")[0]) in doubtful and time}
         lines = [line for line in lines if line.timestamp not in (delivered if line.text.endswith(CUT) else self.cut)]
-        known = Counter[Key]()
+        known = Counter[str]()
         edge = shift(self.newest, -LOG_OVERLAP) if self.newest else ""
         was_open = self.open
         seen = max([*open, *(line.timestamp for line in lines)], default="")

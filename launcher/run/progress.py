@@ -60,10 +60,6 @@ class ProgressView:
         least = seconds if trains else seconds * _PHASE_FACTORS.get(self.line.phase, _PHASE_FACTORS[START])
         return max(least, SLOW_STEPS * self.step_seconds, self.line.save_seconds, self.line.limit)
 
-    def later(self, seconds: float) -> ProgressView:
-        """Returns the view with `asked` and `moved` so many seconds later."""
-        return replace(self, asked=self.asked + seconds, moved=self.moved + seconds)
-
 
 def update(view: ProgressView | None, line: ProgressLine, now: float) -> ProgressView:
     """Returns the view of a host with its newest line, which was read at `now`; `view` is None for its first line."""
@@ -240,7 +236,6 @@ class HostsProgress:
 
     @property
     def lines(self) -> Mapping[int, ProgressLine]:
-        """Returns the newest line of each host that reports its progress."""
         return {worker: view.line for worker, view in self.views.items()}
 
     @property
@@ -254,7 +249,8 @@ class HostsProgress:
 
     def forgive(self, seconds: float) -> None:
         """Moves all times later by the `seconds` in which this process stood still, so that they do not count."""
-        self.views = {worker: view.later(seconds) for worker, view in self.views.items()}
+        for worker, view in self.views.items():
+            self.views[worker] = replace(view, asked=view.asked + seconds, moved=view.moved + seconds)
         self.stepped += seconds
 
     def update(self, worker: int, line: ProgressLine, now: float) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher.config import Config
@@ -86,7 +86,6 @@ class Session:
 
     @property
     def workers(self) -> Sequence[int]:
-        """Worker indices of all hosts."""
         return range(self.provider.host_count)
 
     def choose_workers(self, host: int | None) -> Sequence[int]:
@@ -118,7 +117,6 @@ class Session:
             raise RunStopped(self.ledger.run_id)
 
     def container(self, attempt: int) -> str:
-        """Returns the name of an attempt's container, the same on every host."""
         return container_name(self.ledger.run_id, attempt)
 
     def describe_slice(self, wait: Callable[[float], object] | None = None) -> SliceState | None:
@@ -148,14 +146,8 @@ class Session:
         """Returns the names of secrets whose values this process does not know, and so can't mask."""
         if not self.provider.capabilities.sends_secrets:
             return list(self.config.gke.secrets)
-        return self.secrets.missing(self.specification)
-
-    def with_image(self, image: str) -> Session:
-        """Writes the specification with the image, here and in the bucket, and returns the session that uses it."""
-        spec = self.specification.model_copy(update={"image": image})
-        specification.write(self.ledger.folder, spec)
-        self.ledger.publish()
-        return replace(self, specification=spec)
+        known = self.secret_values()
+        return [name for name in self.specification.secrets if name not in known]
 
 
 def open_session(context: Context, ledger: Ledger, given: Mapping[str, str] | None = None) -> Session:

@@ -222,11 +222,6 @@ class SecretSource:
         known = {**self.environment, **recorded, **self.given}
         return {name: known[name] for name in specification.secrets if name in known}
 
-    def missing(self, specification: Specification) -> list[str]:
-        """Returns the names of the run's secrets whose values are unknown."""
-        known = self.values(specification)
-        return [name for name in specification.secrets if name not in known]
-
 
 def describe_missing(specification: Specification, missing: Iterable[str]) -> str:
     """Returns a sentence that says which secrets are missing, and where they were looked for."""

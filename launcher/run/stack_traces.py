@@ -239,7 +239,6 @@ def locate(thread: ThreadStack, sources: Mapping[tuple[str, int], str]) -> Place
 
 
 def _match(patterns: Sequence[tuple[Waits, re.Pattern[str]]], text: str) -> Waits | None:
-    """Returns the kind of the first pattern that is found in the text; None if none is."""
     return next((kind for kind, pattern in patterns if pattern.search(text)), None)
 
 

@@ -39,9 +39,8 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
     assert spec.image is not None
     number, before = ledger.state.attempt + 1, ledger.state.outcome
     overlay = specification.read_overlay(ledger.folder, spec)
-    attempt = specification.make_attempt(
-        spec, config, number, spec.image, secrets=session.secret_values(), overlay=overlay
-    )
+    secrets = session.secret_values()
+    attempt = specification.make_attempt(spec, config, number, spec.image, secrets=secrets, overlay=overlay)
     resumes = f" (resumes: the last attempt ended with {before!r})" if before else ""
     session.say(f": attempt {number} on {provider.host_count} hosts{resumes}")
     _reap_orphans(session)
@@ -111,16 +110,12 @@ def require_ready(config: Config, provider: Provider) -> None:
             f"slice {config.slice.name} does not exist in {config.zone}: "
             f"create it with `tpu-launch up -f {config.document.name}`"
         )
+    text = f"slice {slice_state.name} is {slice_state.state}"
     if slice_state.gone_for_good:
-        raise LaunchError(
-            f"slice {slice_state.name} is {slice_state.state}: `tpu-launch up` deletes it and creates it again",
-            exit_code=Exit.PREEMPTED,
-        )
+        advice = "`tpu-launch up` deletes it and creates it again"
+        raise LaunchError(f"{text}: {advice}", exit_code=Exit.PREEMPTED)
     if not slice_state.ready:
-        raise LaunchError(
-            f"slice {slice_state.name} is {slice_state.state}, not READY: `tpu-launch up` waits for it",
-            exit_code=Exit.CONFLICT,
-        )
+        raise LaunchError(f"{text}, not READY: `tpu-launch up` waits for it", exit_code=Exit.CONFLICT)
 
 
 def require_inputs(session: Session) -> None:
@@ -223,8 +218,7 @@ def end_interrupted_start(session: Session) -> None:
     number = session.ledger.state.attempt
     session.say(f": attempt {number} was interrupted while it was started: ending it")
     end_everywhere(session, number, session.workers, grace=session.config.run.stop_seconds)
-    cause = Cause(-1, events.INTERRUPTED)
-    session.ledger.append(events.Ended(number, events.NOT_STARTED, cause))
+    session.ledger.append(events.Ended(number, events.NOT_STARTED, Cause(-1, events.INTERRUPTED)))
 
 
 def observe_open_attempt(session: Session) -> Phase | None:

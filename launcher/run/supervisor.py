@@ -83,7 +83,12 @@ def take_over(ledger: Ledger, context: Context) -> Outcome | None:
                 return None
             missing = session.unknown_secrets() if session.provider.capabilities.sends_secrets else []
             if missing:
-                session.say(f": {specification.describe_missing(session.specification, missing)}; {_givers(ledger)}")
+                first = next(event.holder for event in ledger.events() if isinstance(event, events.Supervised))
+                session.say(
+                    f": {specification.describe_missing(session.specification, missing)}; no other attempt starts "
+                    f"without them: {ledger.record.user} set them on {first.partition(':')[0]} and can continue there "
+                    "with `tpu-launch run`; or set them in this process's environment, from Secret Manager"
+                )
             attempt, verdict = _last_attempt(session)
             if attempt is None:
                 require_inputs(session)
@@ -99,15 +104,6 @@ def _last_attempt(session: Session) -> tuple[int | None, Verdict | None]:
         verdict = _verdict(ended) if state.recovering is None else None
         return (state.attempt, verdict) if verdict is not None else (None, None)
     return (None if observe_open_attempt(session) is None else state.attempt), None
-
-
-def _givers(ledger: Ledger) -> str:
-    """Returns the hint for missing secrets: who set them where, and how to set them here."""
-    first = next(event.holder for event in ledger.events() if isinstance(event, events.Supervised))
-    return (
-        f"no other attempt starts without them: {ledger.record.user} set them on {first.partition(':')[0]} and can "
-        "continue there with `tpu-launch run`; or set them in this process's environment, from Secret Manager"
-    )
 
 
 @dataclass

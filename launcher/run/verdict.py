@@ -53,7 +53,6 @@ class Kind(enum.Enum):
 
     @property
     def ended(self) -> bool:
-        """Whether the attempt is over."""
         return self.exit_code is not None
 
 
@@ -298,7 +297,6 @@ def _first(failed: Sequence[HostView]) -> HostView:
 
 
 def _describe_lost(view: HostView, now: float) -> Cause:
-    """Returns the cause of an end by a host that does not answer."""
     return Cause(
         view.worker,
         f"the host has not answered for {now - view.seen:.0f} s ({view.problem or 'no answer yet to the last look'})",

@@ -97,7 +97,7 @@ def test_the_length_of_a_step_that_is_not_told_is_the_median_of_those_seen() -> 
 
 
 def test_time_in_which_the_launcher_stood_still_does_not_count() -> None:
-    seen = view(asked=200.0).later(5000.0)
+    seen = replace(view(asked=200.0), asked=5200.0, moved=5000.0)
     assert seen == view(asked=5200.0, moved=5000.0)
     after = update(seen, LINE, 5250.0)
     assert stall(after) is None
