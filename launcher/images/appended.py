@@ -23,7 +23,6 @@ from launcher.images import build_context, engine
 from launcher.images.build import Image, ensure_image
 from launcher.images.build_context import Entry
 from launcher.images.layers import (
-    Descriptor,
     ImageManifest,
     Layer,
     append_layers,
@@ -151,25 +150,20 @@ def _push(
 ) -> str:
     """Sends what the registry lacks, the manifest last; returns the manifest's digest."""
     if source.path != target.path:
-        for descriptor in base.manifest.layers:
-            registry.upload(target.path, _mounted_blob(descriptor, source), source=source.path)
+
+        def refuse() -> Any:
+            raise BadInput(
+                f"the registry {source.host} does not take layers of {source.repository} into another repository: "
+                "give this account the right to read it, or set image.repository to the repository of image.base"
+            )
+
+        for layer in base.manifest.layers:  # the registry must mount each: its bytes are not here
+            registry.upload(target.path, Blob(layer.digest, layer.size, refuse), source=source.path)
     document, config = append_layers(base.manifest, base.config, layers, str(source))
     for blob in (*(layer.blob for layer in layers), blob_of(config)):
         registry.upload(target.path, blob)
     registry.write_manifest(target.path, tag, document)
     return document.digest
-
-
-def _mounted_blob(descriptor: Descriptor, source: Reference) -> Blob:
-    """Returns a blob that the registry must mount from `source`. Opening it raises BadInput: its bytes are not here."""
-
-    def refuse() -> Any:
-        raise BadInput(
-            f"the registry {source.host} does not take layers of {source.repository} into another repository: "
-            "give this account the right to read it, or set image.repository to the repository of image.base"
-        )
-
-    return Blob(descriptor.digest, descriptor.size, refuse)
 
 
 def base_spec(spec: ImageSpec) -> ImageSpec:

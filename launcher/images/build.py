@@ -118,7 +118,7 @@ def refresh(plan: ImagePlan) -> ImagePlan:
     image_id = engine.find_image_id(plan.docker, plan.local)
     push = None
     if plan.remote and image_id:
-        wanted = (plan.remote, image_id, _current_engine())
+        wanted = (plan.remote, image_id, os.environ.get("DOCKER_HOST", ""))
         push = next(
             (push for push in _read_pushes(plan.tag) if (push.remote, push.image_id, push.engine) == wanted), None
         )
@@ -146,7 +146,7 @@ def confirm_push(plan: ImagePlan, ca_bundle: Path | None) -> bool:
 
 def record_push(tag: str, remote: str, image_id: str, digest: str) -> None:
     """Records a push in place of this engine's last one to `remote`. The caller holds the lock of the image's log."""
-    push = _Push(remote, image_id, digest, _current_engine())
+    push = _Push(remote, image_id, digest, os.environ.get("DOCKER_HOST", ""))
     kept = [earlier for earlier in _read_pushes(tag) if (earlier.remote, earlier.engine) != (remote, push.engine)]
     write_private(_pushes_path(tag), json.dumps([vars(entry) for entry in (*kept, push)], indent=1) + "\n")
 
@@ -161,11 +161,6 @@ def _read_pushes(tag: str) -> list[_Push]:
 
 def _pushes_path(tag: str) -> Path:
     return where() / "images" / f"{tag}.pushed.json"
-
-
-def _current_engine() -> str:
-    """Returns DOCKER_HOST, or "" for the machine's own engine."""
-    return os.environ.get("DOCKER_HOST", "")
 
 
 def list_commands(spec: ImageSpec) -> list[list[str]]:
@@ -263,7 +258,8 @@ def _build(spec: ImageSpec, plan: ImagePlan, log: IO[str], say: Callable[[str], 
     failure = f"{plan.local} could not be built"
     try:
         command = build_command(spec, plan)
-        _stream(command, log, show_steps(say), _BUILD_SECONDS, failure, Exit.BAD_INPUT, refused=_REFUSED_IN_BUILD)
+        show = show_steps(say)
+        _stream(command, log, _BUILD_SECONDS, failure, Exit.BAD_INPUT, refused=_REFUSED_IN_BUILD, show=show)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     say(f"built {plan.local} in {time.monotonic() - begin:.0f} s")
@@ -273,15 +269,10 @@ def _push(plan: ImagePlan, remote: str, image_id: str, log: IO[str], say: Callab
     """Tags and pushes the image, and records the push after docker has reported success. Raises LaunchError."""
     say(f"pushing {remote}")
     tag, push = [plan.docker, "tag", plan.local, remote], [plan.docker, "push", remote]
-    _stream(tag, log, lambda line: None, engine.SECONDS, f"{remote} could not be tagged")
-    digests: list[str] = []
-
-    def keep_digest(line: str) -> None:
-        if match := re.search(r"\bdigest: (sha256:[0-9a-f]{64})\b", line):
-            digests.append(match[1])
-
+    _stream(tag, log, engine.SECONDS, f"{remote} could not be tagged")
     advice = advise_creation(remote)
-    _stream(push, log, keep_digest, _PUSH_SECONDS, f"{remote} could not be pushed", missing_repository=advice)
+    lines = _stream(push, log, _PUSH_SECONDS, f"{remote} could not be pushed", missing_repository=advice)
+    digests = re.findall(r"\bdigest: (sha256:[0-9a-f]{64})\b", "\n".join(lines))
     digests = digests or engine.find_digests(plan.docker, remote)
     if not digests:
         raise LaunchError(f"docker pushed {remote} without reporting a digest; its output: {log.name}")
@@ -291,18 +282,18 @@ def _push(plan: ImagePlan, remote: str, image_id: str, log: IO[str], say: Callab
 def _stream(
     argv: Sequence[str],
     log: IO[str],
-    say: Callable[[str], None],
     seconds: float,
     failure: str,
     code: Exit = Exit.CLOUD_ERROR,
     *,
     missing_repository: str = "",
     refused: str = _REFUSED,
-) -> None:
-    """Runs a docker command; its lines go to the log and to `say`. If it fails, raises LaunchError with `failure`, the
-    last lines and `code`; with PERMISSION instead if these lines match `refused` (the registry refuses the
-    credentials), with BAD_INPUT and the advice `missing_repository` if that is given and the registry has no such
-    repository."""
+    show: Callable[[str], None] = lambda line: None,
+) -> list[str]:
+    """Runs a docker command; its lines go to the log and to `show`. Returns those that are not blank. If it fails,
+    raises LaunchError with `failure`, the last lines and `code`; with PERMISSION instead if these lines match `refused`
+    (the registry refuses the credentials), with BAD_INPUT and the advice `missing_repository` if that is given and the
+    registry has no such repository."""
     lines: list[str] = []
 
     def keep(line: str) -> None:
@@ -310,12 +301,12 @@ def _stream(
         log.flush()
         if line.strip():
             lines.append(line)
-        say(line)
+        show(line)
 
     log.write(f"$ {shlex.join(argv)}\n")
     result = shell.stream(argv, keep, timeout=seconds, env=_BUILDKIT)
     if result.ok:
-        return
+        return lines
     ending = " ".join(lines[-5:])
     if missing_repository and re.search(r"name unknown|Repository .*not found", ending, re.IGNORECASE):
         code, failure = Exit.BAD_INPUT, f"{failure}: {missing_repository}"

@@ -154,20 +154,14 @@ class ArtifactRepository:
     project: str
     name: str
 
-    def _command(self, verb: str) -> list[str]:
-        return [
-            *("gcloud", "artifacts", "repositories", verb, self.name),
-            *(f"--project={self.project}", f"--location={self.location}", "--quiet"),
-        ]
-
-    @property
-    def describe_command(self) -> list[str]:
-        """The command that succeeds if the repository exists."""
-        return [*self._command("describe"), "--format=value(name)"]
+    def command(self, verb: str, *flags: str) -> list[str]:
+        """Returns the gcloud command for a verb on the repository."""
+        place = [f"--project={self.project}", f"--location={self.location}", "--quiet"]
+        return ["gcloud", "artifacts", "repositories", verb, self.name, *place, *flags]
 
     @property
     def create_command(self) -> list[str]:
-        return [*self._command("create"), "--repository-format=docker", "--description=images of tpu-launch"]
+        return self.command("create", "--repository-format=docker", "--description=images of tpu-launch")
 
 
 def parse_repository(image: str) -> ArtifactRepository | None:
@@ -183,7 +177,7 @@ def require_repository(image: str) -> bool:
     if repository is None:
         return False
     try:
-        run_gcloud(repository.describe_command, timeout=_SECONDS)
+        run_gcloud(repository.command("describe", "--format=value(name)"), timeout=_SECONDS)
         return False
     except ResourceNotFound:
         pass

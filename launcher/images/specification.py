@@ -47,7 +47,7 @@ class ImageSpec:
 def default_spec(
     backend: str,
     *,
-    build_args: Mapping[str, str] | None = None,
+    build_args: Mapping[str, str] = {},
     ca_bundle: Path | None = None,
     target: str | None = None,
     code: Path | None = None,
@@ -76,7 +76,7 @@ def default_spec(
         *((f"code/{path}", file) for path, file in own_code),
     )
     name, dockerfile = f"tpu-launch/{backend}", source / "Dockerfile"
-    arguments = _sorted_items({**(build_args or {}), "FRAMEWORK": backend})
+    arguments = tuple(sorted({**build_args, "FRAMEWORK": backend}.items()))
     return ImageSpec(name, dockerfile, context, arguments, target, ca_bundle=_require_ca_bundle(ca_bundle))
 
 
@@ -112,8 +112,7 @@ def folder_spec(
     folder: Path,
     *,
     dockerfile: Path | None = None,
-    repository: str | None = None,
-    build_args: Mapping[str, str] | None = None,
+    build_args: Mapping[str, str] = {},
     ca_bundle: Path | None = None,
 ) -> ImageSpec:
     """Returns the image of a user's folder and its Dockerfile (or `dockerfile`). Raises BadInput if one is missing."""
@@ -121,9 +120,8 @@ def folder_spec(
     if not dockerfile.is_file():
         raise BadInput(f"{dockerfile}: there is no such Dockerfile")
     context = build_context.folder(folder, dockerfile)
-    return ImageSpec(
-        name, dockerfile, context, _sorted_items(build_args), None, repository, _require_ca_bundle(ca_bundle)
-    )
+    arguments = tuple(sorted(build_args.items()))
+    return ImageSpec(name, dockerfile, context, arguments, ca_bundle=_require_ca_bundle(ca_bundle))
 
 
 def base_images(spec: ImageSpec) -> tuple[str, ...]:
@@ -181,7 +179,3 @@ def _require_ca_bundle(given: Path | None) -> Path | None:
     if path and not path.is_file():
         raise BadInput(f"{path}: there is no such CA bundle" + ("" if given else " (from TPU_LAUNCH_CA_BUNDLE)"))
     return path.absolute() if path else None
-
-
-def _sorted_items(build_args: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((build_args or {}).items()))

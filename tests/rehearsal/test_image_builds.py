@@ -67,7 +67,8 @@ def spec(tmp_path: Path) -> Iterator[ImageSpec]:
 
 def again(spec: ImageSpec) -> ImageSpec:
     """The same spec, read anew from its folder."""
-    return folder_spec(spec.name, spec.dockerfile.parent, repository=spec.repository, ca_bundle=spec.ca_bundle)
+    again = folder_spec(spec.name, spec.dockerfile.parent, ca_bundle=spec.ca_bundle)
+    return dataclasses.replace(again, repository=spec.repository)
 
 
 def output(reference: str) -> str:

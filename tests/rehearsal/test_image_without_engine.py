@@ -3,6 +3,7 @@ the emulated registry, and pulls what was put together, onto both hosts. Starts 
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ run: {{command: [sh, program.sh]}}
 @pytest.fixture
 def spec(tmp_path: Path) -> ImageSpec:
     (tmp_path / "Dockerfile").write_text(DOCKERFILE)
-    return folder_spec("tpu-launch-test/bare", tmp_path, repository=REPOSITORY)
+    return replace(folder_spec("tpu-launch-test/bare", tmp_path), repository=REPOSITORY)
 
 
 def path_without_docker(folder: Path) -> str:
