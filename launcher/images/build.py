@@ -129,16 +129,12 @@ def refresh(plan: ImagePlan) -> ImagePlan:
 
 def confirm_push(plan: ImagePlan, ca_bundle: Path | None) -> bool:
     """Asks the registry once whether it has the pushed image. Returns False for no, for no answer and for no push."""
-
-    def give_up(_seconds: float) -> None:
-        """Raises LaunchError in place of the pause before a second try."""
-        raise LaunchError("a push finds out more than further tries")
-
     if plan.pushed is None:
         return False
     try:
         image = parse_reference(plan.pushed)
-        with Registry(image.host, find_credentials, reads=[image.path], ca_bundle=ca_bundle, sleep=give_up) as registry:
+        # One try: a push finds out more than further tries.
+        with Registry(image.host, find_credentials, reads=[image.path], ca_bundle=ca_bundle, tries=1) as registry:
             return registry.find_manifest(image.path, image.digest) is not None
     except LaunchError:
         return False

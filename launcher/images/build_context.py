@@ -78,9 +78,8 @@ def tree(folder: Path, *, ignore: Sequence[str] = (), search_keys: bool = False)
 
 def folder(path: Path, dockerfile: Path | None = None) -> tuple[Entry, ...]:
     """Returns a user's folder as a build context, without `LEFT_OUT`, files with private keys, and what its
-    .dockerignore leaves out, or with a `dockerfile` the `<Dockerfile>.dockerignore` beside it, if there is one
-    (https://docs.docker.com/build/concepts/context/#filename-and-location). Raises BadInput when there is no such
-    folder or that file can't be read."""
+    .dockerignore leaves out, or the `<Dockerfile>.dockerignore` beside `dockerfile`, if there is one
+    (https://docs.docker.com/build/concepts/context/#filename-and-location). Raises BadInput if one can't be read."""
     return _select(path, dockerfile, left_out_of(path), search_keys=True)
 
 

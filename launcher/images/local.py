@@ -145,16 +145,9 @@ def run(
     reference: str | None = None,
     mounts: Mapping[Path, str] | None = None,
 ) -> int:
-    """Runs a command in the image on this machine, in the current folder, as the current user; returns its exit code.
-
-    The container gets the user's Google credentials and the values of `run.secrets`, as far as they exist here.
-
-    Args:
-        say: receives lines about the image.
-        emit: receives the command's output, line by line.
-        reference: another image to run instead.
-        mounts: more files to mount read-only, each at a path in the container.
-    """
+    """Runs a command in the image (or `reference`) on this machine, in the current folder, as the current user, with
+    the user's Google credentials and the values of `run.secrets` that exist here, and `mounts` (files, and their paths
+    in the container), read-only. `say` receives lines about the image, `emit` the command's. Returns its exit code."""
     docker = engine.require_engine()
     used = reference or image(config, say).reference
     name = f"tpu-launch-local-{secrets.token_hex(4)}"

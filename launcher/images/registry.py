@@ -35,7 +35,6 @@ OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 INDEXES = ("application/vnd.docker.distribution.manifest.list.v2+json", "application/vnd.oci.image.index.v1+json")
 _ACCEPT = {"Accept": ", ".join((DOCKER_MANIFEST, OCI_MANIFEST, *INDEXES))}
 _BLOCK = 2**20
-_TRIES = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 20.0  # seconds, between tries
 _PASSING = (408, 429, 500, 502, 503, 504)
 _STRICT = re.compile("Key Identifier|not marked critical|key usage")  # OpenSSL, about a breach of RFC 5280
@@ -92,23 +91,17 @@ class Registry:
         reads: Sequence[str] = (),
         ca_bundle: Path | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        tries: int = 5,
     ) -> None:
-        """Connects at the first request.
-
-        Args:
-            credentials: returns the credentials of a registry; called when it requires them.
-            writes: the repository to push to.
-            reads: repositories to read.
-            ca_bundle: more certificates to trust.
-            sleep: waits between tries.
-        """
+        """Connects at the first request. `credentials`: called when the registry requires them; `writes`, `reads`: the
+        repositories to push to and to read; `ca_bundle`: more certificates to trust; `sleep`: waits between `tries`."""
         self.host = host
         self.bytes_sent = 0  # of blobs and manifests, including failed tries
         self._credentials, self._authorization = credentials, ""
         actions = {**dict.fromkeys(reads, "pull"), **({writes: "pull,push"} if writes else {})}
         self._scopes = [f"repository:{path}:{action}" for path, action in actions.items()]
         self._transport = Transport(ca_bundle)
-        self._sleep = sleep
+        self._sleep, self._tries = sleep, tries
 
     def __enter__(self) -> Registry:
         return self
@@ -204,8 +197,8 @@ class Registry:
         return self._repeat(lambda: self._request(method, url, headers or {}, body), expected)
 
     def _repeat(self, send: Callable[[], RegistryResponse], expected: Sequence[int]) -> RegistryResponse:
-        """Calls `send` until the status is expected, five times at most, with pauses. Raises LaunchError for others."""
-        for number in range(_TRIES):
+        """Calls `send` until the status is expected, `tries` times at most, with pauses. Raises LaunchError."""
+        for number in range(self._tries):
             pause = min(_FIRST_PAUSE * 2**number, _LONGEST_PAUSE)
             try:
                 response = send()
@@ -220,9 +213,9 @@ class Registry:
                 reason = str(error)
             except OSError as error:
                 reason = _network_reason(self.host, error)
-            if number + 1 < _TRIES:
+            if number + 1 < self._tries:
                 self._sleep(pause)
-        raise LaunchError(f"the registry {self.host} failed {_TRIES} times, at last because {reason}; try again")
+        raise LaunchError(f"the registry {self.host} failed {self._tries} times, at last because {reason}; try again")
 
     def _request(self, method: str, url: str, headers: Mapping[str, str], body: Content = b"") -> RegistryResponse:
         """Sends one request; on 401 again with a new authorization, or raises _PassingError if the body is a stream.
@@ -355,13 +348,9 @@ class Transport:
     def request(
         self, method: str, url: str, headers: Mapping[str, str], body: Content = b"", *, registry: bool = True
     ) -> RegistryResponse:
-        """Sends one request and reads its whole response; follows redirects of GET and HEAD. Raises OSError.
-
-        Args:
-            headers: fields to send. Authorization is not sent to other servers after a redirect.
-            body: bytes, or pieces of a body whose Content-Length is among the headers.
-            registry: whether TPU_LAUNCH_REGISTRY_ADDRESS applies to the server.
-        """
+        """Sends one request and reads its whole response; follows redirects of GET and HEAD, without Authorization to
+        other servers. `body`: bytes, or pieces whose Content-Length is among the headers; `registry`: whether
+        TPU_LAUNCH_REGISTRY_ADDRESS applies to the server. Raises OSError."""
         for _ in range(_MOST_REDIRECTS + 1):
             response = self._send(method, url, headers, body, registry=registry)
             if response.status not in _REDIRECTS or method not in ("GET", "HEAD"):

@@ -52,18 +52,11 @@ def default_spec(
     target: str | None = None,
     code: Path | None = None,
 ) -> ImageSpec:
-    """Returns our own image for a backend: images/<backend>, and the `training` package of this installation. The
-    Dockerfile is one for all backends, whose argument FRAMEWORK names the backend.
-
-    Args:
-        backend: a training.registry.BackendName.
-        ca_bundle: certificates for the build's downloads; None: the file that TPU_LAUNCH_CA_BUNDLE names, if any.
-        target: a stage of the Dockerfile.
-        code: a folder of the user's own, copied to the image's working directory as `build_context.folder` returns it.
-
-    Raises:
-        BadInput: there is no such backend, folder or bundle, or the folder has nothing to copy.
-    """
+    """Returns our own image for a backend: images/<backend>, the `training` package of this installation, and `code`, a
+    folder of the user's own (as `build_context.folder` returns it) for the image's working directory. The Dockerfile is
+    one for all backends, whose argument FRAMEWORK names the backend. `ca_bundle`: certificates for the build's
+    downloads, else those of TPU_LAUNCH_CA_BUNDLE. Raises BadInput for an unknown backend, or a folder or bundle that is
+    missing or empty."""
     source = shared_folder("images") / backend
     if backend not in BACKENDS:
         raise BadInput(f"there is no image for backend {backend!r}; there are: {', '.join(BACKENDS)}")

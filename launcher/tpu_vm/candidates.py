@@ -187,12 +187,8 @@ class Race:
     def run(self) -> SliceState:
         """Asks for the candidates, waits until one is READY (`_collect`), and returns its slice after recording it and
         withdrawing all other requests. Goes on with requests that an earlier command left open. Withdraws all but a
-        granted one if it raises.
-
-        Raises:
-            Stockout: No candidate had capacity within slice.stockout_minutes.
-            LaunchError: Google refuses every candidate: the last one's reason. Conflict: a `down` ended the requests.
-        """
+        granted one if it raises: Stockout without capacity within slice.stockout_minutes, the last reason (LaunchError)
+        if Google refuses every candidate, Conflict if a `down` ended the requests."""
         try:
             known = [request for request in self.record.open() if request.candidate not in self.left]
             self.withdraw(known)
@@ -200,7 +196,8 @@ class Race:
                 self._ask()
                 if (won := self._collect()) is not None:
                     return won
-                if not self.entries and not self._may_ask_later():
+                deadline = self.begin + self.config.slice.stockout_minutes * 60
+                if not self.entries and all(self.next_ask[candidate] > deadline for candidate in self.left):
                     raise self.error
                 self._make_room()
                 self._wait()
@@ -330,11 +327,6 @@ class Race:
             self.next_ask[candidate] = self.machine.clock.monotonic() + self.pauses[candidate].next()
         else:
             self.left.remove(candidate)
-
-    def _may_ask_later(self) -> bool:
-        """Returns whether a candidate is due, or will be within slice.stockout_minutes."""
-        deadline = self.begin + self.config.slice.stockout_minutes * 60
-        return any(self.next_ask[candidate] <= deadline for candidate in self.left)
 
     def _wait(self) -> None:
         """Waits until something may have changed: a second while a request is open, else until the next one is due.

@@ -132,13 +132,8 @@ class ConnectionPool:
         self._locks = {worker: machine.threads.lock() for worker in self.addresses}
 
     def run(self, worker: int, script: str, *, timeout: float, stdin: str | None = None) -> HostResult:
-        """Runs a script on a host, again if a connection that was idle for 10 s proves dead. Failures of the network or
-        the host are in the result.
-
-        Args:
-            script: Text for `sh -c`; must be safe to run twice.
-            timeout: Seconds, for connecting and the command together.
-        """
+        """Runs a script (text for `sh -c` that is safe to run twice) on a host, again if a connection that was idle for
+        10 s proves dead. Failures of the network or the host are in the result. `timeout`: seconds of each command."""
         script = f"connected_worker={worker}\n{script}"  # saves report.sh a call of the metadata server
 
         def run(connection: HostConnection) -> HostResult:

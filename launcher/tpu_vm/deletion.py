@@ -119,12 +119,8 @@ def delete_in_zone(
     config: Config, request: Request | None, node: SliceState | None, say: Say, machine: Workstation
 ) -> None:
     """Deletes the queued resource and node that were found in one zone, and waits until they are gone. Also deletes a
-    node that the queued resource was granted meanwhile; leaves a node that has replaced the one found.
-
-    Raises:
-        NotOurs: One of them has another owner's labels; it is not deleted.
-        CommandTimeout: One of them is not gone in time.
-    """
+    node that the queued resource was granted meanwhile; leaves a node that has replaced the one found. Raises NotOurs
+    for one with another owner's labels, which is not deleted, CommandTimeout for one that is not gone in time."""
     for labels in [found.labels for found in (request, node) if found is not None]:
         slices.require_ours(config, labels, machine.owner, deletion=True)
     deadline = machine.clock.monotonic() + DELETE_SECONDS

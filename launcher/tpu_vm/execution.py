@@ -23,13 +23,8 @@ _AT_ONCE = 64
 
 
 class Execution:
-    """One command in the containers of some hosts.
-
-    Args:
-        container: The container's name, the same on every host.
-        seconds: Time limit of the command.
-        on_line: Is given the worker index and each line, by one thread at a time for each host.
-    """
+    """One command, limited to `seconds`, in the containers (of one name) of some hosts. `on_line` is given the worker
+    index and each line, by one thread at a time for each host."""
 
     def __init__(
         self,

@@ -50,13 +50,8 @@ from training.telemetry.progress_line import FILE, FILE_VARIABLE
 
 
 def render(name: str, *arguments: str, **parameters: str | int | float | bool) -> str:
-    """Returns the text of a script with its parameters.
-
-    Args:
-        name: The file in this folder, without `.sh`.
-        arguments: The script's positional arguments.
-        parameters: Shell variables; a boolean becomes `yes` or `no`.
-    """
+    """Returns the text of `scripts/NAME.sh` with its positional arguments and its parameters, which become shell
+    variables; a boolean becomes `yes` or `no`."""
     assignments = [f"{key}={shlex.quote(_to_text(value))}\n" for key, value in parameters.items()]
     if arguments:
         assignments.append(f"set -- {shlex.join(arguments)}\n")
@@ -179,16 +174,10 @@ def secrets_input(secrets: Mapping[str, str]) -> str:
 def observe_script(
     container: str, since: str | None, *, patience: float = 0.0, tail: int | None = None, progress: bool = False
 ) -> str:
-    """Returns the script that prints the container's state and the host's boot on one line, then the container's lines
-    of progress, then its log, each line with the engine's time.
-
-    Args:
-        since: Only lines from this time on (RFC 3339, inclusive).
-        patience: Seconds to wait for the container's end first.
-        tail: Only so many of the last lines: an engine reads a log quickly from its end, but from a time on by reading
-            all of it.
-        progress: Read the lines of progress too, which takes a process in the container.
-    """
+    """Returns the script that waits up to `patience` seconds for the container's end, prints its state and the host's
+    boot on one line, then with `progress` its lines of progress (which takes a process in the container), then its log
+    from `since` (RFC 3339, inclusive) on, each line with the engine's time; only the last `tail` lines, which an engine
+    finds quickly: it finds a time by reading the whole log."""
     options = [*(["--tail", str(tail)] if tail is not None else []), *(["--since", since] if since else [])]
     seconds = f"{patience:.1f}" if patience else ""
     return render(
@@ -198,14 +187,9 @@ def observe_script(
 
 
 def execute_script(container: str, command: Sequence[str], mark: str, *, seconds: int, held: bool) -> str:
-    """Returns the script that runs a command in the running container. The script's last line is `MARK exit CODE`, or
-    `MARK failed REASON`.
-
-    Args:
-        mark: A unique word; the command's environment carries it.
-        seconds: Time limit of the command.
-        held: End the command as soon as standard input ends.
-    """
+    """Returns the script that runs a command in the running container for `seconds` at most; with `held`, it ends the
+    command as soon as standard input ends. The script's last line is `MARK exit CODE`, or `MARK failed REASON`. `mark`:
+    a unique word, which the command's environment carries."""
     end = load_script("end_command")
     return render("execute", *command, container=container, mark=mark, seconds=seconds, held=held, end=end)
 
@@ -255,12 +239,8 @@ def has_reports(output: str) -> bool:
 
 
 def start_warnings(time: int, pages: str, begin: float, end: float) -> Iterator[str]:
-    """Yields warnings on what start.sh reports: the host's clock, and the setting of huge pages where it hinders.
-
-    Args:
-        time: Unix seconds on the host, between `begin` and `end` (Unix seconds of the workstation).
-        pages: The setting; "" where it is right.
-    """
+    """Yields warnings on what start.sh reports: the host's `time`, which was read between `begin` and `end` of the
+    workstation's clock (all Unix seconds), and `pages`, the setting of huge pages; "" where it is right."""
     skew = max(begin - time - 1, time - end - 1)
     if skew > _CLOCK_SECONDS:
         yield f"its clock is {skew:.0f} s off the workstation's; sudo systemctl restart chrony, on that host"
@@ -311,13 +291,8 @@ def parse_observation(worker: int, output: str) -> tuple[Observation, LogWindow]
 
 
 def covers(window: LogWindow, since: str, tail: int) -> bool:
-    """Returns whether the last records of a log hold every record from `since` on.
-
-    They do when they are fewer than `tail`, and begin at a line that is known already: `since` is LOG_OVERLAP before
-    the newest such line, or the oldest that is open. Docker counts records before it leaves out those before `since`.
-
-    Args:
-        since: RFC 3339 time, as `Cursor.since` gives it.
-        tail: The number of records that was asked for.
-    """
+    """Returns whether the last `tail` records of a log, as asked for, hold every record from `since` on (RFC 3339, as
+    `Cursor.since` gives it). They do when they are fewer than `tail`, and begin at a line that is known already:
+    `since` is LOG_OVERLAP before the newest such line, or the oldest that is open. Docker counts records before it
+    leaves out those before `since`."""
     return 0 < window.records < tail and window.first <= shift(since, LOG_OVERLAP)

@@ -93,30 +93,24 @@ class OwnedSlice:
 COLUMNS = ["slice", "zone", "state", "type", "owner", "run", "age", "cost", "expires"]
 
 
-def list_commands(project: str, zone: str) -> list[list[str]]:
-    """Returns the commands that list the nodes and the queued resources of a zone (`-`: of all zones)."""
-    return [[*tpus_command(project, zone, kind, "list"), "--format=json"] for kind in ("tpu-vm", "queued-resources")]
-
-
 @dataclass(frozen=True)
 class Listing:
     """The slices found, and the errors of zones that could not be listed."""
 
     slices: list[OwnedSlice]
-    failures: Mapping[str, LaunchError]
-    """By zone."""
+    failures: Mapping[str, LaunchError]  # by zone
 
 
 def list_owned(project: str, zones: Sequence[str], machine: Workstation) -> Listing:
-    """Returns tpu-launch's slices of all owners in the zones, by zone and name, and the errors of zones that can't be
-    listed. A queued resource with a node is listed as the node, unless the request is dead and keeps the quota."""
+    """Returns tpu-launch's slices of all owners in the zones (`-`: all), by zone and name, and the errors of zones that
+    can't be listed. A queued resource with a node is listed as the node, unless it is dead and keeps the quota."""
     owned: dict[tuple[str, str], OwnedSlice] = {}
     failures: dict[str, LaunchError] = {}
     for zone in zones:
         try:
             nodes, queued = (
-                json.loads(call_gcloud(machine, command, timeout=_SECONDS) or "[]")
-                for command in list_commands(project, zone)
+                json.loads(call_gcloud(machine, [*command, "--format=json"], timeout=_SECONDS) or "[]")
+                for command in (tpus_command(project, zone, kind, "list") for kind in ("tpu-vm", "queued-resources"))
             )
         except LaunchError as error:
             failures[zone] = error
@@ -190,17 +184,9 @@ def delete_command(project: str, slice_: OwnedSlice) -> list[str]:
 
 
 def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machine: Workstation) -> str:
-    """Deletes a leftover, if the slice of its name is still the listed one and still a leftover.
-
-    Args:
-        leftover: The slice as it was listed.
-
-    Returns:
-        The outcome: "deleted", "gone already", or "left alone: " and why.
-
-    Raises:
-        LaunchError: It could not be described or deleted within 15 minutes.
-    """
+    """Deletes a listed leftover, if the slice of its name is still the same and still a leftover. Returns the outcome:
+    "deleted", "gone already", or "left alone: " and why. Raises LaunchError if it could not be described or deleted
+    within 15 minutes."""
     deadline = machine.clock.monotonic() + DELETE_SECONDS
     retry = Retry(machine, say, f"{leftover.kind} {leftover.name}")
     requested, outcome = False, "gone already"

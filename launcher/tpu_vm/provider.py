@@ -240,13 +240,9 @@ class TpuVm:
 
     def _wait_for_hosts(self, machine: Workstation) -> None:
         """Waits until every host answers over ssh and its engine is up; tells the user which do not yet. gcloud uploads
-        the ssh key and learns the host keys on the way.
-
-        Raises:
-            HostsUnreachable: A host does not answer after five minutes.
-            PermissionDenied: The user may not use a host's engine.
-            Preempted, Conflict, LaunchError: The slice was taken away or deleted meanwhile, or can't be described.
-        """
+        the ssh key and learns the host keys on the way. Raises HostsUnreachable after five minutes, PermissionDenied if
+        the user may not use a host's engine, Preempted, Conflict or LaunchError if the slice was taken away or deleted
+        meanwhile, or can't be described."""
         clock, name = machine.clock, self.config.slice.name
         deadline = clock.monotonic() + _FIRST_CONTACT_SECONDS
         retry = Retry(machine, self.say, f"slice {name}")

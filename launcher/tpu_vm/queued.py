@@ -38,12 +38,7 @@ _DEAD = ("SUSPENDED", "FAILED")
 
 
 class Acquisition:
-    """Obtains a slice through a request. Each step acts on the last description of the request.
-
-    Args:
-        labels: Labels of a new node.
-        say: Is given lines for the user; also told that Ctrl-C leaves the request in the queue.
-    """
+    """Obtains a slice with these labels through a request. Each step acts on the last description of the request."""
 
     def __init__(
         self, config: Config, labels: dict[str, str], say: Callable[[str], None], machine: Workstation
