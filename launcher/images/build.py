@@ -196,10 +196,9 @@ def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
     the path of all of it."""
     docker = engine.require_engine()
     plan = make_plan(spec)
-    if plan.missing_bases:
-        for base in plan.missing_bases:
-            _pull(docker, base, say)
-        plan = make_plan(spec)
+    for base in plan.missing_bases:
+        _pull(docker, base, say)
+    plan = make_plan(spec) if plan.missing_bases else plan
     if not plan.image_id or (plan.remote and not confirm_push(plan, spec.ca_bundle)):
         with _open_log(plan.tag, say) as log:
             plan = refresh(plan)  # another process may have built it while we waited

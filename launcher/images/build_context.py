@@ -76,35 +76,31 @@ def tree(folder: Path, *, ignore: Sequence[str] = (), search_keys: bool = False)
     return tuple(sorted(entries))
 
 
-def folder(path: Path, dockerfile: Path | None = None) -> tuple[Entry, ...]:
+def folder(path: Path, dockerfile: Path | None = None, *, with_credentials: bool = False) -> tuple[Entry, ...]:
     """Returns a user's folder as a build context, without `LEFT_OUT`, files with private keys, and what its
     .dockerignore leaves out, or the `<Dockerfile>.dockerignore` beside `dockerfile`, if there is one
-    (https://docs.docker.com/build/concepts/context/#filename-and-location). Raises BadInput if one can't be read."""
-    return _select(path, dockerfile, left_out_of(path), search_keys=True)
+    (https://docs.docker.com/build/concepts/context/#filename-and-location). Raises BadInput if one can't be read.
+    `with_credentials`: include what it would leave out only because it holds credentials."""
+    patterns = [line for line in left_out_of(path) if not (with_credentials and line in _CREDENTIALS)]
+    ignore_files = [path / ".dockerignore"]
+    if dockerfile is not None:
+        ignore_files.insert(0, dockerfile.with_name(f"{dockerfile.name}.dockerignore"))
+    ignore_file = next((file for file in ignore_files if file.is_file()), None)
+    if ignore_file is None:
+        return tree(path, ignore=patterns, search_keys=not with_credentials)
+    try:
+        lines = (*ignore_file.read_text(encoding="utf-8-sig").splitlines(), "/.dockerignore", "/*.dockerignore")
+        return tree(path, ignore=(*patterns, *lines), search_keys=not with_credentials)
+    except (OSError, UnicodeDecodeError, re.error) as error:
+        raise BadInput(f"{ignore_file}: can't be used: {error}") from None
 
 
 def report_credentials(path: Path, dockerfile: Path | None, say: Callable[[str], None]) -> None:
     """Says in one line which files `folder` leaves out because they hold credentials; nothing if there are none."""
-    state = [pattern for pattern in left_out_of(path) if pattern not in _CREDENTIALS]
-    wanted = _select(path, dockerfile, state, search_keys=False)
+    wanted = folder(path, dockerfile, with_credentials=True)
     if names := [name for name, _ in sorted(set(wanted) - set(folder(path, dockerfile)))]:
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         say(f"{path}: left out as credentials: {shown}; a line !PATH in .dockerignore includes a file")
-
-
-def _select(path: Path, dockerfile: Path | None, patterns: Sequence[str], *, search_keys: bool) -> tuple[Entry, ...]:
-    """Returns the files of a user's folder that neither `patterns` nor its .dockerignore exclude. Raises BadInput."""
-    candidates = [path / ".dockerignore"]
-    if dockerfile is not None:
-        candidates.insert(0, dockerfile.with_name(f"{dockerfile.name}.dockerignore"))
-    ignore_file = next((file for file in candidates if file.is_file()), None)
-    if ignore_file is None:
-        return tree(path, ignore=patterns, search_keys=search_keys)
-    try:
-        lines = (*ignore_file.read_text(encoding="utf-8-sig").splitlines(), "/.dockerignore", "/*.dockerignore")
-        return tree(path, ignore=(*patterns, *lines), search_keys=search_keys)
-    except (OSError, UnicodeDecodeError, re.error) as error:
-        raise BadInput(f"{ignore_file}: can't be used: {error}") from None
 
 
 def left_out_of(folder: Path) -> tuple[str, ...]:

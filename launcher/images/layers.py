@@ -27,6 +27,10 @@ LARGE_BYTES = 4 * 2**20
 _MOST_LARGE = 16  # layers of one file; the other large files share one more layer
 _LEVEL = 6
 _LARGEST_LAYER = 2**30  # a layer is held in memory
+_OCI_LAYER = "application/vnd.oci.image.layer.v1.tar+gzip"
+_DOCKER_LAYER = "application/vnd.docker.image.rootfs.diff.tar.gzip"
+_MOST_LAYERS = 125  # overlay file systems take 128, of which engines need some
+_EPOCH = "1970-01-01T00:00:00Z"  # a fixed time, so that the same layers give the same bytes
 
 
 @dataclass(frozen=True)
@@ -102,12 +106,6 @@ def _tar_entry(path: PurePosixPath, kind: bytes, mode: int) -> tarfile.TarInfo:
 def compute_layers_tag(layers: Sequence[Layer], base: str) -> str:
     """Returns 16 hexadecimal digits, a hash of the base image's digest `base` and of the layers before compression."""
     return hashlib.sha256("\n".join([base, *(layer.diff_id for layer in layers)]).encode()).hexdigest()[:16]
-
-
-_OCI_LAYER = "application/vnd.oci.image.layer.v1.tar+gzip"
-_DOCKER_LAYER = "application/vnd.docker.image.rootfs.diff.tar.gzip"
-_MOST_LAYERS = 125  # overlay file systems take 128, of which engines need some
-_EPOCH = "1970-01-01T00:00:00Z"  # a fixed time, so that the same layers give the same bytes
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,17 @@ DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 INDEXES = ("application/vnd.docker.distribution.manifest.list.v2+json", "application/vnd.oci.image.index.v1+json")
 _ACCEPT = {"Accept": ", ".join((DOCKER_MANIFEST, OCI_MANIFEST, *INDEXES))}
+ADDRESS = "TPU_LAUNCH_REGISTRY_ADDRESS"
+_SECONDS = 60.0  # for a connection, and between two pieces of a response
+_REDIRECTS = (301, 302, 303, 307, 308)
+_MOST_REDIRECTS = 5
 _BLOCK = 2**20
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 20.0  # seconds, between tries
 _PASSING = (408, 429, 500, 502, 503, 504)
 _STRICT = re.compile("Key Identifier|not marked critical|key usage")  # OpenSSL, about a breach of RFC 5280
 _LARGEST_DOCUMENT = 8 * 2**20  # manifests and configurations
+
+Content = bytes | Iterable[bytes]
 
 
 @dataclass(frozen=True)
@@ -295,14 +301,6 @@ def _refusal(host: str, response: RegistryResponse) -> LaunchError:
     if response.status == 404:
         return BadInput(f"the registry {host} has no {response.url.partition('/v2/')[2].partition('?')[0]}: {text}")
     return LaunchError(f"the registry {host} answered {response.status} to {response.url.partition('?')[0]}: {text}")
-
-
-ADDRESS = "TPU_LAUNCH_REGISTRY_ADDRESS"
-_SECONDS = 60.0  # for a connection, and between two pieces of a response
-_REDIRECTS = (301, 302, 303, 307, 308)
-_MOST_REDIRECTS = 5
-
-Content = bytes | Iterable[bytes]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,10 @@ _PATH = re.compile(r"[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
 _TAG = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
+_CREDENTIALS_SECONDS, _REPOSITORY_SECONDS = 60.0, 120.0  # for one command
+_TOKEN_USER = "oauth2accesstoken"  # https://cloud.google.com/artifact-registry/docs/docker/authentication#token
+_IDENTITY_USER = "<token>"  # the user name with which a helper returns an identity token
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -69,11 +73,6 @@ def is_google(host: str) -> bool:
     return _GOOGLE.fullmatch(host) is not None
 
 
-_SECONDS = 60.0
-_TOKEN_USER = "oauth2accesstoken"  # https://cloud.google.com/artifact-registry/docs/docker/authentication#token
-_IDENTITY_USER = "<token>"  # the user name with which a helper returns an identity token
-
-
 @dataclass(frozen=True, repr=False)
 class RegistryCredentials:
     """A user name and a password, left out of every message and representation."""
@@ -91,7 +90,7 @@ def find_credentials(host: str) -> RegistryCredentials | None:
     """Returns the credentials for a registry; None when there are none and requests are anonymous. Raises LaunchError
     when gcloud has no account, or a helper or docker's settings are broken."""
     if is_google(host):
-        token = run_gcloud(["gcloud", "auth", "print-access-token", "--quiet"], timeout=_SECONDS).strip()
+        token = run_gcloud(["gcloud", "auth", "print-access-token", "--quiet"], timeout=_CREDENTIALS_SECONDS).strip()
         return RegistryCredentials(_TOKEN_USER, token)
     path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     try:
@@ -127,7 +126,7 @@ def from_docker_settings(settings: Mapping[str, Any], host: str, path: Path) -> 
 def _ask_helper(helper: str, name: str) -> RegistryCredentials | None:
     """Runs docker-credential-HELPER for a registry; None when it has no entry. Raises LaunchError when it fails."""
     command = [f"docker-credential-{helper}", "get"]
-    result = shell.run(command, timeout=_SECONDS, input=name)
+    result = shell.run(command, timeout=_CREDENTIALS_SECONDS, input=name)
     if not result.ok:
         if "not found" in (result.stdout + result.stderr).lower():
             return None
@@ -141,9 +140,6 @@ def _ask_helper(helper: str, name: str) -> RegistryCredentials | None:
     if user == _IDENTITY_USER:
         raise BadInput(f"{shlex.join(command)} has an identity token for {name}, which is not supported: log in again")
     return RegistryCredentials(user, secret)
-
-
-_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -177,12 +173,12 @@ def require_repository(image: str) -> bool:
     if repository is None:
         return False
     try:
-        run_gcloud(repository.command("describe", "--format=value(name)"), timeout=_SECONDS)
+        run_gcloud(repository.command("describe", "--format=value(name)"), timeout=_REPOSITORY_SECONDS)
         return False
     except ResourceNotFound:
         pass
     try:
-        run_gcloud(repository.create_command, timeout=_SECONDS)
+        run_gcloud(repository.create_command, timeout=_REPOSITORY_SECONDS)
     except Conflict:  # another process created it
         return False
     return True

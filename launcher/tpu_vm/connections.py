@@ -179,12 +179,11 @@ class ConnectionPool:
         return failed
 
     def run_all(
-        self, script: str, *, timeout: float, workers: Sequence[int] | None = None, stdin: str | None = None
+        self, script: str, workers: Sequence[int], *, timeout: float, stdin: str | None = None
     ) -> list[HostResult]:
-        """Runs a script, as `run` does, on all hosts or on `workers` at once. Returns the results in worker order."""
-        chosen = sorted(self.addresses if workers is None else workers)
+        """Runs a script, as `run` does, on `workers` at once. Returns the results in worker order."""
         return self._machine.threads.map(
-            lambda worker: self.run(worker, script, timeout=timeout, stdin=stdin), chosen, at_once=_AT_ONCE
+            lambda worker: self.run(worker, script, timeout=timeout, stdin=stdin), sorted(workers), at_once=_AT_ONCE
         )
 
     @property
@@ -322,14 +321,14 @@ class SliceConnections:
         return result
 
     def run_all(
-        self, script: str, *, timeout: float, workers: Sequence[int] | None = None, stdin: str | None = None
+        self, script: str, workers: Sequence[int], *, timeout: float, stdin: str | None = None
     ) -> list[HostResult]:
-        """Runs a script on all hosts (or `workers`) at once, and on all again if one is not reached and gcloud knows
-        other addresses. Returns the results in worker order. Raises as `pool`."""
+        """Runs a script on `workers` at once, and on all of them again if one is not reached and gcloud knows other
+        addresses. Returns the results in worker order. Raises as `pool`."""
         pool = self.pool()
-        results = pool.run_all(script, timeout=timeout, workers=workers, stdin=stdin)
+        results = pool.run_all(script, workers, timeout=timeout, stdin=stdin)
         if not all(result.reached for result in results) and (other := self.replacement_of(pool)):
-            results = other.run_all(script, timeout=timeout, workers=workers, stdin=stdin)
+            results = other.run_all(script, workers, timeout=timeout, stdin=stdin)
         return results
 
     def run_through_gcloud(

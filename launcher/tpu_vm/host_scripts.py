@@ -48,6 +48,28 @@ from training.accelerators import accelerator
 from training.machine import parse_time, shift
 from training.telemetry.progress_line import FILE, FILE_VARIABLE
 
+LABEL_RUN = "tpu-launch.run"
+LABEL_ATTEMPT = "tpu-launch.attempt"
+LABEL_BOOT = "tpu-launch.boot"  # the host's boot id at the container's creation; added by the host
+
+LOG_BYTES = LINE_BYTES + 100_000  # of one observation: a page holds the longest line, and costs 60 times its size
+
+# What a host keeps of a container's output: 4 GB, of a boot disk of 100 GB. Beyond it, the engine drops the oldest.
+_KEPT_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=1g", "--log-opt", "max-file=4")
+
+HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
+_WITHOUT_HUGE_PAGES = ("v2", "v3", "v4")
+
+# A volume that the host's engine creates at its first mount, and which outlives containers.
+_PROGRAMS_VOLUME = "tpu-launch-compiled-programs"
+
+EXECUTION_MARK = "tpu-launch-exec-"  # begins the marks of a user's commands; begin_once.sh names it too
+_SECRETS_FOLDER = "/run/tpu-launch"  # in the container; await_secrets.sh and receive_secrets.sh name it too
+
+MOVED = "moved"  # begins the detail of a host that has other addresses than the launcher knows
+FORBIDDEN = "forbidden"  # begins the detail of a host whose engine this user may not use
+_CLOCK_SECONDS = 30.0  # hosts that differ more spoil tokens, certificates, and the order of log lines
+
 
 def render(name: str, *arguments: str, **parameters: str | int | float | bool) -> str:
     """Returns the text of `scripts/NAME.sh` with its positional arguments and its parameters, which become shell
@@ -70,25 +92,6 @@ def _to_text(value: str | int | float | bool) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value)
-
-
-LABEL_RUN = "tpu-launch.run"
-LABEL_ATTEMPT = "tpu-launch.attempt"
-LABEL_BOOT = "tpu-launch.boot"  # the host's boot id at the container's creation; added by the host
-
-LOG_BYTES = LINE_BYTES + 100_000  # of one observation: a page holds the longest line, and costs 60 times its size
-
-# What a host keeps of a container's output: 4 GB, of a boot disk of 100 GB. Beyond it, the engine drops the oldest.
-_KEPT_LOG = ("--log-driver", "json-file", "--log-opt", "max-size=1g", "--log-opt", "max-file=4")
-
-HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
-_WITHOUT_HUGE_PAGES = ("v2", "v3", "v4")
-
-# A volume that the host's engine creates at its first mount, and which outlives containers.
-_PROGRAMS_VOLUME = "tpu-launch-compiled-programs"
-
-EXECUTION_MARK = "tpu-launch-exec-"  # begins the marks of a user's commands; begin_once.sh names it too
-_SECRETS_FOLDER = "/run/tpu-launch"  # in the container; await_secrets.sh and receive_secrets.sh name it too
 
 
 def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> list[str]:
@@ -208,14 +211,6 @@ def stop_script(container: str, grace: int, *, remove: bool) -> str:
     """Returns the script that stops a container (SIGTERM once, SIGKILL after `grace` seconds) and keeps start.sh from
     creating it later; it deletes one that never started, or any if `remove`. It reports `stopped`, without one too."""
     return render("stop", container=container, grace=grace, remove=remove)
-
-
-MOVED = "moved"
-"""Begins the detail of a host that has other addresses than the launcher knows."""
-FORBIDDEN = "forbidden"
-"""Begins the detail of a host whose engine this user may not use."""
-
-_CLOCK_SECONDS = 30.0  # hosts that differ more spoil tokens, certificates, and the order of log lines
 
 
 def parse_reports(output: str, word: str, workers: Iterable[int]) -> list[HostReport]:

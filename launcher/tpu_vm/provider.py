@@ -65,11 +65,9 @@ class TpuVm:
         return created, next(iter(hosts), "")
 
     def withdraw_unused(self) -> None:
-        """Withdraws the requests for candidates that a killed command left open. Raises Conflict while another asks."""
         candidates.withdraw_unused(self._wanted, self.say, self._machine)
 
     def known_ready(self) -> bool:
-        """Returns whether an earlier command saw this slice READY, and nothing has contradicted it since."""
         return self._connections.has_known_slice
 
     def create(self, clock: Clock | None = None) -> None:
@@ -103,7 +101,6 @@ class TpuVm:
             self.say(f"there is no slice {self.config.slice.name}")
 
     def close(self) -> None:
-        """Closes the connections to the hosts; the next command opens new ones. Containers go on."""
         self._connections.close()
 
     def connect(self) -> None:
@@ -173,7 +170,6 @@ class TpuVm:
         return observation
 
     def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:
-        """Returns a container's state and its newest `lines` log lines, without waiting."""
         return self._observe(worker, host_scripts.observe_script(container, None, tail=lines))[0]
 
     def _observe(self, worker: int, script: str, patience: float = 0.0) -> tuple[Observation, LogWindow]:
@@ -204,7 +200,6 @@ class TpuVm:
         seconds: float,
         on_line: Callable[[int, str], None],
     ) -> list[CommandReport]:
-        """Runs a command once in the container on each worker. Returns how it ended, or why it did not run."""
         execution = Execution(self._connections, self._machine, container, command, seconds=seconds, on_line=on_line)
         return execution.run(workers)
 
@@ -219,7 +214,7 @@ class TpuVm:
             return files
         script = host_scripts.render("evidence", container=container)
         try:
-            results = self._connections.run_all(script, timeout=30, workers=workers)
+            results = self._connections.run_all(script, workers, timeout=30)
         except LaunchError as error:  # not even the hosts' addresses can be found out
             return {**files, "hosts.txt": str(error)}
         return files | {f"host-{result.worker}.txt": _all_output(result) for result in results}
@@ -321,10 +316,10 @@ class TpuVm:
         failed once. Uses gcloud if that is set, and on hosts that refuse ssh. Returns the results in worker order."""
         results, left = dict[int, HostResult](), workers
         if not self._connections.gcloud_only:
-            answers = self._connections.run_all(script, timeout=timeout, workers=workers, stdin=stdin)
+            answers = self._connections.run_all(script, workers, timeout=timeout, stdin=stdin)
             missed = [result.worker for result in answers if not result.reached and not result.refused]
             if again and missed:
-                answers += self._connections.pool().run_all(script, timeout=timeout, workers=missed, stdin=stdin)
+                answers += self._connections.pool().run_all(script, missed, timeout=timeout, stdin=stdin)
             results = {result.worker: result for result in answers}
             left = [worker for worker, result in results.items() if result.refused]
         for result in self._connections.run_all_through_gcloud(script, left, stdin, timeout=timeout):

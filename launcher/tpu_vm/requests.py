@@ -31,6 +31,7 @@ from launcher.home import lock
 from training import storage
 
 WITHDRAWN, NO_CAPACITY, TAKEN, DELETED, REFUSED = "withdrawn", "no capacity", "taken away", "deleted", "refused"
+_ASKED, _BUCKET, _MOVING = "asked.json", "bucket", "moving.json"
 
 
 @dataclass(frozen=True)
@@ -199,9 +200,6 @@ class RequestRecord:
         path = self._folder / "lock"
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
             yield lock(file, path)
-
-
-_ASKED, _BUCKET, _MOVING = "asked.json", "bucket", "moving.json"
 
 
 def create_only(path: Path, text: str) -> bool:

@@ -88,7 +88,7 @@ class Host:
 machine = replace(this_machine(), connect=lambda address: Host())
 pool = ConnectionPool([Address(worker, "h", "me", "key", "known", "h") for worker in range(3)], machine)
 try:
-    pool.run_all("pull", timeout=900)
+    pool.run_all("pull", [*pool.addresses], timeout=900)
 finally:
     pool.close()
 """
@@ -452,7 +452,7 @@ def test_a_host_that_missed_the_secrets_gets_the_same_again(tmp_path: Path, monk
     """Every attempt of several hosts has one: a connection that breaks once must not keep it from starting."""
     sent: list[tuple[list[int], str | None]] = []
 
-    def run_all(script: str, *, timeout: float, workers: Sequence[int], stdin: str | None = None) -> list[HostResult]:
+    def run_all(script: str, workers: Sequence[int], *, timeout: float, stdin: str | None = None) -> list[HostResult]:
         sent.append((list(workers), stdin))
         broken = HostResult(1, None, problem="connection reset")
         delivered = [HostResult(worker, 0, f"tpu-launch {worker} delivered\n") for worker in range(2)]
