@@ -240,7 +240,6 @@ def serve(port: int, folder: str) -> None:
         return api.answer(request)
 
     acceptor = Acceptor()
-    acceptor.start()
     acceptor.add(socket.create_server(("127.0.0.1", port)), lambda connection: serve_http(connection, late))
     threading.Event().wait()
 

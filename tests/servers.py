@@ -1,5 +1,6 @@
 """The emulator's servers for tests that need no emulated slice: on a loopback port, with faults on demand."""
 
+import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,8 +31,12 @@ class LoopbackServer:
         self.address = f"{host}:{self.listener.getsockname()[1]}"
         self.url = f"http://{self.address}"
         self.acceptor = Acceptor()
-        self.acceptor.start()
-        self.acceptor.add(self.listener, self.serve)
+        self._connections: list[socket.socket] = []
+        self.acceptor.add(self.listener, self._serve)
+
+    def _serve(self, connection: socket.socket) -> None:
+        self._connections.append(connection)
+        self.serve(connection)
 
     def serve(self, connection: socket.socket) -> None:
         """Answers one connection."""
@@ -41,9 +46,19 @@ class LoopbackServer:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Stops accepting connections."""
+        """Stops accepting connections, and shuts down those that are open."""
         self.acceptor.remove(self.listener)
-        self.acceptor.close()
+        end(self.acceptor)
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # it has ended
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def end(acceptor: Acceptor) -> None:
+    """Ends the thread of an acceptor that accepts on nothing any more."""
+    acceptor._loop.call_soon_threadsafe(acceptor._loop.stop)
+    acceptor._thread.join(5)
+    acceptor._loop.close()
 
 
 class BucketServer(LoopbackServer):

@@ -267,7 +267,6 @@ def serve_api(state: EmulatorState) -> tuple[int, Closing]:
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     acceptor = Closing(listener)
-    acceptor.inner.start()
     acceptor.inner.add(listener, lambda connection: serve_http(connection, answer))
     return int(listener.getsockname()[1]), acceptor
 

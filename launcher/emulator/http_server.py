@@ -241,11 +241,7 @@ class Acceptor:
         import asyncio  # here, because it takes 12 ms and commands, which import this module too, accept nothing
 
         self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()
-        self._connections: set[socket.socket] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="accept", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     def add(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
@@ -264,21 +260,8 @@ class Acceptor:
             done.set()
 
         self._loop.call_soon_threadsafe(change)
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread:
             done.wait(_CHANGE_SECONDS)
-
-    def close(self) -> None:
-        """Stops accepting (waits for that at most _CHANGE_SECONDS), and shuts down all connections. Listeners stay open
-        unless `remove` closed them."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CHANGE_SECONDS)
-        if not self._thread.is_alive():
-            self._loop.close()
-        with self._lock:
-            connections = list(self._connections)
-        for connection in connections:
-            with contextlib.suppress(OSError):  # its thread has closed it meanwhile
-                connection.shutdown(socket.SHUT_RDWR)
 
     def _accept(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
         """Accepts a connection and serves it in a thread of its own. Runs in the accepting thread."""
@@ -288,13 +271,8 @@ class Acceptor:
 
     def _run(self, serve: Callable[[socket.socket], None], connection: socket.socket) -> None:
         """Runs `serve`, logs its exception, and closes the connection."""
-        with self._lock:
-            self._connections.add(connection)
-        try:
-            serve(connection)
-        except Exception:
-            log.exception("serving a connection")
-        finally:
-            with self._lock:
-                self._connections.discard(connection)
-            connection.close()
+        with connection:
+            try:
+                serve(connection)
+            except Exception:
+                log.exception("serving a connection")

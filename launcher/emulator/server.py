@@ -94,7 +94,6 @@ class Server:
             state.registry_port = registry_listener.getsockname()[1]
             state.subnet = self.containers.ensure_network(state.subnet)
             nodes, hosts = list(state.nodes.values()), state.hosts
-        self.acceptor.start()
         for host in hosts:
             self.hosts.open_agent_socket(host)
         self.hosts.start_stopped(nodes)

@@ -19,6 +19,7 @@ from launcher.emulator.state import EmulatorState, emulator_id, to_json
 from launcher.errors import BadInput
 from launcher.images.build import _pushes_path
 from launcher.images.build_context import left_out_of
+from tests.servers import end
 
 
 @pytest.fixture
@@ -78,7 +79,6 @@ def test_api_and_buckets_answer_only_tools_of_this_user(home: Path, monkeypatch:
         other = EmulatorState(emulator_id(home), port, str(home), "/nowhere", 0, 0)
         (home / "state.json").write_text(to_json(state))
         server = Server(home, "image", "volume")
-        server.acceptor.start()
         server.acceptor.add(listener, lambda connection: serve_http(connection, server.google))
         own = {"Authorization": f"Bearer {state.token}"}
 
@@ -105,7 +105,7 @@ def test_api_and_buckets_answer_only_tools_of_this_user(home: Path, monkeypatch:
         with pytest.raises(Forbidden, match="has its own token"):
             Client(project="p").get_bucket("bucket")
         server.acceptor.remove(listener)
-        server.acceptor.close()
+        end(server.acceptor)
 
 
 def test_data_can_be_kept(home: Path) -> None:

@@ -15,6 +15,7 @@ from launcher.emulator.http_server import Acceptor, Body, Disconnected
 from launcher.emulator.state import Store
 from launcher.emulator.vm.host_containers import free_subnets
 from launcher.emulator.vm.hosts import Hosts
+from tests.servers import end
 
 CHUNKED = message_from_string("Transfer-Encoding: chunked")
 FIVE_BYTES = message_from_string("Content-Length: 5")
@@ -44,7 +45,6 @@ def test_a_host_that_was_cut_off_is_answered_when_its_network_is_back(api: Any) 
     """Over the listeners that its agent hands over, until the agent disconnects."""
     store, host = Store(api.state, None), api.ready().hosts[0]
     acceptor = Acceptor()
-    acceptor.start()
 
     def serve(connection: socket.socket) -> None:
         hosts.await_network(host.hostname)
@@ -69,7 +69,7 @@ def test_a_host_that_was_cut_off_is_answered_when_its_network_is_back(api: Any) 
     agent.close()
     serving.join(5)
     assert not serving.is_alive()
-    acceptor.close()
+    end(acceptor)
 
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
