@@ -1,8 +1,10 @@
-"""Explains a hang: compares the stacks of all hosts, taken twice, and names the host that differs. Pure.
+"""Explains a hang: takes the stacks of all hosts twice, without disturbing them, and names the host that differs.
+Finds a host that went silent for TensorFlow, whose own limit (10 s) is shorter than that of a stall.
 
 Hosts of a training run wait for each other, so all but one usually wait in the same collective, and the one that is
 elsewhere is the cause. Checks, in this order: a host short of memory or without stacks; a process that is dead, stopped
-or stuck; Python's lock; another program; another place; another step; the same place on all hosts.
+or stuck; Python's lock; another program; another place; another step; the same place on all hosts. `explain_hang` is
+pure.
 """
 
 import re
@@ -13,7 +15,6 @@ from typing import Any
 
 from launcher.errors import LaunchError
 from launcher.masking import SecretMasker
-from launcher.provider import Provider
 from launcher.run.ledger import Ledger
 from launcher.run.logs import tail
 from launcher.run.session import Session
@@ -28,8 +29,15 @@ from launcher.run.stack_traces import (
     places,
 )
 from launcher.run.verdict import Cause, Kind, Verdict
-from training.machine import Clock
 from training.telemetry.progress_line import COMPILE, ProgressLine
+
+APART_SECONDS = 5.0  # between the two samples: what moves meanwhile does not hang there
+_NO_HEARTBEAT = re.compile(
+    r"(?:\(stopped sending heartbeats\):\s{1,9}|Task )/job:\w{1,40}/replica:0/task:(\d{1,6})\b(?: heartbeat timeout|$)",
+    re.MULTILINE,
+)
+_NO_SERVICE = "RPC: /tensorflow.CoordinationService/Heartbeat"
+_LAST_BYTES = 200_000  # of a log, in which the message is
 
 
 @dataclass(frozen=True)
@@ -272,16 +280,6 @@ def _names(workers: Sequence[int]) -> str:
     return f"host{'s'[: len(workers) > 1]} {', '.join(map(str, workers))}"
 
 
-APART_SECONDS = 5.0  # between the two samples: what moves meanwhile does not hang there
-
-_NO_HEARTBEAT = re.compile(
-    r"(?:\(stopped sending heartbeats\):\s{1,9}|Task )/job:\w{1,40}/replica:0/task:(\d{1,6})\b(?: heartbeat timeout|$)",
-    re.MULTILINE,
-)
-_NO_SERVICE = "RPC: /tensorflow.CoordinationService/Heartbeat"
-_LAST_BYTES = 200_000  # of a log, in which the message is
-
-
 @dataclass(frozen=True)
 class Explanation:
     """The explanation of a hang, None where no stacks could be taken, and the stacks of each host."""
@@ -291,11 +289,10 @@ class Explanation:
 
 
 def explain_live(
-    provider: Provider,
-    container: str,
+    session: Session,
+    attempt: int,
     progress: Mapping[int, ProgressLine],
     seconds: float,
-    clock: Clock,
     masker: SecretMasker,
     *,
     native: bool,
@@ -306,12 +303,13 @@ def explain_live(
     Ignores errors of the provider. `progress`, `seconds`: as in `explain_hang`."""
 
     def take() -> dict[int, str]:
-        return {worker: masker.mask_text(text) for worker, text in provider.stacks(container, native=native).items()}
+        found = session.provider.stacks(session.container(attempt), native=native)
+        return {worker: masker.mask_text(text) for worker, text in found.items()}
 
     first: dict[int, str] = {}
     try:
         first = take()
-        clock.sleep(APART_SECONDS)
+        session.machine.clock.sleep(APART_SECONDS)
         second = take()
     except LaunchError:  # what is known will do
         second = first
@@ -345,12 +343,11 @@ def explain_stall(
     """Takes the stacks of all hosts and writes them into the run's folder, or says that it can't. Returns the STALLED
     verdict with the explanation as its cause and what the other hosts do as symptoms; without stacks, as it is. If its
     cause names a host, explains only that one. `since`: when the last progress was made (monotonic clock)."""
-    say, clock = session.context.output.say, session.machine.clock
+    say, seconds = session.context.output.say, session.machine.clock.monotonic() - since
     told = verdict.cause or Cause(-1, "")
     say(f"the run hangs: {told.what}; taking stack traces of all hosts")
-    container, seconds = session.container(attempt), clock.monotonic() - since
     only = None if told.worker < 0 else (told.worker,)
-    found = explain_live(session.provider, container, progress, seconds, clock, masker, native=True, only=only)
+    found = explain_live(session, attempt, progress, seconds, masker, native=True, only=only)
     if only and found.hang is not None:
         found = replace(found, hang=replace(found.hang, what=f"{told.what}: {found.hang.what}"))
     try:

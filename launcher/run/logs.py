@@ -1,4 +1,4 @@
-"""Exactly-once delivery of the hosts' log lines.
+"""Exactly-once delivery of the hosts' log lines, and `logs`, which prints them.
 
 A container engine returns lines from a time on, inclusive. Two lines can have the same time, and a line can be written
 a moment after one with a later time (stdout and stderr are copied by two threads). So each observation begins

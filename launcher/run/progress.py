@@ -24,13 +24,16 @@ from training.telemetry import svg
 from training.telemetry.progress_line import COMPILE, END, EVALUATION, SAVE, START, TRAINING, ProgressLine
 
 DEFAULT_SECONDS = 300.0  # longest training without progress, unless `run.stall_minutes` says otherwise
-
 SLOW_STEPS = 20  # median steps that one step may take
-
 _PHASE_FACTORS = {START: 12, COMPILE: 12, EVALUATION: 6, SAVE: 6, END: 12}
 """How many times the limit of training a phase may take: an hour, or half an hour, by default."""
-
 _SEEN_STEPS = 16  # whose median seconds are computed
+
+WINDOW_SECONDS = 30.0  # at least between the lines of a window
+WINDOWS = 3  # in a row that begin, or end, a straggler
+_FACTOR, _SHARE = 1.5, 0.1  # of the others' median; of the step's seconds
+_NOT_OWN = ("result",)
+_COLUMNS = 200
 
 
 @dataclass(frozen=True)
@@ -104,15 +107,6 @@ def describe_limits(stall_minutes: float | None) -> Sequence[str]:
         f"{minutes * 6:g} minutes of an evaluation or save",
         f"a program that reports no progress {without} (run.stall_minutes)",
     ]
-
-
-WINDOW_SECONDS = 30.0  # at least between the lines of a window
-
-WINDOWS = 3  # in a row that begin, or end, a straggler
-
-_FACTOR, _SHARE = 1.5, 0.1  # of the others' median; of the step's seconds
-_NOT_OWN = ("result",)
-_COLUMNS = 200
 
 
 @dataclass(frozen=True)

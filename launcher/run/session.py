@@ -1,4 +1,4 @@
-"""One process's work on a run: the process, the run's ledger and specification, and the provider of its hosts."""
+"""One process's work on a run: finding or making the run, the right to supervise it, and the provider of its hosts."""
 
 from __future__ import annotations
 

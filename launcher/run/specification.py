@@ -30,6 +30,7 @@ from training.preflight.checked_programs import CHECKED_PROGRAMS_VARIABLE
 from training.yaml_file import ConfigError, Document, Section, load, refuse_unknown, validate
 
 FILE = "specification.yaml"
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class OverlaySection(Section):
@@ -231,9 +232,6 @@ def describe_missing(specification: Specification, missing: Iterable[str]) -> st
     return f"values of secrets are missing (looked in {places}): {', '.join(missing)}"
 
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
 def read_env_file(path: Path) -> dict[str, str]:
     """Returns the variables of `run --env-file`, by name. python-dotenv parses the lines; nothing is expanded, and this
     process's environment stays as it is. Raises BadInput, with file:line and no value, for a file that can't be read
@@ -246,7 +244,7 @@ def read_env_file(path: Path) -> dict[str, str]:
     for binding in parse_stream(io.StringIO(text)):
         if binding.key is None and not binding.error:
             continue  # a comment, or nothing
-        if binding.key is None or binding.value is None or not _NAME.fullmatch(binding.key):
+        if binding.key is None or binding.value is None or not _VARIABLE.fullmatch(binding.key):
             text_before = binding.original.string[: -len(binding.original.string.lstrip())]
             raise BadInput(f"{path}:{binding.original.line + text_before.count(chr(10))}: must be NAME=VALUE")
         if "\0" in binding.value:

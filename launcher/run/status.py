@@ -25,6 +25,11 @@ from launcher.workstation import Workstation
 from training.machine import format_time, parse_time
 from training.telemetry.progress_line import TRAINING, ProgressLine, parse, slowest
 
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille cell, by column and row
+_BLANK = 0x2800
+_LEFT, _CURVE_ROWS = 9, 8  # columns of the labels left of the curve; rows of the curve
+_WIDEST_BAR = 40
+_WIDE = 120  # columns from which addresses are shown
 _LAST_LINE_BYTES = 20_000  # of a host's log, for its last line
 _RECENT_SECONDS = 60.0  # how far back hosts are asked for lines
 _HISTORY_LINES = 8
@@ -54,6 +59,11 @@ class HostStatus:
     last_line: str
     quiet_seconds: float | None = None  # between its last line (host's clock) and now (this machine's)
     progress: ProgressLine | None = None  # of its slowest process
+
+    @property
+    def age(self) -> str:
+        """Returns the age of its last line, in words; "" if it is not known."""
+        return "" if self.quiet_seconds is None else f"{costs.duration(self.quiet_seconds)} ago"
 
 
 @dataclass(frozen=True)
@@ -86,16 +96,7 @@ class Status:
 
     def rows(self) -> list[list[str]]:
         """Returns a row for each host: worker, address, container, age of the last line, the line."""
-        return [
-            [
-                str(host.worker),
-                host.address,
-                host.container,
-                "" if host.quiet_seconds is None else f"{costs.duration(host.quiet_seconds)} ago",
-                host.last_line,
-            ]
-            for host in self.hosts
-        ]
+        return [[str(host.worker), host.address, host.container, host.age, host.last_line] for host in self.hosts]
 
 
 def read_status(config: Config, context: Context, provider: Provider, run_id: str | None = None) -> Status:
@@ -188,13 +189,6 @@ def _describe_container(observation: Observation) -> str:
     return describe_exit(observation.container) if observation.container.ended else observation.container.status
 
 
-_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bits of a braille cell, by column and row
-_BLANK = 0x2800
-_LEFT, _CURVE_ROWS = 9, 8  # columns of the labels left of the curve; rows of the curve
-_WIDEST_BAR = 40
-_WIDE = 120  # columns from which addresses are shown
-
-
 @dataclass(frozen=True)
 class View:
     """A run at one moment."""
@@ -281,9 +275,8 @@ def _hosts(hosts: Sequence[HostStatus], columns: int) -> list[str]:
     address, more = ["address"] * is_wide, ["device memory", "read"] * is_wide
     table = [["host", *address, "container", "step", "doing", "memory", *more, "last line"]]
     for host in hosts:
-        quiet = "" if host.quiet_seconds is None else f"{costs.duration(host.quiet_seconds)} ago"
         address = [host.address] * is_wide
-        last = f"{quiet}: {host.last_line}" if quiet else host.last_line
+        last = f"{host.age}: {host.last_line}" if host.age else host.last_line
         line = host.progress
         told = ["?", "", "?"] + ["?", "?"] * is_wide
         if line is not None:

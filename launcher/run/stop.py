@@ -76,13 +76,11 @@ def _stop_runs(config: Config, context: Context) -> None:
     """Requests a stop of each run on the slice, which their supervising processes carry out, and this one for a run
     without such a process. Waits for these processes, a minute beyond run.stop_seconds at most, and says which have not
     ended, and which runs may not have saved."""
-    known = [pull_known(ledger, context.machine) for ledger in runs_on_slice(config, context.home, context.machine)]
-    states = [(ledger, ledger.state) for ledger in known]
-    stopped = [
-        ledger
-        for ledger, state in states
-        if state.phase.is_open or state.recovering or state.budget_spent or state.orphans or ledger.supervised()
-    ]
+    stopped = []
+    for ledger in runs_on_slice(config, context.home, context.machine):
+        state = pull_known(ledger, context.machine).state
+        if state.phase.is_open or state.recovering or state.budget_spent or state.orphans or ledger.supervised():
+            stopped.append(ledger)
     for ledger in stopped:
         context.output.say(f"run {ledger.run_id} is stopped with its slice; `tpu-launch run` resumes it on another")
         try:

@@ -164,7 +164,6 @@ def judge(
     Args:
         views: All hosts.
         now: The monotonic clock.
-        limits: Time limits.
         slice_state: The slice's state as the API last reported it; None: it does not exist.
         stop_requested: Whether the user stopped the run: failures other than bad input then count as STOPPED.
         stall: How the attempt hangs, as its progress or its output shows, in words; None: it does not.
