@@ -242,6 +242,7 @@ def as_host(plan: Path, hosts: int, worker: int) -> None:
     """Trains this host's part of all runs of this many hosts."""
     from training.config import from_document
     from training.distributed.cluster import Cluster
+    from training.distributed.config import RendezvousSection
     from training.distributed.rendezvous import SingleHost, join
     from training.distributed.shutdown import ShutdownRequest
     from training.telemetry.host_progress import PhaseTimer
@@ -257,9 +258,8 @@ def as_host(plan: Path, hosts: int, worker: int) -> None:
             worker, ("127.0.0.1",) * hosts, None, job["run"], job.get("attempt", 0), PORTS[number], PORTS[number] + 1
         )  # fmt: skip
         stopping = ShutdownRequest()
-        rendezvous = (
-            SingleHost() if hosts == 1 else join(cluster, stopping, start_seconds=300, seconds=300, lost_seconds=30)
-        )
+        limits = RendezvousSection(start_seconds=300, seconds=300, lost_seconds=30)
+        rendezvous = SingleHost() if hosts == 1 else join(cluster, stopping, limits)
         digests = batches(config, cluster)
         (folder / f"{job['run']}.{worker}.batches.json").write_text(json.dumps(digests))
         train(config, cluster, rendezvous, stopping, PhaseTimer())

@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.rows import Row, finish, row
 from training.distributed.cluster import Cluster
+from training.distributed.config import RendezvousSection
 from training.distributed.handshake import RENDEZVOUS, host_credentials, perform_handshake
 from training.distributed.messages import encode
 from training.distributed.rendezvous import join
@@ -114,7 +115,7 @@ def measure(hosts: int, meetings: int) -> dict[str, float]:
     cluster = Cluster(0, addresses, None, "benchmark", 0, port, secret=secrets.token_hex(32).encode())
     orders, theirs = multiprocessing.Pipe()
     began = time.process_time()
-    rendezvous = join(cluster, ShutdownRequest(), start_seconds=60, seconds=60, lost_seconds=30)
+    rendezvous = join(cluster, ShutdownRequest(), RendezvousSection(start_seconds=60, seconds=60, lost_seconds=30))
     process = multiprocessing.get_context("spawn").Process(target=crowd, args=(replace(cluster, worker=1), theirs))
     process.start()
     orders.recv()

@@ -27,6 +27,7 @@ import yaml
 from training.backends.tensorflow import pod as single_client
 from training.distributed import shutdown as stopping
 from training.distributed.cluster import discover
+from training.distributed.config import RendezvousSection
 from training.config import from_document
 from training.errors import Exit, StopRequested, TrainError
 from training.run_setup import prepare_framework
@@ -58,7 +59,7 @@ if WHAT in ("train", "evaluate"):
 asked = stopping.install_signal_handlers()
 config = from_document(Document("test", yaml.safe_load(Path("config.yaml").read_text()), {}))
 cluster = discover()
-rendezvous = join(cluster, asked, start_seconds=120, seconds=60, lost_seconds=10)
+rendezvous = join(cluster, asked, RendezvousSection(start_seconds=120, seconds=60, lost_seconds=10))
 code, message = Exit.FINISHED, ""
 try:
     with single_client.open_host(config, cluster, rendezvous, asked) as host:

@@ -14,6 +14,7 @@ import numpy as np
 from training.distributed import rendezvous
 from training.distributed.tcp_allreduce import TcpAllReduce
 from training.distributed.cluster import discover
+from training.distributed.config import RendezvousSection
 from training.errors import Exit, TrainError
 from training.distributed.rendezvous import join
 from training.distributed.shutdown import ShutdownRequest
@@ -24,7 +25,7 @@ try:
     if os.environ.get("ASKED"):
         threading.Timer(float(os.environ["ASKED"]), stopping.request).start()
     start, seconds = (float(os.environ.get(name, "20")) for name in ("START", "WAIT"))
-    meeting = join(discover(), stopping, start_seconds=start, seconds=seconds, lost_seconds=3)
+    meeting = join(discover(), stopping, RendezvousSection(start_seconds=start, seconds=seconds, lost_seconds=3))
     for line in sys.argv[1:]:
         what, _, rest = line.partition(" ")
         if what == "meet":

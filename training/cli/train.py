@@ -113,6 +113,7 @@ def check_devices(backend: str, output: str | None, seconds: float) -> None:
     Prints a line for each fact. Exits with 0 if there is no problem, else with 1.
     """
     from training.device_check import check_host, find_problems, print_fact
+    from training.distributed.config import RendezvousSection
     from training.distributed.rendezvous import join
     from training.distributed.shutdown import install_signal_handlers
     from training.run_setup import prepare_devices
@@ -127,7 +128,9 @@ def check_devices(backend: str, output: str | None, seconds: float) -> None:
             print_fact(name, value)
 
     shutdown, cluster = install_signal_handlers(), _discover(backend)
-    rendezvous = join(cluster, shutdown, start_seconds=seconds, seconds=seconds, lost_seconds=30)
+    # The option has no upper bound, unlike the section of a file.
+    limits = RendezvousSection.model_construct(start_seconds=seconds, seconds=seconds, lost_seconds=30.0)
+    rendezvous = join(cluster, shutdown, limits)
 
     with ending_process(rendezvous):
         try:
@@ -213,15 +216,8 @@ def _join_cluster(config: TrainerConfig, shutdown: ShutdownRequest) -> tuple[Clu
     not answer or refuses."""
     from training.distributed.rendezvous import join
 
-    cluster, timeouts = _discover(config.backend), config.rendezvous
-    rendezvous = join(
-        cluster,
-        shutdown,
-        start_seconds=timeouts.start_seconds,
-        seconds=timeouts.seconds,
-        lost_seconds=timeouts.lost_seconds,
-    )
-    return cluster, rendezvous
+    cluster = _discover(config.backend)
+    return cluster, join(cluster, shutdown, config.rendezvous)
 
 
 def _program_host(

@@ -28,6 +28,7 @@ from typing import Any
 
 from training.distributed import messages
 from training.distributed.cluster import Cluster
+from training.distributed.config import RendezvousSection
 from training.distributed.handshake import (
     RENDEZVOUS,
     HostCredentials,
@@ -132,16 +133,9 @@ class SingleHost(Rendezvous):
 
 
 def join(
-    cluster: Cluster,
-    shutdown: ShutdownRequest,
-    *,
-    start_seconds: float,
-    seconds: float,
-    lost_seconds: float,
-    machine: Machine = SYSTEM,
+    cluster: Cluster, shutdown: ShutdownRequest, limits: RendezvousSection, machine: Machine = SYSTEM
 ) -> Rendezvous:
-    """Starts the server on host 0 and connects to it, retrying for `start_seconds`; a single host needs neither.
-    `seconds` is the default time-out of a barrier; after `lost_seconds` of silence a host counts as lost.
+    """Starts the server on host 0 and connects to it, retrying for `limits.start_seconds`; a single host needs neither.
 
     Raises:
         BadInput: The hosts have no shared secret.
@@ -152,14 +146,14 @@ def join(
     if cluster.hosts == 1:
         return SingleHost(machine)
     own = host_credentials(cluster, RENDEZVOUS)
-    server = RendezvousServer(cluster, lost_seconds, machine) if cluster.is_first else None
+    server = RendezvousServer(cluster, limits.lost_seconds, machine) if cluster.is_first else None
     try:
-        connection, lines = _connect(cluster, own, shutdown, start_seconds, lost_seconds, machine)
+        connection, lines = _connect(cluster, own, shutdown, limits, machine)
     except BaseException:
         if server:
             server.close(0)
         raise
-    return RendezvousClient(cluster, server, shutdown, connection, lines, seconds=seconds, machine=machine)
+    return RendezvousClient(cluster, server, shutdown, connection, lines, seconds=limits.seconds, machine=machine)
 
 
 class RendezvousClient(Rendezvous):
@@ -354,17 +348,12 @@ class _StopPatience:
 
 
 def _connect(
-    cluster: Cluster,
-    own: HostCredentials,
-    shutdown: ShutdownRequest,
-    start_seconds: float,
-    lost_seconds: float,
-    machine: Machine,
+    cluster: Cluster, own: HostCredentials, shutdown: ShutdownRequest, limits: RendezvousSection, machine: Machine
 ) -> tuple[Connection, LineBuffer]:
-    """Retries until host 0 accepts this host, at most `start_seconds`. Returns the connection, and the bytes received
-    after the handshake. Raises LostPeer in the end, TrainError for a final refusal, StopRequested if asked to stop."""
-    address = (cluster.addresses[0], cluster.rendezvous_port)
-    host = f"host 0 ({address[0]}:{address[1]})"
+    """Retries until host 0 accepts this host, at most `limits.start_seconds`. Returns the connection, and the bytes
+    received after the handshake. Raises LostPeer in the end, TrainError for a final refusal, StopRequested."""
+    start_seconds, lost_seconds = limits.start_seconds, limits.lost_seconds
+    host = f"host 0 ({cluster.addresses[0]}:{cluster.rendezvous_port})"
     clock = machine.clock.monotonic
     deadline = clock() + start_seconds
     patience = _StopPatience(shutdown, clock)
@@ -374,7 +363,7 @@ def _connect(
             raise StopRequested("asked to stop while waiting for host 0, before any training: nothing is lost")
         try:
             seconds = min(lost_seconds, start_seconds)
-            connection, answer = connect_to_first(cluster, address[1], own, seconds, machine, lost_seconds)
+            connection, answer = connect_to_first(cluster, cluster.rendezvous_port, own, seconds, machine, lost_seconds)
             if not isinstance(answer, Refusal):
                 connection.settimeout(lost_seconds)
                 return connection, answer

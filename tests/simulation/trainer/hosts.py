@@ -117,14 +117,7 @@ class Host:
         secret = f"the secret of {group.label}".encode()
         cluster = Cluster(self.worker, group.addresses, run_id="run", attempt=group.attempt, secret=secret)
         try:
-            rendezvous = join(
-                cluster,
-                shutdown,
-                start_seconds=config.rendezvous.start_seconds,
-                seconds=config.rendezvous.seconds,
-                lost_seconds=config.rendezvous.lost_seconds,
-                machine=machine,
-            )
+            rendezvous = join(cluster, shutdown, config.rendezvous, machine)
         except TrainError as error:  # as cli.main does
             print_error(error)
             self.exit(error.exit_code)
