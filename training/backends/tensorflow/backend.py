@@ -75,19 +75,21 @@ class TensorFlow(Backend):
         reference = TASKS[config.task].tensorflow
         assert reference is not None, "the configuration refuses it"
         task_sums = load(reference)
-        self._step = TensorFlowStep(config, cluster, network, parameters, optimizer, noise, self._replicas, task_sums)
+        self.step_programs = TensorFlowStep(
+            config, cluster, network, parameters, optimizer, noise, self._replicas, task_sums
+        )
         # On a TPU the whole program is compiled anyway.
         compiled = config.train.jit_compile and self._replicas.count == 1 and not self._replicas.is_tpu
         self._programs: dict[str, Any] = {
             name: tf.function(function, jit_compile=compiled or None, autograph=False)
             for name, function in (
-                ("train", self._step.train_program),
-                ("train next", self._step.train_next_program),
-                ("train several", self._step.train_several_program),
-                ("gradients", self._step.gradients_program),
-                ("update", self._step.update_program),
-                ("evaluate", self._step.evaluation_program),
-                ("evaluate next", self._step.evaluation_next_program),
+                ("train", self.step_programs.train_program),
+                ("train next", self.step_programs.train_next_program),
+                ("train several", self.step_programs.train_several_program),
+                ("gradients", self.step_programs.gradients_program),
+                ("update", self.step_programs.update_program),
+                ("evaluate", self.step_programs.evaluation_program),
+                ("evaluate next", self.step_programs.evaluation_next_program),
             )
         }
         self._tracing_seconds = 0.0
@@ -126,9 +128,9 @@ class TensorFlow(Backend):
         dataset = dataset_of(batch)
         if dataset and self._config.train.steps_per_call != 1:
             with translate_errors(dataset):
-                queued = self._calls.add(self._replicas.send_rows(batch), *self._step.scalar_values(number))
+                queued = self._calls.add(self._replicas.send_rows(batch), *self.step_programs.scalar_values(number))
             return _pending(queued, signals, dataset, trains=True)
-        seed, scalars = self._step.scalars(number)
+        seed, scalars = self.step_programs.scalars(number)
         rows = self._replicas.send_rows(batch)
         if dataset:
             return self._start_upcoming("train next", dataset, signals, rows, seed, scalars)
