@@ -46,12 +46,8 @@ def slices(name: str, shape: tuple[int, ...], mesh: MeshShape, hosts: int) -> li
     for index in range(count):
         offsets, sizes = [0] * len(shape), list(shape)
         offsets[axis], sizes[axis] = index * length, length
-        devices = range(index, mesh["data"] * count, count)
-        held.append(
-            HeldSlice(
-                Slice(tuple(offsets), tuple(sizes)), tuple(sorted({device // devices_of_host for device in devices}))
-            )
-        )
+        holders = {device // devices_of_host for device in range(index, mesh["data"] * count, count)}
+        held.append(HeldSlice(Slice(tuple(offsets), tuple(sizes)), tuple(sorted(holders))))
     return held
 
 

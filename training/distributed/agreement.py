@@ -31,11 +31,9 @@ _CLAIM = re.compile(r"attempt-(\d+)\.([0-9a-f]+)\.json")
 def agree(rendezvous: Rendezvous, facts: Mapping[str, str], start_seconds: float, machine: Machine = SYSTEM) -> str:
     """Waits for all hosts, `start_seconds` at most, and compares their `facts` (name -> value). Returns a token that
     only this group of processes has. Raises BadInput, naming the hosts, if a fact differs, and LostPeer."""
-    reports = rendezvous.meet(
-        "start", {"facts": dict(facts), "token": machine.random.randbytes(4).hex()}, start_seconds
-    )
-    differences = disagreements([report["facts"] for report in reports])
-    if differences:
+    own = {"facts": dict(facts), "token": machine.random.randbytes(4).hex()}
+    reports = rendezvous.meet("start", own, start_seconds)
+    if differences := disagreements([report["facts"] for report in reports]):
         raise BadInput("the hosts are about to run different things:\n  " + "\n  ".join(differences))
     token: str = reports[0]["token"]
     return token
@@ -47,10 +45,8 @@ def disagreements(reports: list[Mapping[str, str]]) -> list[str]:
     for name, value in reports[0].items():
         others = {worker: facts.get(name) for worker, facts in enumerate(reports) if facts.get(name) != value}
         if others:
-            lines.append(
-                f"{name}: host 0 has {value}, "
-                + ", ".join(f"host {worker} {other}" for worker, other in others.items())
-            )
+            named = ", ".join(f"host {worker} {other}" for worker, other in others.items())
+            lines.append(f"{name}: host 0 has {value}, {named}")
     return lines
 
 

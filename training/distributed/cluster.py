@@ -137,9 +137,8 @@ def discover(environment: Mapping[str, str] | None = None) -> Cluster:
 def device_kind(environment: Mapping[str, str] | None = None) -> str:
     """Returns PJRT_DEVICE, or else "TPU" if this machine shows TPU chips, or "CPU"."""
     environment = os.environ if environment is None else environment
-    return environment.get("PJRT_DEVICE") or (
-        "TPU" if glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*") else "CPU"
-    )
+    has_chips = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
+    return environment.get("PJRT_DEVICE") or ("TPU" if has_chips else "CPU")
 
 
 def tpu_environment(cluster: Cluster) -> dict[str, str]:

@@ -26,7 +26,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from training.distributed.cluster import SECRET_VARIABLE, Cluster
@@ -85,9 +85,7 @@ class HostCredentials:
     def prove(self, role: str, worker: int, nonces: tuple[str, str], statement: str = "") -> str:
         """Returns the proof of `role`, "host" or "server", in hexadecimal, for a connection of `worker` to host 0.
         `nonces` are host 0's and the worker's; `statement` is host 0's answer, which the proof covers."""
-        identity = self.identity
-        claimed = (identity.run_id, identity.attempt, identity.hosts)
-        text = json.dumps([_VERSION, self.purpose, role, *claimed, worker, *nonces, statement])
+        text = json.dumps([_VERSION, self.purpose, role, *astuple(self.identity), worker, *nonces, statement])
         return hmac.new(self.secret, text.encode(), "sha256").hexdigest()
 
 
@@ -211,17 +209,8 @@ class ClientHandshake:
         """Returns the hello for host 0's challenge, kept for `check_answer`. Raises Malformed for any other line."""
         _, message = decode(line, CHALLENGE)
         self._nonces = (message["challenge"], self._nonce)
-        identity = self._own.identity
-        return encode(
-            {
-                "hello": self._worker,
-                "run_id": identity.run_id,
-                "attempt": identity.attempt,
-                "hosts": identity.hosts,
-                "nonce": self._nonce,
-                "proof": self._own.prove("host", self._worker, self._nonces),
-            }
-        )
+        proof = self._own.prove("host", self._worker, self._nonces)
+        return encode({"hello": self._worker, **asdict(self._own.identity), "nonce": self._nonce, "proof": proof})
 
     def check_answer(self, line: bytes | bytearray) -> Refusal | None:
         """Returns None if host 0 accepts this host, else its refusal. Raises Malformed if the answer's proof is wrong:

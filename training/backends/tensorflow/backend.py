@@ -24,7 +24,7 @@ import tensorflow as tf
 from training.backends.protocol import Backend, PendingReport
 from training.backends.tensorflow.calls import StepCalls
 from training.backends.tensorflow.input import dataset_of, distributed, distributed_evaluation
-from training.backends.tensorflow.model import Noise, Parameter, build
+from training.backends.tensorflow.model import KerasNetwork, Parameter, build
 from training.backends.tensorflow.replicas import Replicas, translate_failures
 from training.backends.tensorflow.step import TensorFlowStep
 from training.batch import SUMS, Arrays, HostBatch, Signals
@@ -69,27 +69,23 @@ class TensorFlow(Backend):
         self._exchange = TcpAllReduce(cluster, rendezvous, config.rendezvous.seconds) if cluster.hosts > 1 else None
         self._calls = StepCalls(self._run_steps, config.train.steps_per_call)
         rendezvous.set_phase("building the model")
-        noise = Noise()
-        network, parameters, optimizer = _build_model(config, requirements, self._replicas, noise)
-        self._parameters, self._optimizer = parameters, optimizer
+        network, optimizer = _build_model(config, requirements, self._replicas)
+        self._parameters, self._optimizer = network.parameters, optimizer
         reference = TASKS[config.task].tensorflow
         assert reference is not None, "the configuration refuses it"
-        task_sums = load(reference)
-        self.step_programs = TensorFlowStep(
-            config, cluster, network, parameters, optimizer, noise, self._replicas, task_sums
-        )
+        self.step_programs = step = TensorFlowStep(config, cluster, network, optimizer, self._replicas, load(reference))
         # On a TPU the whole program is compiled anyway.
         compiled = config.train.jit_compile and self._replicas.count == 1 and not self._replicas.is_tpu
         self._programs: dict[str, Any] = {
             name: tf.function(function, jit_compile=compiled or None, autograph=False)
             for name, function in (
-                ("train", self.step_programs.train_program),
-                ("train next", self.step_programs.train_next_program),
-                ("train several", self.step_programs.train_several_program),
-                ("gradients", self.step_programs.gradients_program),
-                ("update", self.step_programs.update_program),
-                ("evaluate", self.step_programs.evaluation_program),
-                ("evaluate next", self.step_programs.evaluation_next_program),
+                ("train", step.train_program),
+                ("train next", step.train_next_program),
+                ("train several", step.train_several_program),
+                ("gradients", step.gradients_program),
+                ("update", step.update_program),
+                ("evaluate", step.evaluation_program),
+                ("evaluate next", step.evaluation_next_program),
             )
         }
         self._tracing_seconds = 0.0
@@ -231,22 +227,21 @@ class TensorFlow(Backend):
 
 
 def _build_model(
-    config: TrainerConfig, requirements: ModelRequirements, replicas: Replicas, noise: Noise
-) -> tuple[Any, list[Parameter], Any]:
-    """Builds network, parameters and optimizer in `train.precision`, and restores Keras' global policy."""
+    config: TrainerConfig, requirements: ModelRequirements, replicas: Replicas
+) -> tuple[KerasNetwork, Any]:
+    """Builds network and optimizer in `train.precision`, and restores Keras' global policy."""
     train = config.train
     policy = tf.keras.mixed_precision.global_policy()
     tf.keras.mixed_precision.set_global_policy("mixed_bfloat16" if train.precision == "bf16" else "float32")
     try:
         with replicas.strategy.scope():
-            network, parameters = build(
-                config.model, requirements, dropout=train.dropout, seed=config.seed, noise=noise, assign=replicas.assign
-            )
-            names, variables = zip(*((parameter.name, parameter.variable) for parameter in parameters), strict=True)
+            network = build(config, requirements, replicas.assign)
+            names = [parameter.name for parameter in network.parameters]
+            variables = [parameter.variable for parameter in network.parameters]
             optimizer = load(OPTIMIZERS[train.optimizer].tensorflow)(train, names, variables)
     finally:
         tf.keras.mixed_precision.set_global_policy(policy)
-    return network, parameters, optimizer
+    return network, optimizer
 
 
 def _signals_array(signals: Signals) -> npt.NDArray[np.float32]:

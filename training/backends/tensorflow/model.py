@@ -18,7 +18,7 @@ import transformers
 
 from training import storage
 from training.checkpoint.tensors import Damaged, decode
-from training.config import Model
+from training.config import TrainerConfig
 from training.errors import BadInput
 from training.models.hugging_face import (
     FAMILIES,
@@ -65,19 +65,20 @@ class Parameter:
         return value.T if self.transposed else value
 
 
-class Noise:
-    """The seed of dropout while a step is traced: a tensor, so that one program serves all steps."""
+@dataclass
+class KerasNetwork:
+    """A Keras model with its parameters, sorted by name."""
 
-    def __init__(self) -> None:
-        self.seed: Any = None  # (2,) int32
+    model: Any
+    parameters: list[Parameter]
+    seed: Any = None  # of dropout while a step is traced: a tensor, (2,) int32, so that one program serves all steps
 
 
-def build(
-    model: Model, needs: ModelRequirements, *, dropout: float | None, seed: int, noise: Noise, assign: Assign
-) -> tuple[Any, list[Parameter]]:
+def build(config: TrainerConfig, needs: ModelRequirements, assign: Assign) -> KerasNetwork:
     """Builds a network with the task's head and sets its weights by `assign`: those of `model.path`, or fresh ones, the
-    same on every host and in every backend. Its dropouts draw from `noise`. Returns the network and its parameters.
-    Raises BadInput if `model.path` lacks weights or the data does not fit the model."""
+    same on every host and in every backend. Raises BadInput if `model.path` lacks weights or the data does not fit the
+    model."""
+    model, dropout = config.model, config.train.dropout
     values = build_model_config(model, needs, dropout)
     require_family(values, model.path, needs.head, "tensorflow")
     network = _build_network(values, needs.head, dropout)
@@ -89,7 +90,7 @@ def build(
     absent = [(parameter.name, parameter.shape) for parameter in parameters if parameter.name not in weights]
     fresh = initial_weights(
         absent,
-        seed=seed,
+        seed=config.seed,
         deviation=network.config.initializer_range,
         model_type=values["model_type"],
         pad=network.config.pad_token_id,
@@ -100,8 +101,9 @@ def build(
         return parameter.array_of(next(fresh) if value is None else value)
 
     assign((parameter.variable, value_of(parameter)) for parameter in parameters)
-    _replace_dropout(network, noise)
-    return network, parameters
+    built = KerasNetwork(network, parameters)
+    _replace_dropout(built)
+    return built
 
 
 def _build_network(values: dict[str, Any], head: Head, dropout: float | None) -> Any:
@@ -145,9 +147,8 @@ def _read_weights(
         if wanted.get(name) == value.shape:
             weights[name] = value
     fresh_parameters = FAMILIES[values["model_type"]].fresh_parameters
-    absent = sorted(
-        name for name in wanted.keys() - weights.keys() if not (fresh_head and name.startswith(fresh_parameters))
-    )
+    missing = wanted.keys() - weights.keys()
+    absent = sorted(name for name in missing if not (fresh_head and name.startswith(fresh_parameters)))
     if absent:
         raise BadInput(f"model.path {path} lacks {len(absent)} of the model's weights: {', '.join(absent[:5])}")
     if fresh_head and read_labels(read_config(path)) != read_labels(values):
@@ -175,29 +176,28 @@ def _read_tensors(path: str) -> Iterator[tuple[str, Array]]:
         for key, (info, data) in decoded.items():
             if info.dtype in _DTYPES:
                 raw = np.frombuffer(data, _DTYPES[info.dtype]).reshape(info.shape)
-                # A bfloat16 is the upper half of a float32.
-                yield (
-                    key,
-                    (raw.astype(np.uint32) << 16).view(np.float32) if info.dtype == "BF16" else raw.astype(np.float32),
-                )
+                if info.dtype == "BF16":  # the upper half of a float32
+                    yield key, (raw.astype(np.uint32) << 16).view(np.float32)
+                else:
+                    yield key, raw.astype(np.float32)
 
 
-def _replace_dropout(network: Any, noise: Noise) -> None:
-    """Makes dropout a function of `noise.seed` and the layer's place. Keras' own generators count calls, so that a
+def _replace_dropout(network: KerasNetwork) -> None:
+    """Makes dropout a function of `network.seed` and the layer's place. Keras' own generators count calls, so that a
     resumed run would differ."""
-    layers = [layer for layer in network.submodules if isinstance(layer, tf.keras.layers.Dropout)]
+    layers = [layer for layer in network.model.submodules if isinstance(layer, tf.keras.layers.Dropout)]
     # Keras calls them dropout, dropout_1, ... in the order in which this process made them.
     for place, layer in enumerate(sorted(layers, key=lambda layer: int(layer.name.partition("_")[2] or 0))):
-        layer.call = _make_dropout(layer.rate, place, noise)
+        layer.call = _make_dropout(layer.rate, place, network)
 
 
-def _make_dropout(rate: float, place: int, noise: Noise) -> Callable[..., Any]:
-    """Returns the `call` of a Keras layer that drops values in training by `noise.seed` and `place`."""
+def _make_dropout(rate: float, place: int, network: KerasNetwork) -> Callable[..., Any]:
+    """Returns the `call` of a Keras layer that drops values in training by `network.seed` and `place`."""
 
     def call(inputs: Any, training: bool | None = None) -> Any:
         if not training or not rate:
             return inputs
-        seed = tf.random.experimental.stateless_fold_in(noise.seed, place)
+        seed = tf.random.experimental.stateless_fold_in(network.seed, place)
         return tf.nn.experimental.stateless_dropout(inputs, rate, seed, rng_alg="philox")
 
     return call

@@ -53,9 +53,8 @@ def open_host(
     port = int(os.environ.get("TPU_TASK_PORT") or WORKER_PORT)
     with worker(environment, port, config.rendezvous.start_seconds) as serving:
         rendezvous.set_phase("waiting for the workers of all hosts")
-        workers = rendezvous.meet(
-            "workers", f"{cluster.addresses[cluster.worker]}:{port}", config.rendezvous.start_seconds
-        )
+        own = f"{cluster.addresses[cluster.worker]}:{port}"
+        workers = rendezvous.meet("workers", own, config.rendezvous.start_seconds)
         if not cluster.is_first:
             _serve(rendezvous, shutdown, serving)
             yield None

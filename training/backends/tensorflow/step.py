@@ -5,13 +5,13 @@ The functions named `..._program` are traced once for each shape of rows. Everyt
 are fp32; bf16 is Keras' mixed_bfloat16 policy.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from training.backends.tensorflow.model import Noise, Parameter
+from training.backends.tensorflow.model import KerasNetwork
 from training.backends.tensorflow.replicas import Replicas
 from training.batch import SUMS, UPDATE
 from training.config import TrainerConfig
@@ -26,19 +26,11 @@ class TensorFlowStep:
     """The step of one run, as operations on its variables."""
 
     def __init__(
-        self,
-        config: TrainerConfig,
-        cluster: Cluster,
-        network: Any,
-        parameters: Sequence[Parameter],
-        optimizer: Any,
-        noise: Noise,
-        replicas: Replicas,
+        self, config: TrainerConfig, cluster: Cluster, network: KerasNetwork, optimizer: Any, replicas: Replicas,
         task_sums: TaskSums,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._config, self._train, self._cluster = config, config.train, cluster
-        self._network, self._parameters, self._optimizer = network, parameters, optimizer
-        self._noise, self._replicas, self._task_sums = noise, replicas, task_sums
+        self._network, self._optimizer, self._replicas, self._task_sums = network, optimizer, replicas, task_sums
 
     def scalar_values(self, number: int) -> tuple[int, tuple[float, ...]]:
         """Returns (the seed of dropout, (learning rate, the optimizer's scalars)) of a step."""
@@ -92,7 +84,7 @@ class TensorFlowStep:
         """Updates the state by `gradients_program`'s result summed over hosts. Returns as `update`: (2,)."""
 
         def replica() -> Any:
-            variables = [parameter.variable for parameter in self._parameters]
+            variables = [parameter.variable for parameter in self._network.parameters]
             *pieces, sums = tf.split(flat, [*(variable.shape.num_elements() for variable in variables), len(SUMS)])
             gradients = [tf.reshape(piece, variable.shape) for piece, variable in zip(pieces, variables, strict=True)]
             return self.update(gradients, sums, scalars)
@@ -103,7 +95,7 @@ class TensorFlowStep:
         """Returns the sums and the task's counts over the rows: (3 + counts,)."""
 
         def replica(rows: Any) -> Any:
-            sums, counts = self._task_sums(self._network, rows, False)
+            sums, counts = self._task_sums(self._network.model, rows, False)
             flat = sums if counts is None else tf.concat([sums, tf.reshape(counts, [-1])], 0)
             return self._replicas.sum(flat)
 
@@ -117,22 +109,22 @@ class TensorFlowStep:
         """Returns the gradients of the summed loss over the rows of all replicas of this host, and the sums (3,)."""
         pieces = self._train.gradient_accumulation
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        variables = [parameter.variable for parameter in self._parameters]
+        variables = [parameter.variable for parameter in self._network.parameters]
         gradients: list[Any] = []
         total = tf.zeros([len(SUMS)])
         for number in range(pieces):
             # Run the pieces one after the other: concurrent ones would need memory for all.
             with tf.control_dependencies(gradients):
                 piece = {name: _piece_rows(array, number, pieces) for name, array in rows.items()}
-                self._noise.seed = tf.stack([seed, tf.cast(replica, tf.int32) * pieces + number])
+                self._network.seed = tf.stack([seed, tf.cast(replica, tf.int32) * pieces + number])
                 with tf.GradientTape() as tape:
-                    sums, _ = self._task_sums(self._network, piece, True)
+                    sums, _ = self._task_sums(self._network.model, piece, True)
                     loss = sums[SUMS.index("loss")]
                 # Make them dense: the gradient of an embedding lookup is an IndexedSlices.
                 new = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(loss, variables)]
                 gradients = [old + added for old, added in zip(gradients, new, strict=True)] if gradients else new
                 total += sums
-        self._noise.seed = None
+        self._network.seed = None
         *gradients, total = self._replicas.sum([*gradients, total])
         return gradients, total
 
@@ -164,7 +156,7 @@ class TensorFlowStep:
 
     def _state_variables(self) -> list[Any]:
         moments = [variable for group in self._optimizer.state().values() for variable in group]
-        return [*(parameter.variable for parameter in self._parameters), *moments]
+        return [*(parameter.variable for parameter in self._network.parameters), *moments]
 
 
 def _piece_rows(array: Any, number: int, pieces: int) -> Any:

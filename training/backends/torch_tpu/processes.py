@@ -62,9 +62,8 @@ class Chip:
         self.mesh_shape = mesh_shape(self.devices, fsdp)
         self._split: frozenset[str] = frozenset()  # names of parameters
         if fsdp > 1:
-            mesh = dist.init_device_mesh(
-                internals.DEVICE, tuple(self.mesh_shape.values()), mesh_dim_names=tuple(self.mesh_shape)
-            )
+            names, sizes = zip(*self.mesh_shape.items(), strict=True)
+            mesh = dist.init_device_mesh(internals.DEVICE, sizes, mesh_dim_names=names)
             self._copies, self._sharers = mesh.get_all_groups()
 
     def send(self, arrays: list[HostArray]) -> list[Tensor]:
@@ -180,9 +179,8 @@ class TorchTpuDevices:
         """Returns the number of wrong elements in matrix products, added up over all chips; all processes call it."""
         # Factors of -1, 0 and 1: the products are integers up to 256, which bfloat16 represents exactly.
         random = np.random.default_rng(0)
-        left, right = (
-            random.integers(-1, 2, shape).astype(np.float32) for shape in ((_ROWS, _INNER), (_INNER, _COLUMNS))
-        )
+        shapes = ((_ROWS, _INNER), (_INNER, _COLUMNS))
+        left, right = (random.integers(-1, 2, shape).astype(np.float32) for shape in shapes)
         first, second, product = self._chip.send([rows_of(array) for array in (left, right, left @ right)])
         wrong = (first.to(torch.bfloat16) @ second.to(torch.bfloat16)).to(torch.float32) != product
         return int(self._add_up(wrong.to(torch.float32).sum()))

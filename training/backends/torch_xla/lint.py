@@ -116,9 +116,8 @@ def _check_operation(
     target = keywords.get("device")
     copied_out = short == "_to_copy" and target is not None and torch.device(target).type == "cpu"
     if copied_out or (short == "copy_" and args[0].device.type == "cpu"):
-        return LintFinding(
-            VALUE, place, f"a tensor is copied to the host (.cpu(), .numpy(), .tolist()): {_PROGRAM_ENDS}"
-        )
+        message = f"a tensor is copied to the host (.cpu(), .numpy(), .tolist()): {_PROGRAM_ENDS}"
+        return LintFinding(VALUE, place, message)
     by_mask = name in _INDEXING and any(
         isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in _flatten(args[1])
     )
