@@ -150,7 +150,9 @@ class RendezvousServer:
                 continue
             if data is None:
                 self._close(connection)
-            elif not self._send(connection, data):
+                continue
+            connection.unsent.append(memoryview(data))
+            if len(connection.unsent) == 1 and not self._flush(connection):  # else the selector tells when to go on
                 pending += self._read_last_words(connection)
                 self._close(connection)
                 pending += self._protocol.closed(number)
@@ -162,12 +164,6 @@ class RendezvousServer:
             while data := connection.socket.recv(_CHUNK):
                 actions += self._protocol.received(connection.number, data, self._clock())
         return actions
-
-    def _send(self, connection: _Peer, data: bytes) -> bool:
-        """Sends as many bytes as the peer takes now, and keeps the rest. Returns False if the connection is broken."""
-        waiting = bool(connection.unsent)
-        connection.unsent.append(memoryview(data))
-        return waiting or self._flush(connection)
 
     def _flush(self, connection: _Peer) -> bool:
         """Sends unsent bytes as far as the peer takes them. Returns False if the connection is broken."""

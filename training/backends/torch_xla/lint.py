@@ -62,9 +62,7 @@ class _OperationWatcher(TorchDispatchMode):  # type: ignore[misc]  # torch is no
         super().__init__()
         self._trace = trace
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation. Adds it and the rule that it breaks to the trace if it reads a tensor on an XLA device."""
         keywords = dict(kwargs or {})
         name, values = function._schema.name, [*_flatten(args), *_flatten(list(keywords.values()))]
@@ -91,9 +89,7 @@ class _PrintWatcher(TorchFunctionMode):  # type: ignore[misc]
         super().__init__()
         self._trace = trace
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function; adds a finding to the trace if it prints a tensor on an XLA device."""
         if function is torch.Tensor.__repr__ and args[0].device.type == "xla":
             message = f"a tensor is printed: {_PROGRAM_ENDS}; print what a step returns, after it"
@@ -123,10 +119,8 @@ def _check_operation(
     )
     if by_mask or (torch.Tag.dynamic_output_shape in function.tags and name not in _INDEXING):
         operation = f"{short} with a mask" if by_mask else short
-        message = (
-            f"the shape of what {operation} gives depends on values; use torch.where, weights or topk with a fixed size"
-        )
-        return LintFinding(SHAPE, place, message)
+        advice = "use torch.where, weights or topk with a fixed size"
+        return LintFinding(SHAPE, place, f"the shape of what {operation} gives depends on values; {advice}")
     return None
 
 
