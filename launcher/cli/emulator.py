@@ -66,22 +66,18 @@ def status(as_json: bool) -> None:
         click.echo(json.dumps(report, indent=2))
         return
     if not report["running"]:
-        click.echo(
-            "not running"
-            + (" (the server crashed; `tpu-launch emulator start` continues)" if report["crashed"] else "")
-        )
+        crashed = " (the server crashed; `tpu-launch emulator start` continues)" if report["crashed"] else ""
+        click.echo(f"not running{crashed}")
         return
-    click.echo(
-        f"running at {report['endpoint']} (process {report['pid']}), network {report['subnet']}, home {report['home']}"
-    )
+    place = f"network {report['subnet']}, home {report['home']}"
+    click.echo(f"running at {report['endpoint']} (process {report['pid']}), {place}")
     for node in report["nodes"]:
         click.echo(f"{node['name']}  {node['accelerator_type']}  {node['state']}")
         for host in node["hosts"]:
             notes = "".join(f" {note}" for note in ("killed", "cut", "hung") if host[note])
             inside = ", ".join(f"{name} ({state})" for name, state in host["containers"].items()) or "no containers"
-            click.echo(
-                f"  host {host['worker']}  {host['address']}  {host['hostname']}  {host['state']}{notes}  {inside}"
-            )
+            place = f"{host['worker']}  {host['address']}  {host['hostname']}"
+            click.echo(f"  host {place}  {host['state']}{notes}  {inside}")
     for queued in report["queued_resources"]:
         click.echo(f"{queued['name']}  {queued['state']['state']}")
     for name, bucket in report["buckets"].items():
@@ -119,11 +115,8 @@ def _add_fault(name: str, text: str, *parameters: click.Parameter, **fixed: Any)
     def run(as_json: bool, **given: Any) -> None:
         arguments = {key: value for key, value in {**given, **fixed}.items() if value is not None}
         done = control.inject(control.default_home(), {"fault": arguments.pop("kind", name), **arguments})
-        if as_json:
-            click.echo(json.dumps(done))
-        else:
-            touched = done.get("hosts") or done.get("restored") or []
-            click.echo(f"{done['fault']}: {', '.join(touched) if touched else 'set'}")
+        touched = ", ".join(done.get("hosts") or done.get("restored") or ["set"])
+        click.echo(json.dumps(done) if as_json else f"{done['fault']}: {touched}")
 
     as_json = click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object.")
     inject.add_command(click.Command(name, callback=run, params=[*parameters, as_json], help=text))

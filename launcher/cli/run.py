@@ -1,5 +1,6 @@
 """Commands on a run: `run`, `stop`, `status`, `logs`, `events`."""
 
+import contextlib
 import functools
 import sys
 from dataclasses import asdict
@@ -127,11 +128,8 @@ def stop(config: Config, run_id: str | None, grace: int | None) -> None:
 @configured
 def status(config: Config, run_id: str | None, as_json: bool) -> None:
     """Show the slice, its newest run, and what each host is doing."""
-    provider = open_provider(config)
-    try:
+    with contextlib.closing(open_provider(config)) as provider:
         shown = statuses.read_status(config, run_context(), provider, run_id)
-    finally:
-        provider.close()
     created = shown.slice.created if shown.slice is not None else ""
     placed = slice_hints.in_current_place(config)
     if as_json:

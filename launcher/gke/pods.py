@@ -133,25 +133,19 @@ def _container_state(state: Mapping[str, Any], image: str) -> ContainerState:
 def find_start_error(pod: Pod, image: str) -> LaunchError | None:
     """Returns the error of a pod that can't start without the user's help, because its image can't be pulled or its
     container can't be created; None for any other pod."""
-    host = f"host {pod.worker} (pod {pod.name})"
+    code = Exit.BAD_INPUT
     if pod.waiting in ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
         detail = f": {pod.message}" if pod.message else ""
+        problem, advice = f"can't pull {image}{detail}", "was it pushed, and to this repository?"
         if re.search(r"40[13]|denied|[Uu]nauthorized|[Ff]orbidden", pod.message):
-            return LaunchError(
-                f"{host} may not pull {image}{detail}\n  give the node pool's service account "
-                "roles/artifactregistry.reader on the repository",
-                exit_code=Exit.PERMISSION,
-            )
-        return LaunchError(
-            f"{host} can't pull {image}{detail}\n  was it pushed, and to this repository?", exit_code=Exit.BAD_INPUT
-        )
-    if pod.waiting in ("CreateContainerConfigError", "CreateContainerError"):
-        return LaunchError(
-            f"{host} can't create its container: {pod.message or pod.waiting}\n  the Secrets that gke.secrets names "
-            "must be in the namespace",
-            exit_code=Exit.BAD_INPUT,
-        )
-    return None
+            problem, code = f"may not pull {image}{detail}", Exit.PERMISSION
+            advice = "give the node pool's service account roles/artifactregistry.reader on the repository"
+    elif pod.waiting in ("CreateContainerConfigError", "CreateContainerError"):
+        problem = f"can't create its container: {pod.message or pod.waiting}"
+        advice = "the Secrets that gke.secrets names must be in the namespace"
+    else:
+        return None
+    return LaunchError(f"host {pod.worker} (pod {pod.name}) {problem}\n  {advice}", exit_code=code)
 
 
 def describe_waiting(waiting: Mapping[int, Pod | None]) -> str:
