@@ -127,12 +127,9 @@ _NODE = click.Argument(["node"])
 _WORKER = click.Argument(["worker"], type=int)
 _NEXT = click.Argument(["left"], metavar="[COUNT]", type=click.IntRange(1), default=1)
 _COUNT = click.Option(["--count", "left"], type=click.IntRange(1), help="How many times; without it until `clear`.")
+_SERVICES, _STATUS = click.Choice(list(faults.SERVICES)), click.IntRange(400, 599)
 _SERVICE = click.Option(
-    ["--service"],
-    type=click.Choice(list(faults.SERVICES)),
-    default="tpu",
-    show_default=True,
-    help="Which of the emulated services.",
+    ["--service"], type=_SERVICES, default="tpu", show_default=True, help="Which of the emulated services."
 )
 _FOR = click.Option(["--for", "seconds"], type=_SECONDS, help="Undone after so many seconds; else by restore-host.")
 
@@ -195,13 +192,7 @@ _add_fault(
 _add_fault(
     "errors",
     "Requests to a service fail with an HTTP status.",
-    click.Option(
-        ["--status"],
-        type=click.IntRange(400, 599),
-        default=503,
-        show_default=True,
-        help="The HTTP status of the answers.",
-    ),
+    click.Option(["--status"], type=_STATUS, default=503, show_default=True, help="The HTTP status of the answers."),
     *(_SERVICE, _COUNT),
 )
 _add_fault(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import click
 
 from launcher.cli import terminal
-from launcher.cli.options import Function, configured, machine, open_provider, run_context, run_option
+from launcher.cli.options import PORT, Function, configured, machine, open_provider, run_context, run_option
 from launcher.cli.ssh import find_port, host_option, local_port_option, open_tunnel
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
@@ -75,9 +75,7 @@ def exec_(config: Config, run_id: str | None, host: int | None, seconds: int, co
 @click.command()
 @run_option
 @host_option
-@click.option(
-    "--port", type=click.IntRange(1, 65535), default=8888, show_default=True, help="On the host; the next free one."
-)
+@click.option("--port", type=PORT, default=8888, show_default=True, help="On the host; the next free one.")
 @local_port_option
 @configured
 def notebook(config: Config, run_id: str | None, host: int, port: int, local_port: int | None) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # only the commands on a run need it, and it takes time to im
     from launcher.run.session import Context
 
 DEFAULT_FILE = Path("tpu-launch.yaml")
+PORT = click.IntRange(1, 65535)
 # Commands that work with any provider; the others need a Cloud TPU node.
 _ANY_PROVIDER = ("up", "run", "status", "top", "logs", "stop", "down", "manifest")
 # What users of a cluster use instead of the others.

@@ -13,7 +13,7 @@ import click
 
 from launcher import shell
 from launcher.cli import terminal
-from launcher.cli.options import configured
+from launcher.cli.options import PORT, configured
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
 from launcher.gcloud import explain_error
@@ -27,7 +27,7 @@ host_option = click.option(
     "--host", type=click.IntRange(0), default=0, show_default=True, help="The host, by worker index."
 )
 local_port_option = click.option(
-    "--local-port", type=click.IntRange(1, 65535), help="Here, on 127.0.0.1.  [default: the same, or a free one]"
+    "--local-port", type=PORT, help="Here, on 127.0.0.1.  [default: the same, or a free one]"
 )
 
 
@@ -65,9 +65,7 @@ def remote_script(command: tuple[str, ...]) -> str:
 
 @click.command()
 @host_option
-@click.option(
-    "--port", type=click.IntRange(1, 65535), required=True, help="On the host: 6006 for TensorBoard, 8888 for Jupyter."
-)
+@click.option("--port", type=PORT, required=True, help="On the host: 6006 for TensorBoard, 8888 for Jupyter.")
 @local_port_option
 @configured
 def tunnel(config: Config, host: int, port: int, local_port: int | None) -> None:
