@@ -28,6 +28,7 @@ from launcher.run.session import begin_run
 from launcher.run.specification import Specification
 from launcher.tpu_vm import candidates, commands, deletion, requests, slice_hints
 from launcher.tpu_vm.connections import SliceConnections
+from launcher.tpu_vm.provider import TpuVm
 from launcher.tpu_vm.requests import RequestRecord
 from launcher.tpu_vm.slices import NotOurs
 from tests.gcloud_commands import UnknownCommand
@@ -306,7 +307,7 @@ def test_requests_of_a_killed_command_are_withdrawn_but_that_of_the_used_slice(c
     record.ask(V3, "demo-3", cloud.clock.time())
     with record.try_lock(), pytest.raises(Conflict, match="another tpu-launch asks for candidates of slice demo"):
         candidates.withdraw_unused(config, lambda text: None, cloud.machine())
-    candidates.withdraw_unused(config, lambda text: None, cloud.machine())
+    TpuVm(config, print, cloud.machine()).withdraw_unused()
     assert [outcome for _, outcome in history(config)] == ["", *[requests.WITHDRAWN] * 3]
     assert nodes(cloud) == ["us-central2-b/demo"]
     cloud.delete()

@@ -539,6 +539,10 @@ class Channel:
     def __getattr__(self, name: str) -> Callable[..., bytes]:
         return lambda *given: self.calls.append((name, *given)) or b""
 
+    def connection(self) -> ssh.SshConnection:
+        way = SimpleNamespace(open_session=lambda **_: contextlib.nullcontext(self))
+        return ssh.SshConnection(SimpleNamespace(client=SimpleNamespace(get_transport=lambda: way)))
+
     def settimeout(self, seconds: float) -> None:
         self.timeout = seconds
 
@@ -554,8 +558,7 @@ class Channel:
 @pytest.mark.parametrize(("timeout", "ends"), [(10.0, True), (5.0, False)])
 def test_a_command_may_be_silent(monkeypatch: pytest.MonkeyPatch, timeout: float, ends: bool, follows: bool) -> None:
     channel, lines = Channel((3.0, b"a\nb"), (3.0, b"c\r\nd"), (0.0, b"")), list[str]()
-    opened = SimpleNamespace(open_session=lambda **_: contextlib.nullcontext(channel))
-    connection = ssh.SshConnection(SimpleNamespace(client=SimpleNamespace(get_transport=lambda: opened)))
+    connection = channel.connection()
     monkeypatch.setattr(ssh.time, "monotonic", lambda: channel.now)
     with contextlib.nullcontext() if ends else pytest.raises(TimeoutError):
         if follows:
@@ -568,25 +571,23 @@ def test_a_command_may_be_silent(monkeypatch: pytest.MonkeyPatch, timeout: float
 
 
 @pytest.mark.parametrize("follows", [True, False])
-def test_a_command_without_a_status_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch, follows: bool) -> None:
-    channel = Channel((6.0, b"a\n"), (0.0, b""), (0.0, b""))
-    channel.status_event.clear()
-    opened = SimpleNamespace(open_session=lambda **_: contextlib.nullcontext(channel))
-    connection = ssh.SshConnection(SimpleNamespace(client=SimpleNamespace(get_transport=lambda: opened)))
+@pytest.mark.parametrize("status", [None, -1], ids=["not told by the deadline", "the connection closes"])
+def test_a_command_without_a_status_has_not_ended(
+    monkeypatch: pytest.MonkeyPatch, status: int | None, follows: bool
+) -> None:
+    channel = Channel((6.0 if status is None else 0.0, b"a\n"), (0.0, b""), (0.0, b""))
+    if status is None:
+        channel.status_event.clear()
+    channel.exit_status = status or 0
     monkeypatch.setattr(ssh.time, "monotonic", lambda: channel.now)
+    connection = channel.connection()
     run = partial(connection.follow, on_line=print) if follows else partial(connection.run, stdin=None)
-    with pytest.raises(TimeoutError):
-        run("train", timeout=6.0)
-
-
-@pytest.mark.parametrize("follows", [True, False])
-def test_a_command_whose_connection_closes_has_not_ended(follows: bool) -> None:
-    channel = Channel((0.0, b""), (0.0, b""))
-    channel.exit_status = -1
-    opened = SimpleNamespace(open_session=lambda **_: contextlib.nullcontext(channel))
-    connection = ssh.SshConnection(SimpleNamespace(client=SimpleNamespace(get_transport=lambda: opened)))
-    run = partial(connection.follow, on_line=print) if follows else partial(connection.run, stdin=None)
-    with pytest.raises(ConnectionFailed, match="closed before the command ended"):
+    told = (
+        pytest.raises(ConnectionFailed, match="closed before the command ended")
+        if status
+        else pytest.raises(TimeoutError)
+    )
+    with told:
         run("train", timeout=6.0)
 
 
