@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
@@ -162,18 +163,10 @@ def test_the_bucket_of_the_file_is_what_is_measured() -> None:
     assert attempt.command[-2:] == ("--output", config.trainer.output)
 
 
-class Broken:
-    """Devices whose driver fails."""
-
-    local = total = 1
-
-    def __init__(self, *_: object) -> None:
-        raise RuntimeError("Couldn't mmap: Resource temporarily unavailable.\nmore")
-
-
 def test_an_error_of_the_driver_is_one_line_with_the_phase_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     facts: dict[str, Any] = {}
-    monkeypatch.setattr(device_check, "load", lambda reference: Broken)
+    broken = Mock(side_effect=RuntimeError("Couldn't mmap: Resource temporarily unavailable.\nmore"))
+    monkeypatch.setattr(device_check, "load", lambda reference: broken)
     with pytest.raises(Exception, match=r"^RuntimeError: Couldn't mmap: Resource temporarily unavailable\.$"):
         device_check.check_host("torch-xla", None, Cluster(0, ("localhost",)), SingleHost(), facts.__setitem__)
     assert facts["phase"] == "opening the devices"

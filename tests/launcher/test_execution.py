@@ -10,6 +10,8 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -70,17 +72,6 @@ class Connected:
         pass
 
 
-@dataclass
-class Connections:
-    """What `Execution` needs of the connections to a slice."""
-
-    pool: ConnectionPool
-    gcloud_only: bool = False
-
-    def open_pool(self) -> ConnectionPool:
-        return self.pool
-
-
 @pytest.fixture
 def host(tmp_path: Path) -> ScriptHost:
     host = ScriptHost(tmp_path / "host")
@@ -93,16 +84,9 @@ def run(host: ScriptHost, *command: str, seconds: float = 20, shell: str = "sh")
     machine = replace(this_machine(), connect=lambda address: Connected(host, shell))
     pool = ConnectionPool([Address(0, "h", "me", "key", "known", "h")], machine)
     lines: list[str] = []
-    connections: object = Connections(pool)
-    started = Execution(
-        connections,  # type: ignore[arg-type]
-        machine,
-        "demo-0",
-        command,
-        seconds=seconds,
-        on_line=lambda _worker, line: lines.append(line),
-    )
-    (report,) = started.run([0])
+    connections: Any = SimpleNamespace(open_pool=lambda: pool, gcloud_only=False)
+    show = lambda _worker, line: lines.append(line)  # noqa: E731
+    (report,) = Execution(connections, machine, "demo-0", command, seconds=seconds, on_line=show).run([0])
     return lines, report
 
 

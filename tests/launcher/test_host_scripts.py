@@ -343,16 +343,11 @@ def observed(host: ScriptHost, shell: str) -> ContainerState:
     return parse_observation(3, host.run(host_scripts.observe_script("demo", None), shell))[0].container
 
 
-def boot_of(host: ScriptHost, shell: str) -> str:
-    """The label of a container that is created now."""
-    host.run(start(), shell)
-    (label,) = [word for word in host.created if word.startswith("tpu-launch.boot=")]
-    return label.removeprefix("tpu-launch.boot=")
-
-
 @pytest.mark.parametrize("rebooted", [False, True])
 def test_an_end_says_whether_the_host_rebooted_under_it(host: ScriptHost, shell: str, *, rebooted: bool) -> None:
-    created_on = "another-boot.7" if rebooted else boot_of(host, shell)
+    host.run(start(), shell)
+    (label,) = (word for word in host.created if word.startswith("tpu-launch.boot="))
+    created_on = "another-boot.7" if rebooted else label.removeprefix("tpu-launch.boot=")
     state = {"Status": "exited", "ExitCode": 255}
     for finished in ("2999-01-01T00:00:00Z", "0001-01-01T00:00:00Z"):  # the second: its engine does not know when
         host.answer_container({**state, "FinishedAt": finished}, created_on)
