@@ -5,7 +5,7 @@ import functools
 import random
 from dataclasses import dataclass
 
-from training.telemetry.progress_line import ProgressLine, encode
+from training.telemetry.progress_line import ProgressLine
 
 Timeline = list[tuple[float, str, int]]
 PHASES = ("start", "compile", "training", "evaluation", "save", "end")
@@ -182,10 +182,6 @@ def line(moments: Timeline, since: float, hang: Hang | None, worker: int, slow: 
         step, STEPS, phase, count=number, program=program, step_seconds=1.0, loss=loss, examples_per_second=8.0,
         seconds=seconds, memory_used=used * 2**30, memory_total=100 * 2**30,
     )  # fmt: skip
-
-
-def format_line(told: ProgressLine) -> str:
-    return f"progress {encode(told)}\n"
 
 
 def _names(workers: list[int]) -> str:

@@ -15,6 +15,7 @@ from tests.simulation.launcher import hangs
 from tests.simulation.launcher.hangs import Hang, Slow
 from tests.simulation.launcher.hosts import Container, Host
 from tests.simulation.scheduler import Scheduler
+from training.telemetry.progress_line import encode
 
 SUPERVISORS = ("run", "attach", "supervise")  # commands that supervise a run
 SECRET = "hf_sImUlAtEd0123456789"  # that every run has, and every program prints
@@ -130,7 +131,8 @@ class Job:
         if not plan.tells or container.started is None or container.awaits_secrets:
             return ""
         since = max(0.0, min(self.scheduler.now, self.last_step) - begun)
-        return hangs.format_line(hangs.line(self.timeline, since, plan.hang, container.host.worker, plan.slow))
+        told = hangs.line(self.timeline, since, plan.hang, container.host.worker, plan.slow)
+        return f"progress {encode(told)}\n"
 
     def stacks(self, container: Container, by: object, *, native: bool) -> str:
         """Returns what DUMP_STACKS prints in a container for a command, which it remembers."""

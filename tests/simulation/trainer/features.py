@@ -127,14 +127,10 @@ class SimulatedHub:
         self.steps: list[int] = []  # uploaded
         self._uploads: list[Upload] = []
 
-    def push_of(self, host: Host) -> Callable[[Sequence[str], Callable[[], bool]], PushEnd]:
-        """Returns the function that uploads for a host."""
-        return lambda arguments, is_over: self._push(host, arguments, is_over)
-
-    def _push(self, host: Host, arguments: Sequence[str], is_over: Callable[[], bool]) -> PushEnd:
+    def push(self, host: Host, arguments: Sequence[str], is_over: Callable[[], bool]) -> PushEnd:
         world, step, fault = self._world, int(arguments[arguments.index("--step") + 1]), self._world.plan.hub_fault
         world.scheduler.note(f"uploads step {step}")
-        if world.generation_of(step) == 0 and not world.promises.is_deletable(step):
+        if world.generation_of(step) == 0 and step >= world.promises.newest_whole and not world.rotten:
             world.promises.broken("what is uploaded is committed", f"{host.name} uploads step {step}, which is not")
         self._uploads = [upload for upload in self._uploads if upload.host.code is None]
         if any(upload.host is host for upload in self._uploads):

@@ -130,7 +130,7 @@ class Host:
             open_task=lambda *_: SimulatedTask(self),  # type: ignore[arg-type, return-value]
             open_backend=self._open_backend,  # type: ignore[arg-type]
             trackers=("jsonl",),
-            push=world.hub.push_of(self),
+            push=partial(world.hub.push, self),
             profiles=lambda _: None,
         )
         with ending_process(rendezvous, machine):
@@ -168,7 +168,9 @@ class Host:
             self.scheduler.note(f"SIGTERM for {self.name}")
             self.scheduler.spawn(self.shutdown.request, name="signals", process=self.process)
             limit = self.world.plan.stop_seconds + STOP_MARGIN
-            self.scheduler.call_at(self.scheduler.now + limit, self._check_stop)
+            self.scheduler.call_at(
+                self.scheduler.now + limit, partial(self.world.promises.a_stop_takes_no_longer_than_it_may, self)
+            )
         elif self.code is None:
             self._end(143)  # no handler yet
 
@@ -180,9 +182,6 @@ class Host:
             self.scheduler.spawn(self.shutdown.request, signal.SIGINT, name="signals", process=self.process)
         elif self.code is None:
             self._end(143)  # no handler yet
-
-    def _check_stop(self) -> None:
-        self.world.promises.a_stop_takes_no_longer_than_it_may(self)
 
     def freeze(self) -> None:
         """Freezes the machine: neither its process nor its network answers."""

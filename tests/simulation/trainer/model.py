@@ -86,11 +86,6 @@ SPECS = {
 }
 
 
-def specs_of(state: State) -> dict[str, TensorSpec]:
-    seen = state["seen/records"]
-    return {**SPECS, "seen/records": TensorSpec("I64", seen.shape, seen.nbytes)}
-
-
 class SimulatedTask:
     """A training.tasks.task.Task whose rows are record numbers."""
 
@@ -144,7 +139,7 @@ class Exchange:
     """The collectives of a group, in order. Reports a host that is in another collective than the others."""
 
     def __init__(self, hosts: int, draw_seconds: Callable[[], float], mismatch: Callable[[str], None]) -> None:
-        self._hosts, self._draw_seconds, self._mismatch = hosts, draw_seconds, mismatch
+        self._draw_seconds, self._mismatch = draw_seconds, mismatch
         self._gatherings: list[Gathering] = []
         self._counts = [0] * hosts
 
@@ -159,10 +154,6 @@ class Exchange:
             self._mismatch(f"host {worker} is in {kind}, where others are in {gathering.kind}")
         gathering.brought[worker] = (records, signals)
         return gathering
-
-    def is_complete(self, gathering: Gathering) -> bool:
-        """Returns whether all hosts have entered a collective."""
-        return len(gathering.brought) == self._hosts
 
 
 class SimulatedSnapshot:
@@ -235,7 +226,7 @@ class SimulatedBackend(PlainBackend):
         host = self._host
         host.scheduler.sleep(gathering.seconds)
         host.pass_time("leaving a collective", 0.5)
-        while not host.group.exchange.is_complete(gathering) or host.group.is_parted or host.group.is_blocked:
+        while len(gathering.brought) < len(host.group.hosts) or host.group.is_parted or host.group.is_blocked:
             host.scheduler.wait(host.group.collective, None, f"the other hosts in {kind}")
         signals = Signals()
         for _, given in gathering.brought.values():
@@ -271,7 +262,8 @@ class SimulatedBackend(PlainBackend):
         return StepResult({"loss": loss, "weight": 1.0, "correct": 0.0}, signals, gradient_norm=norm, skipped=skipped)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
-        return specs_of(self.state)
+        seen = self.state["seen/records"]
+        return {**SPECS, "seen/records": TensorSpec("I64", seen.shape, seen.nbytes)}
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> SimulatedSnapshot:
         is_saved = self._world.generation_of(self._world.plan.steps) > 0

@@ -273,10 +273,6 @@ class Promises:
             cache[key] = self._compare(step, stored, folder)
         return cache[key]
 
-    def is_deletable(self, step: int) -> bool:
-        """Returns whether retention may have deleted a checkpoint, because a newer one exists."""
-        return step < self.newest_whole or self._world.rotten
-
     def _part_names(self, stored: Stored) -> list[str]:
         manifest = self.manifest(stored)
         return [part.name for part in manifest.parts] if manifest else []
