@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -210,7 +211,8 @@ def test_an_error_after_a_request_says_that_it_may_be_billed(config: Config, clo
 def test_a_lost_request_is_made_again_with_growing_pauses(config: Config, cloud: Cloud, seed: int) -> None:
     def take_back(_zone: str, command: str, now: float) -> None:
         for request in cloud.state.queued.values():
-            if command == "queued-resources describe" and requests(cloud) < 6 and now > request.created + 60:
+            created = datetime.fromisoformat(request.resource["createTime"]).timestamp()
+            if command == "queued-resources describe" and requests(cloud) < 6 and now > created + 60:
                 request.state, request.initiator = "SUSPENDED", "SERVICE"
         if requests(cloud) == 6:
             cloud.state.faults.clear()
