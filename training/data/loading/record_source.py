@@ -4,8 +4,7 @@ In the compact layout all records of a length have the same size, so offsets are
 public recipe's (`RecipeShards`) they vary in size: each process has to read a shard whole to find where its records
 start, when one of them is first needed. `training.data.tf.record_source` is the same in TensorFlow operations.
 
-The option `on_corrupt` decides what happens to a
-record whose CRC is wrong:
+The option `on_corrupt` decides what happens to a record whose CRC is wrong:
 
   stop   raise `Corrupt` with shard, record and byte offset
   skip   replace it by the next good record of the same block (after the last comes the first), and count it. In a block
