@@ -34,6 +34,7 @@ from training.errors import BadInput
 Columns = dict[str, Any]  # feature -> (n, count); and REPLACED: (n,) bool
 # (first, last), int64 scalars at most a block apart -> (feature -> (n, count), good (n,)) of the records [first, last).
 Load = Callable[[Any, Any], tuple[dict[str, Any], Any]]
+Offset = Callable[[Any, Any], Any]  # (shard, number of a record in it) -> the record's first byte there
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,10 @@ class ShardIndex:
 
 
 def replace_bad_records(
-    index: ShardIndex, load: Load, records: int, on_corrupt: OnCorrupt, offset: Callable[[Any], Any]
+    index: ShardIndex, load: Load, records: int, on_corrupt: OnCorrupt, offset: Offset
 ) -> Callable[[Any, Any], Columns]:
     """Returns a function from (first, last) to the columns of these records, as the numpy `read_replacing`. The
-    pipeline fails at the first bad record, or, if `on_corrupt` is "skip", only if none of `records` is good.
-    `offset`: record -> its first byte in its shard."""
+    pipeline fails at the first bad record, or, if `on_corrupt` is "skip", only if none of `records` is good."""
 
     def read(first: Any, last: Any) -> Columns:
         columns, good = load(first, last)
@@ -139,9 +139,7 @@ def replace_bad_records(
             )
         usable = tf.reduce_all(good) if on_corrupt == "stop" else tf.reduce_any(good)
         first_bad = first + tf.argmax(tf.cast(replaced, tf.int32), output_type=tf.int64)
-        text = tf.cond(
-            usable, lambda: tf.constant(""), lambda: _describe_record(index, first_bad, offset(first_bad), on_corrupt)
-        )
+        text = tf.cond(usable, lambda: tf.constant(""), lambda: _describe_record(index, first_bad, offset, on_corrupt))
         with tf.control_dependencies([tf.debugging.Assert(usable, [text])]):
             good = tf.identity(good)
         if on_corrupt == "stop":
@@ -179,12 +177,12 @@ def _next_good_block(load: Load, records: int, first: Any, last: Any) -> tuple[d
     return columns, good
 
 
-def _describe_record(index: ShardIndex, record: Any, offset: Any, on_corrupt: OnCorrupt) -> Any:
+def _describe_record(index: ShardIndex, record: Any, offset: Offset, on_corrupt: OnCorrupt) -> Any:
     """Returns the message for a bad record, from which `translate_errors` makes a Corrupt."""
     shard = index.shard_of(record)
     number = record - index.starts[shard]
     reason = "its checksum (CRC-32C) does not match, or it is not what this dataset's records are"
-    numbers = [tf.strings.as_string(number), tf.strings.as_string(offset)]
+    numbers = [tf.strings.as_string(number), tf.strings.as_string(offset(shard, number))]
     return tf.strings.join(
         ["<bad record>", index.urls[shard], "|", numbers[0], "|", numbers[1], f"|{reason}|{on_corrupt}</bad record>"]
     )
@@ -230,10 +228,7 @@ def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: 
             columns[column.name] = tf.reshape(numbers, (-1, column.count))
         return columns, good
 
-    def offset(record: Any) -> Any:
-        return (record - index.starts[index.shard_of(record)]) * size
-
-    replace = replace_bad_records(index, load, source.records, on_corrupt, offset)
+    replace = replace_bad_records(index, load, source.records, on_corrupt, lambda _, number: number * size)
 
     def read(first: Any, last: Any) -> Columns:
         columns = replace(first, last)
@@ -306,8 +301,8 @@ def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -
         )
         return tf.strings.join(["<bad shard>", index.urls[shard], ": record ", number, reasons, "</bad shard>"])
 
-    def offset(record: Any) -> Any:
-        return offsets[offset_index(record[None])[0]]
+    def offset(shard: Any, number: Any) -> Any:
+        return offsets[begins[shard] + number]
 
     read = replace_bad_records(index, load, source.records, on_corrupt, offset)
     return TensorRecordSource(source.records, source.record_bytes, length, {"input_ids": (length, tf.int32)}, read)
