@@ -33,7 +33,7 @@ from training.telemetry.writer import MetricsWriter, join_thread
 
 def compare_weights(run: Run, backend: Backend, replaced: int, seconds: float) -> tuple[str, int]:
     """Raises TrainError if the hosts ended with different weights. All hosts call it, within `seconds` after their
-    last save. Returns the weights' checksum, and the rows of all hosts that replaced damaged records (`replaced`: of
+    last save. Returns the weights' checksum, and how many rows of all hosts replaced damaged records (`replaced`: of
     this host)."""
     reports = run.rendezvous.meet("end", [weights_crc32c(backend, run.cluster.worker), replaced], seconds)
     checksums: dict[str, str] = {}

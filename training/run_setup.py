@@ -257,7 +257,7 @@ def open_tracer(backend: str) -> Tracer:
 
 
 def prepare_framework(name: str) -> None:
-    """Sets unset variables that the framework reads at its import. Raises BadInput if it is not installed."""
+    """Sets unset environment variables that a framework reads at its import. Raises BadInput if it is not installed."""
     entry = BACKENDS[name]
     if importlib.util.find_spec(entry.requires) is None:
         raise BadInput(

@@ -123,9 +123,9 @@ def build_model_config(
     model: Model, needs: ModelRequirements, dropout: float | None, end: int | None = None
 ) -> dict[str, Any]:
     """Returns the values of config.json for a network with the head that is needed: those of model.path or
-    model.config, or of the named model. `dropout` (None: 0.1) and the padding are for a named model only; the
-    vocabulary is also for a model.config without its own, as is `end`, the end-of-text token. Raises BadInput if
-    model.path has no config.json, or names no network."""
+    model.config, or of the named model. `dropout` (None: 0.1) and the padding are for a named model, `end`, the
+    end-of-text token, is for a model.config without its own, and the vocabulary for both. Raises BadInput if model.path
+    has no config.json, or names no network."""
     try:
         if model.config is not None:
             size = model.vocabulary_size or needs.vocabulary
