@@ -192,6 +192,7 @@ class _Connection(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         body = Body(self.rfile, self.headers)  # type: ignore[arg-type]
         parameters = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
+        self.wfile.flush()  # `100 Continue`, for which a client may wait with its body
         try:
             response = self._handler(HttpRequest(self.command, path, parameters, self.headers, body))
         except Disconnected:

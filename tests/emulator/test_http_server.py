@@ -3,6 +3,7 @@
 import socket
 import threading
 from email import message_from_string
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -11,7 +12,7 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.emulator.http_server import Acceptor, Body, Disconnected
+from launcher.emulator.http_server import Acceptor, Body, Disconnected, HttpResponse, serve_http
 from launcher.emulator.state import Store
 from launcher.emulator.vm.host_containers import free_subnets
 from launcher.emulator.vm.hosts import Hosts
@@ -39,6 +40,19 @@ def test_a_body_that_ends_early_is_noticed() -> None:
     for sent, headers in ((b"abc", FIVE_BYTES), (b"5\r\nabc", CHUNKED), (b"xyz\r\n", CHUNKED)):
         with pytest.raises(Disconnected):
             Body(BytesIO(sent), headers).read_all()
+
+
+@pytest.mark.parametrize("read_ahead", [True, False])
+def test_a_client_that_expects_100_continue_gets_it_before_it_sends_the_body(read_ahead: bool) -> None:
+    """TensorFlow's libcurl waits a second for it."""
+    client, server = socket.socketpair()
+    echo = partial(serve_http, server, lambda request: HttpResponse(200, request.body.read_all()))
+    threading.Thread(target=partial(echo, read_ahead=read_ahead), daemon=True).start()
+    client.settimeout(5)
+    client.sendall(b"PUT / HTTP/1.1\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n")
+    assert client.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    client.sendall(b"abc")
+    assert client.recv(1000).endswith(b"\r\n\r\nabc")
 
 
 def test_a_host_that_was_cut_off_is_answered_when_its_network_is_back(api: Any) -> None:
