@@ -229,9 +229,9 @@ class TpuVm:
 
     def _internal_addresses(self) -> Sequence[str]:
         """Returns the hosts' internal addresses, from a description if unknown. Raises LaunchError without a slice."""
-        if not self._connections.identity()[1] and self.describe() is None:
+        if not (addresses := self._connections.identity()[1]) and self.describe() is None:
             raise LaunchError(f"slice {self.config.slice.name} does not exist; `tpu-launch up` creates it")
-        return self._connections.identity()[1]
+        return addresses or self._connections.identity()[1]
 
     def _wait_for_hosts(self, machine: Workstation) -> None:
         """Waits until every host answers over ssh and its engine is up; tells the user which do not yet. gcloud uploads
