@@ -195,7 +195,7 @@ class EngineImages:
 
     def _engine_prefix(self) -> str:
         with self.store.read() as state:
-            return _engine_prefix(state.registry_port)
+            return f"127.0.0.1:{state.registry_port}/"
 
     def _transfer(self, path: str, query: dict[str, str]) -> list[dict[str, dict[str, str]]]:
         """Returns the records that the engine's push or pull streams; a record of a failure raises EngineRefusal."""
@@ -214,13 +214,9 @@ def remove_pulled(engine: Engine, port: int) -> None:
     """Removes the names of images pulled from the registry at this port, and the images that have no other name."""
     for image in engine.call("GET", "/images/json"):
         for name in image.get("RepoDigests") or []:
-            if name.startswith(_engine_prefix(port)):
+            if name.startswith(f"127.0.0.1:{port}/"):
                 with contextlib.suppress(EngineError):
                     engine.call("DELETE", f"/images/{quote(name, safe='/:@')}")
-
-
-def _engine_prefix(port: int) -> str:
-    return f"127.0.0.1:{port}/"
 
 
 def _password(header: str) -> str | None:
