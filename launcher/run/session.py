@@ -28,7 +28,7 @@ from training.machine import Clock, format_time
 
 _DESCRIBE_SECONDS = 120.0
 _JOIN_SECONDS = 10.0  # for a renewal of a lease that is under way
-_DESCRIBE_AGAIN_SECONDS = 5.0  # before a slice that seems to be gone is described again
+_DESCRIBE_AGAIN_SECONDS = 5.0  # before a slice whose description may be stale is described again
 
 
 class RunStopped(LaunchError):
@@ -119,10 +119,10 @@ class Session:
     def container(self, attempt: int) -> str:
         return container_name(self.ledger.run_id, attempt)
 
-    def describe_slice(self, wait: Callable[[float], object] | None = None) -> SliceState | None:
-        """Returns the slice; after 5 s (`wait`) asks again if there is none or one in creation. Raises LaunchError."""
+    def describe_slice(self, wait: Callable[[float], object] | None = None, doubted: str = "") -> SliceState | None:
+        """Returns the slice; asks again after 5 s (`wait`) if there is none, or it is `doubted`. Raises LaunchError."""
         found = self.provider.describe()
-        if found is None or found.state == "CREATING":  # one answer may be stale
+        if found is None or found.state == doubted:  # one answer may be stale
             (wait or self.machine.clock.sleep)(_DESCRIBE_AGAIN_SECONDS)
             found = self.provider.describe()
         return found

@@ -143,7 +143,7 @@ class _Supervision:
         self.limits = Limits(lost=settings.host_lost_seconds, unreachable=settings.unreachable_minutes * 60)
         self.logs = {worker: HostLog(ledger.log_file(attempt, worker)) for worker in session.workers}
         self.inbox: Queue[Observation | SliceAnswer] = self.threads.queue(_INBOX_SIZE)
-        self.over, self.turn = self.threads.event(), self.threads.lock()
+        self.over, self.turn = self.threads.event(), self.threads.lock()  # turn: of tasks that fetch last lines
         self.interval = max(OBSERVE_EVERY, len(session.workers) / _OBSERVATIONS_A_SECOND)
         self.started_everywhere = ledger.state.phase is Phase.RUNNING
         begun = self.clock.monotonic()
@@ -451,9 +451,9 @@ class _Supervision:
             self.inbox.put(answer)
 
     def _ask_for_slice(self, wait: Callable[[float], object]) -> SliceAnswer | None:
-        """Returns the API's answer; None without one. A stale one must not end a run: see `Session.describe_slice`."""
+        """Returns the API's answer; None without one. Asks again after a `wait` before it says gone or recreated."""
         try:
-            slice_state = self.session.describe_slice(wait)
+            slice_state = self.session.describe_slice(wait, doubted="CREATING")
         except LaunchError:
             return None
         if slice_state is None:
