@@ -205,8 +205,8 @@ class Lease:
 
     def is_fresh(self) -> bool:
         """Returns whether the lease was renewed less than 15 s ago, by the monotonic and the wall clock."""
-        monotonic, time = self._now()
-        return max(monotonic - self._renewed[0], abs(time - self._renewed[1])) < LEASE_SECONDS / 2
+        (monotonic, time), now = self._renewed, self._now()  # first the renewal, which another thread replaces
+        return max(now[0] - monotonic, abs(now[1] - time)) < LEASE_SECONDS / 2
 
     def end(self, supervisor: str) -> NoReturn:
         """Says that `supervisor` supervises the run now, and ends the process (Exit.CONFLICT)."""
