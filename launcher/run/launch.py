@@ -127,7 +127,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
             provider.connect()
             ledger.append(events.Requested(ledger.state.attempt + 1, known))
             if ledger.state.stop_requested:  # meanwhile
-                raise RunStopped(ledger.run_id)
+                raise RunStopped.of(ledger.run_id)
             if not slice_is_known and ledger.state.recovering is None:
                 require_ready(config, provider)
             kept = specification.read(ledger.folder)
@@ -303,7 +303,7 @@ def _require_startable(request: RunRequest, ledger: Ledger, known_stops: int) ->
             exit_code=Exit.CONFLICT,
         )
     if ledger.state.stops > known_stops:
-        raise RunStopped(ledger.run_id)
+        raise RunStopped.of(ledger.run_id)
     if is_held(deletion_mark(request.config)):
         raise LaunchError(
             f"slice {request.config.slice.name} is being deleted by another tpu-launch on this machine: wait for its "

@@ -317,8 +317,8 @@ class _Fetcher:
                 self.silent = False
 
     def _fetch_from(self, worker: int, page: str | None) -> bool:
-        """Appends a page of a host's new lines, from the time `page` on (None: the log's end), and says if the host
-        does not answer. Returns whether its container may go on writing."""
+        """Appends a page of a host's new lines, from the time `page` on (None: the log's end), and says when the host
+        stops answering or answers again. Returns whether its container may go on writing."""
         log = HostLog(self._files[worker])
         try:
             since = page or log.cursor.since
@@ -327,6 +327,8 @@ class _Fetcher:
             observation = Observation(worker, None, problem=str(error).splitlines()[0])
         if observation.problem not in ("", self._problems[worker]):
             self._session.context.output.say(f"host {worker} does not answer: {observation.problem}")
+        elif self._problems[worker] and not observation.problem:
+            self._session.context.output.say(f"host {worker} answers again")
         self._problems[worker] = observation.problem
         log.append_new(observation.lines, open=observation.open)
         if page := next_page(observation):

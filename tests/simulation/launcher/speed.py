@@ -53,8 +53,8 @@ def remember_yaml() -> None:
         match = re.search(r"^run: (\S+)$", text, re.MULTILINE)
         if match is None or tuple(overrides):
             return parse(text, name, overrides)
-        document = documents(text.replace(match[1], _ID), name.replace(match[1], _ID))
-        return replace(document, value={**document.value, "run": match[1]})
+        document = documents(f"{text[: match.start(1)]}{_ID}{text[match.end(1) :]}", name.replace(match[1], _ID))
+        return replace(document, name=name, value={**document.value, "run": match[1]})
 
     Document.dump = dump_once  # type: ignore[method-assign]
     yaml_file.parse = parse_once
