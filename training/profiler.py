@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from training import storage as default_storage
 from training.errors import BadInput, TrainError
 from training.machine import SYSTEM, Machine, Thread
-from training.storage import Storage, StorageError, join
+from training.storage import Storage, join
 
 _DELIVERY_SECONDS = 10.0  # longest time that the end of an attempt waits for the upload of a profile
 _POLL_SECONDS = 0.2
@@ -170,7 +170,7 @@ class Profiler:
             [traced] = recording.folder.rglob("*.xplane.pb")
             self._storage.write(target, traced.read_bytes())
             answer = Answer(recording.first, last, target)
-        except (OSError, ValueError, StorageError) as error:
+        except Exception as error:  # without an answer, `request` would wait for all of its time
             answer = Answer(problem=f"the profile can't be written to {target}: {error}")
         finally:
             shutil.rmtree(recording.folder, ignore_errors=True)

@@ -149,14 +149,20 @@ class Full:
         raise StorageError("no space")
 
 
+class Broken:
+    def write(self, *_: Any) -> None:
+        raise TypeError("not a string")
+
+
 @pytest.mark.parametrize(
     ("tracer", "options", "problem"),
     [
         (Refusing, {}, "the profiler does not start: only one profile at a time"),
         (Failing, {}, "the profiler has failed: the trace is lost"),
         (Tracer, {"storage": Full()}, "the profile can't be written to .*host-3.xplane.pb: no space"),
+        (Tracer, {"storage": Broken()}, "the profile can't be written to .*host-3.xplane.pb: not a string"),
     ],
-    ids=["start", "stop", "storage"],
+    ids=["start", "stop", "storage", "bug"],
 )
 def test_a_failure_is_told_and_ends_nothing(tmp_path: Path, tracer: Any, options: dict[str, Any], problem: str) -> None:
     training = Training(tmp_path, tracer, **options)
