@@ -52,6 +52,12 @@ def test_help_of_tpu_train_imports_neither_data_nor_configuration() -> None:
     run_python("-c", script, "--help")
 
 
+def test_the_commands_of_checkpoint_import_neither_configuration_nor_rendezvous() -> None:
+    heavy = ("pydantic", "training.config", "training.distributed")
+    code = f"import sys, training.checkpoint.admin; print([name for name in {heavy} if name in sys.modules])"
+    assert run_python("-c", code) == "[]\n"
+
+
 @pytest.mark.parametrize("end", ["raise EndAtOnce(3)", "raise DoesNotFit"])
 def test_a_crash_in_an_orderly_end_does_not_change_the_exit_code(end: str) -> None:
     script = f"""import atexit, os, click; from training.cli.main import EndAtOnce, main, tpu_train

@@ -12,7 +12,6 @@ from training.checkpoint import format as form
 from training.checkpoint.format import Manifest
 from training.checkpoint.reader import read_part, verify
 from training.checkpoint.tensors import Damaged, NotFinite
-from training.checkpoint.writer import best_step
 from training.errors import BadInput
 
 
@@ -25,8 +24,7 @@ def find_checkpoints(folder: str) -> tuple[str, list[int]]:
     if step is not None and step in form.committed_steps(parent):
         return parent, [step]
     for checkpoints in (below, folder):
-        steps = form.committed_steps(checkpoints)
-        if steps:
+        if steps := form.committed_steps(checkpoints):
             return checkpoints, steps
     raise BadInput(f"no committed checkpoint below {folder} (looked for {below}/step-*/manifest.json)")
 
@@ -43,7 +41,7 @@ def best_saved_step(folder: str) -> int:
     """Returns the step with the best evaluation figure. Raises BadInput when there is no checkpoint, when the newest is
     damaged or names no such step, or when the best one was deleted."""
     checkpoints, steps = find_checkpoints(folder)
-    step = best_step(_read_manifest(checkpoints, steps[0]))
+    step = _read_manifest(checkpoints, steps[0]).best_step
     if step is None:
         raise BadInput(
             f"{checkpoints}: no best checkpoint is known; the run needs checkpoint.best, and an evaluation before its "
@@ -59,8 +57,7 @@ def copy_to_run(source: str, target: str, step: int | None) -> int:
     checkpoints, steps = find_checkpoints(source)
     chosen = choose_step(checkpoints, steps, step)
     into = storage.join(target, "checkpoints")
-    present = form.committed_steps(into)
-    if present:
+    if present := form.committed_steps(into):
         raise BadInput(
             f"{into} has checkpoints already (steps {', '.join(map(str, present))}); restore into a folder without "
             "any: nothing is overwritten"

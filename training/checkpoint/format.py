@@ -98,6 +98,12 @@ class Manifest:
         """Returns the bytes of all parts."""
         return sum(part.size for part in self.parts)
 
+    @property
+    def best_step(self) -> int | None:
+        """Returns the step with the best figure when this checkpoint was saved; None without `checkpoint.best`."""
+        best = self.state.get("best")
+        return None if best is None else int(best["step"])
+
 
 def step_folder(step: int) -> str:
     return f"step-{step:08d}"

@@ -12,12 +12,14 @@ Failure model: parts may be missing, short or flipped at any byte (raised as Dam
 and another start of the run may commit or delete checkpoints meanwhile (`_candidates` lists again).
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from training import storage as default_storage
 from training.checkpoint import format as form
@@ -34,10 +36,12 @@ from training.checkpoint.tensors import (
     load_whole,
     parse_header,
 )
-from training.distributed.rendezvous import Rendezvous
 from training.errors import BadInput
 from training.machine import SYSTEM, Future, Threads
 from training.storage import NotFound, Storage, crc32c, is_remote, join, transfer_seconds
+
+if TYPE_CHECKING:
+    from training.distributed.rendezvous import Rendezvous
 
 _HEAD = 1 << 18  # bytes that a part's header hardly ever exceeds
 _RANGE = 16 << 20  # bytes that one request reads, at least

@@ -306,7 +306,7 @@ class CheckpointWriter:
             whole = [step for step in contents if form.MANIFEST in contents[step] and step not in self._damaged]
             abandoned = [step for step in contents if step < newest and step not in whole]
             committed = [step for step in whole if step <= newest]
-            for step in (*self._settings.deletable(committed, best_step(manifest)), *abandoned):
+            for step in (*self._settings.deletable(committed, manifest.best_step), *abandoned):
                 delete_checkpoint(self.folder, step, contents[step], self._storage)
             self._storage.remove_partial_files(self.folder, lambda name: (form.step_of(name) or newest) < newest)
             self._warn_of_deletes = True
@@ -314,9 +314,3 @@ class CheckpointWriter:
             if self._warn_of_deletes:
                 self._warn(f"old checkpoints stay where they are: {error}")
             self._warn_of_deletes = False
-
-
-def best_step(manifest: Manifest) -> int | None:
-    """Returns the step with the best figure when this checkpoint was saved; None without `checkpoint.best`."""
-    best = manifest.state.get("best")
-    return None if best is None else int(best["step"])
