@@ -63,7 +63,7 @@ def parse_facts(lines: Iterable[str]) -> dict[str, Any]:
 
 
 def find_problems(facts: Facts, hosts: int, accelerator_type: str | None = None) -> list[Problem]:
-    """Returns the problems of one of `hosts` hosts, which reported `facts`. The advice for v2 and v3 is another one."""
+    """Returns the problems of one of `hosts` hosts, which reported `facts`, with other advice for v2 and v3."""
     slice_ = ACCELERATORS.get(accelerator_type or "")
     older = f"; {OLDER_TORCH_XLA}" if slice_ is not None and slice_.generation.name in ("v2", "v3") else ""
     recreate = f"`tpu-launch down`, then `up`: a host of a slice can't be exchanged{older}"

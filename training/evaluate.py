@@ -147,7 +147,8 @@ def _load_weights(folder: str, manifest: Manifest, backend: Backend) -> None:
 
 
 def _open_checkpoint(place: str, step: int | None) -> tuple[str, Manifest]:
-    """Returns a run's checkpoint folder and the manifest of `step` (None: the newest). Raises BadInput for none."""
+    """Returns a run's checkpoint folder, and the manifest of `step` or the newest. Raises BadInput if it has none, or a
+    damaged one."""
     try:
         folder, steps = find_checkpoints(place)
     except BadInput as error:

@@ -217,9 +217,9 @@ def _is_partial(name: str) -> bool:
 
 @contextlib.contextmanager
 def _replacing(url: str, create_only: bool) -> Iterator[int]:
-    """Yields the descriptor of a hidden file, which is synced and moved to `url` at the block's end, deleted if it
-    raises. With `create_only`, raises AlreadyExists for an existing file, StorageError where there are no hard
-    links."""
+    """Creates the folder, and yields the descriptor of a hidden file, which is synced and moved to `url` at the block's
+    end, deleted if it raises. With `create_only`, raises AlreadyExists for an existing file, StorageError where there
+    are no hard links."""
     folder, name = os.path.split(os.path.abspath(url))
     os.makedirs(folder, exist_ok=True)
     if create_only and os.path.lexists(url):
