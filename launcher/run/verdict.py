@@ -227,7 +227,7 @@ def _judge_failure(views: Sequence[HostView], now: float, limits: Limits, *, sto
         return None
     first_seen = min(view.ended_seen if view.ended_seen is not None else now for view in (*failed, *removed))
     others = [view for view in views if view not in failed and view not in removed]
-    silent = [view for view in others if not (view.reachable and view.container.status and view.seen > first_seen)]
+    silent = [view for view in others if not view.reachable or view.container is UNSEEN or view.seen <= first_seen]
     waiting = [view for view in others if view in silent or view.asked <= first_seen]
     settled = all(not view.reachable and now - view.seen > limits.blip for view in waiting)
     explained = bool(silent) or any(view.rebooted or view.exit_code != TrainerExit.LOST_PEER for view in failed)
