@@ -453,7 +453,7 @@ class _Supervision:
     def _ask_for_slice(self, wait: Callable[[float], object]) -> SliceAnswer | None:
         """Returns the API's answer; None without one. Asks again after a `wait` before it says gone or recreated."""
         try:
-            slice_state = self.session.describe_slice(wait, doubted="CREATING")
+            slice_state = self.session.describe_slice(wait, doubted="CREATING")  # a stale answer must not end a run
         except LaunchError:
             return None
         if slice_state is None:

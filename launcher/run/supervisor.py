@@ -131,7 +131,7 @@ class Supervisor:
     _children: dict[str, _Child] = field(default_factory=dict)
 
     def watch(self) -> None:
-        """Starts a process for each unsupervised run, every 15 s. Ctrl-C ends them, which releases the leases."""
+        """Starts a process for each unsupervised run; looks every 15 s. Ctrl-C ends them, which releases the leases."""
         say, clock = self.context.output.say, self.context.machine.clock
         say(f"supervising the runs of {self.folder}")
         try:
