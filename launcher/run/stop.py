@@ -77,8 +77,8 @@ def _stop_runs(config: Config, context: Context) -> None:
     without such a process. Waits for these processes, a minute beyond run.stop_seconds at most, and says which have not
     ended, and which runs may not have saved."""
     stopped = []
-    for ledger in runs_on_slice(config, context.home, context.machine):
-        state = pull_known(ledger, context.machine).state
+    for ledger in [pull_known(each, context.machine) for each in runs_on_slice(config, context.home, context.machine)]:
+        state = ledger.state  # after all pulls, which may take long
         if state.phase.is_open or state.recovering or state.budget_spent or state.orphans or ledger.supervised():
             stopped.append(ledger)
     for ledger in stopped:
