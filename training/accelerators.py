@@ -2,7 +2,7 @@
 
 Pure data and pure functions, imported by the launcher, the trainer, the emulator and the manifests, so that hosts are
 counted in one place. The table says what a name means before a slice exists; the size of an existing slice is read from
-its network endpoints. A new generation is one entry of GENERATIONS.
+its network endpoints. A new generation is one row of _FIGURES and one entry of GENERATIONS.
 
 Sources: the size tables of torch_xla 2.9 (`torch_xla/_internal/tpu.py`) and of MaxText (`accelerator_to_spec_map.py`);
 peaks, memory, zones and runtime versions from Google's Cloud TPU documentation
