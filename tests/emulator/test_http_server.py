@@ -80,6 +80,8 @@ def test_a_host_that_was_cut_off_is_answered_when_its_network_is_back(api: Any) 
         host.cut = False
     waiting.settimeout(5)
     assert waiting.recv(1) == b"x"
+    with pytest.raises(Disconnected, match="gone"):
+        hosts.await_network("deleted-host")
     agent.close()
     serving.join(5)
     assert not serving.is_alive()

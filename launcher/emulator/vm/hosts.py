@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from launcher.emulator import faults
-from launcher.emulator.http_server import Acceptor
+from launcher.emulator.http_server import Acceptor, Disconnected
 from launcher.emulator.state import EmulatorState, Host, Node, Store
 from launcher.emulator.vm.engine_client import LABEL, MACHINE_LABEL, EngineError, UnixConnection, filters
 from launcher.emulator.vm.engine_view import EngineRefusal
@@ -72,11 +72,13 @@ class Hosts:
             self.acceptor.remove(listener)
 
     def await_network(self, hostname: str) -> None:
-        """Waits until a host that is cut off has its network again, at most an hour."""
+        """Waits until a host that is cut off has its network again, at most an hour. Raises Disconnected for a host
+        that is gone: a request of its last minutes must change nothing later."""
 
         def connected(state: EmulatorState) -> bool:
-            entry = state.find_host(hostname)
-            return entry is None or not entry[1].cut
+            if (entry := state.find_host(hostname)) is None:
+                raise Disconnected(f"host {hostname} is gone")
+            return not entry[1].cut
 
         self.store.wait(connected, _DISCONNECTED_SECONDS)
 
@@ -110,9 +112,8 @@ class Hosts:
         for shared in SHARED:
             if real == shared or real.startswith(shared + "/"):
                 return str(self.containers.volume_folder(entry[1], shared)) + real.removeprefix(shared)
-        raise EngineRefusal(
-            400, f"invalid bind source {path}: an emulated TPU VM shares only {', '.join(SHARED)} with its containers"
-        )
+        text = f"an emulated TPU VM shares only {', '.join(SHARED)} with its containers"
+        raise EngineRefusal(400, f"invalid bind source {path}: {text}")
 
     def _real_path(self, hostname: str, path: str) -> str:
         """Returns a host's path with its symbolic links resolved, by running realpath on the host. The result may lie
@@ -131,14 +132,12 @@ class Hosts:
                 with self.store.read() as state:
                     hosts, nodes = state.hosts, list(state.nodes.values())
                     to_restore = [host for host in hosts if host.restore_at is not None and host.restore_at <= now]
-                    outages_over = [
-                        node for node in nodes if node.outage_until is not None and node.outage_until <= now
-                    ]
+                    overdue = [node for node in nodes if node.outage_until is not None and node.outage_until <= now]
                 for host in to_restore:
                     self.restore(host)
-                if outages_over:
+                if overdue:
                     with self.store.change():
-                        for node in outages_over:
+                        for node in overdue:
                             faults.end_outage(node)
                 with self.lock:
                     for name in set(self.control_sockets) - {host.hostname for host in hosts}:
