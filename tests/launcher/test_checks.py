@@ -24,7 +24,7 @@ from tests.kubernetes.golden import EXAMPLE
 from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.test_runs import Workstation
 from tests.servers import BucketServer
-from tests.training import test_labelled_batches as labelled
+from tests.training import test_labelled_rows as labelled
 from training.storage import gcs
 
 

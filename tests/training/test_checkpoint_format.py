@@ -1,18 +1,23 @@
-"""A manifest is what was written or it is damaged; parts share the work; policies never give up the newest."""
+"""Manifests and tensors come back as written, however they were cut into slices, or are named as damaged."""
 
 import json
+import tracemalloc
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.training import damage
+from training import storage
 from training.checkpoint import format as form
 from training.checkpoint.config import CheckpointSection, are_minutes_over, is_step_due
-from training.checkpoint.format import Manifest, Part, StoredSlice, StoredTensor
-from training.checkpoint.reader import require_identity
-from training.checkpoint.tensors import Damaged, Slice, TensorSpec, decode, encode
+from training.checkpoint.format import Manifest, Part, StoredSlice, StoredTensor, dump_manifest, load_manifest
+from training.checkpoint.reader import Choose, load_tensors, require_identity
+from training.checkpoint.tensors import Damaged, Slice, TensorSpec, decode, encode, key_in_part, partition_error, whole
 from training.errors import BadInput
 
 HALVES = (StoredSlice(0, Slice((0, 0), (3, 2))), StoredSlice(0, Slice((3, 0), (1, 2))))
@@ -121,3 +126,184 @@ def test_when_to_save() -> None:
     assert not is_step_due(4, every=None)
     assert [are_minutes_over(2, seconds) for seconds in (119.0, 120.0)] == [False, True]
     assert not are_minutes_over(None, seconds=1e9)
+
+
+shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
+
+
+@st.composite
+def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Slice]:
+    """Boxes that hold every element once: the whole, cut in two again and again at drawn places, in a drawn order."""
+    boxes = [whole(shape)]
+    for _ in range(draw(st.integers(0, 6))):
+        number = draw(st.integers(0, len(boxes) - 1))
+        axes = [axis for axis, size in enumerate(boxes[number].sizes) if size > 1]
+        if not axes:
+            continue
+        box, axis = boxes.pop(number), draw(st.sampled_from(axes))
+        at = draw(st.integers(1, box.sizes[axis] - 1))
+        low = replace(box, sizes=(*box.sizes[:axis], at, *box.sizes[axis + 1 :]))
+        high = Slice(
+            (*box.offsets[:axis], box.offsets[axis] + at, *box.offsets[axis + 1 :]),
+            (*box.sizes[:axis], box.sizes[axis] - at, *box.sizes[axis + 1 :]),
+        )
+        boxes += [low, high]
+    return draw(st.permutations(boxes))
+
+
+def write_checkpoint(folder: str, arrays: dict[str, np.ndarray], boxes: dict[str, list[StoredSlice]]) -> Manifest:
+    count = 1 + max((stored.part for slices in boxes.values() for stored in slices), default=0)
+    parts, checksums = [], list[dict[str, int]]()
+    for number in range(count):
+        content = {}
+        for name, slices in boxes.items():
+            for stored in slices:
+                if stored.part == number:
+                    index = tuple(map(slice, stored.box.offsets, stored.box.ends))
+                    content[key_in_part(name, stored.box, arrays[name].shape)] = arrays[name][index]
+        data, views = encode([(key, TensorSpec("F32", value.shape, value.nbytes)) for key, value in content.items()])
+        for key, view in views.items():
+            view[:] = content[key].tobytes()
+        written = storage.write(storage.join(folder, form.step_folder(10), form.part_name(number, count, "t")), data)
+        parts.append(Part(form.part_name(number, count, "t"), len(data), written.crc32c))
+        checksums.append({key: storage.crc32c(view) for key, view in views.items()})
+    tensors = {
+        name: StoredTensor(TensorSpec("F32", arrays[name].shape, arrays[name].nbytes), tuple(slices))
+        for name, slices in boxes.items()
+    }
+    listed = [[of[key] for key in form.slices_in_part(tensors, part)] for part, of in enumerate(checksums)]
+    manifest = Manifest(10, tuple(parts), {}, {}, {}, "c", form.add_checksums(tensors, listed))
+    storage.write(storage.join(folder, form.step_folder(10), form.MANIFEST), dump_manifest(manifest))
+    return manifest
+
+
+def load(folder: str, manifest: Manifest, choose: Choose) -> dict[str, tuple[TensorSpec, bytes]]:
+    loaded: dict[str, tuple[TensorSpec, bytes]] = {}
+
+    def keep(tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
+        loaded.update({name: (spec, bytes(data)) for name, (spec, data) in tensors.items()})
+
+    load_tensors(folder, manifest, keep, choose=choose)
+    return loaded
+
+
+@st.composite
+def parts_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Slice:
+    """Any box of a tensor, the whole and an empty one among them."""
+    offsets = tuple(draw(st.integers(0, length)) for length in shape)
+    pairs = zip(offsets, shape, strict=True)
+    return Slice(offsets, tuple(draw(st.integers(0, length - offset)) for offset, length in pairs))
+
+
+@given(st.data())
+def test_any_boxes_of_tensors_are_restored_alike(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = str(tmp_path_factory.mktemp("sliced"))
+    arrays, boxes = {}, {}
+    for name in ("a", "b", "c"):
+        shape = data.draw(shapes)
+        arrays[name] = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+        boxes[name] = [StoredSlice(data.draw(st.integers(0, 2)), box) for box in data.draw(partitions(shape))]
+    manifest = write_checkpoint(folder, arrays, boxes)
+    assert form.read_manifest(folder, 10) == manifest
+    boxes_of = {name: st.none() | st.just(whole(value.shape)) | parts_of(value.shape) for name, value in arrays.items()}
+    wanted = {name: data.draw(box) for name, box in boxes_of.items()}
+    loaded = load(folder, manifest, lambda name, _spec: wanted[name])
+    assert {name: (spec.shape, content) for name, (spec, content) in loaded.items()} == {
+        name: (box.sizes, arrays[name][tuple(map(slice, box.offsets, box.ends))].tobytes())
+        for name, box in wanted.items()
+        if box
+    }
+
+
+@given(st.data(), shapes)
+def test_boxes_hold_every_element_once_or_the_mistake_is_named(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    size = st.integers(0, 4)
+    slices = st.tuples(*[st.tuples(size, size) for _ in shape]).map(
+        lambda pairs: Slice(tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs))
+    )
+    boxes = data.draw(st.lists(slices, max_size=3)) + data.draw(st.just([]) | partitions(shape))
+    counts = np.zeros(shape, int)
+    outside = False
+    for box in boxes:
+        outside |= any(end > length for end, length in zip(box.ends, shape, strict=True))
+        counts[tuple(map(slice, box.offsets, box.ends))] += 1
+    error = partition_error(shape, boxes)
+    if outside:
+        assert "out of the range" in error
+    elif (counts > 1).any():
+        assert "overlap" in error
+    elif (counts < 1).any():
+        assert "gap" in error
+    else:
+        assert error is None
+
+
+@pytest.mark.parametrize(
+    ("slices", "message"),
+    [
+        ([((0, 0), (2, 3))], r"tensor w: its slices leave a gap: they hold 6 of 12 elements"),
+        ([((0, 0), (3, 3)), ((2, 0), (2, 3))], r"tensor w: slices \[0:3,0:3\] and \[2:4,0:3\] overlap"),
+        ([((0, 0), (4, 3)), ((4, 0), (1, 3))], r"tensor w: slice \[4:5,0:3\] is out of the range of shape \[4, 3\]"),
+        ([((-1, 0), (5, 3))], r"tensor w: slice \[-1:4,0:3\] is out of the range"),
+        ([((0,), (12,))], r"tensor w: slice \[0:12\] has 1 axes, the tensor 2"),
+    ],
+)
+def test_a_wrong_partition_is_damage(slices: list[tuple[tuple[int, ...], tuple[int, ...]]], message: str) -> None:
+    tensor = StoredTensor(TensorSpec("F32", (4, 3), 48), tuple(StoredSlice(0, Slice(*box)) for box in slices))
+    text = dump_manifest(Manifest(10, (Part("p", 1, 1),), {}, {}, {}, "c", {"w": tensor}))
+    with pytest.raises(Damaged, match=message):
+        load_manifest(text)
+
+
+def test_a_slice_of_a_part_that_is_not_there_is_damage() -> None:
+    tensor = StoredTensor(TensorSpec("F32", (4,), 16), (StoredSlice(1, whole((4,))),))
+    with pytest.raises(Damaged, match="there is no part number 1 among 1"):
+        load_manifest(dump_manifest(Manifest(10, (Part("p", 1, 1),), {}, {}, {}, "c", {"w": tensor})))
+
+
+def test_a_part_that_does_not_hold_what_the_manifest_says_is_damaged(tmp_path: Path) -> None:
+    arrays = {"w": np.arange(8, dtype=np.float32).reshape(4, 2)}
+    halves = [StoredSlice(0, Slice((0, 0), (2, 2))), StoredSlice(0, Slice((2, 0), (2, 2)))]
+    manifest = write_checkpoint(str(tmp_path), arrays, {"w": halves})
+    for slices, message in (
+        ((whole((4, 2)),), r"part part-0-of-1.t.safetensors has no tensor w"),
+        ((Slice((0, 0), (1, 2)), Slice((1, 0), (3, 2))), r"has no tensor w\[0:1,0:2\]"),
+    ):
+        tensor = replace(manifest.tensors["w"], slices=tuple(StoredSlice(0, box) for box in slices))
+        with pytest.raises(Damaged, match=message):
+            load_tensors(str(tmp_path), replace(manifest, tensors={"w": tensor}), lambda tensors: None)
+    with pytest.raises(Damaged, match=r"holds 2 tensors instead of 0"):
+        load_tensors(str(tmp_path), replace(manifest, tensors={}), lambda tensors: None)
+    wrong = replace(manifest.tensors["w"], spec=TensorSpec("I32", (4, 2), 32))
+    with pytest.raises(Damaged, match=r"tensor w\[0:2,0:2\] is F32 \[2, 2\] of 16 bytes, the manifest has I32"):
+        load_tensors(str(tmp_path), replace(manifest, tensors={"w": wrong}), lambda tensors: None)
+
+
+@pytest.mark.parametrize("hosts", [4, 2])
+def test_a_host_reads_and_holds_its_slices_alone(tmp_path: Path, hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state of 32 MB in four parts, read by one of four hosts, or of two."""
+    rows, size, read_into = 4096, 2 * 4096 * 1024 * 4, storage.read_into
+    quarters = [StoredSlice(part, Slice((part * rows // 4, 0), (rows // 4, 1024))) for part in range(4)]
+    arrays = {name: np.full((rows, 1024), number, np.float32) for number, name in enumerate("ab")}
+    manifest = write_checkpoint(str(tmp_path), arrays, dict.fromkeys(arrays, quarters))
+    own, sent, seen = Slice((rows - rows // hosts, 0), (rows // hosts, 1024)), list[int](), set[str]()
+    monkeypatch.setattr(storage, "read_into", lambda *given: sent.append(len(given[2])) or read_into(*given))
+    tracemalloc.start()
+    load_tensors(str(tmp_path), manifest, seen.update, choose=lambda _name, _spec: own)
+    held = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert seen == {"a", "b"}
+    assert sum(sent) < size // hosts + 4096
+    assert held < size // hosts + (2 << 20)  # and the head of each part
+
+
+def test_a_slice_that_is_read_alone_is_checked(tmp_path: Path) -> None:
+    array = np.arange(64, dtype=np.float32).reshape(8, 8)
+    halves = [StoredSlice(0, Slice((first, 0), (4, 8))) for first in (0, 4)]
+    manifest = write_checkpoint(str(tmp_path), {"w": array}, {"w": halves})
+    (part,) = (tmp_path / form.step_folder(10)).glob("part-*")
+    damage.flip(part, part.read_bytes().rindex(array[7].tobytes()) + 3)
+    first, second = (lambda _name, _spec, half=half: half.box for half in halves)
+    load(str(tmp_path), manifest, first)
+    with pytest.raises(Damaged, match=r"the slice \[4:8,0:8\] of w has a wrong crc32c"):
+        load(str(tmp_path), manifest, second)

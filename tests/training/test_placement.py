@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training.checkpoint_writers import host_writer
-from tests.training.test_checkpoint_saves import Meeting, on_all
+from tests.training.test_checkpoint_writer import Meeting, on_all
 from training.backends.placement import bytes_on_device, mesh_shape, place, slices
 from training.checkpoint.format import assign_slices, read_manifest
 from training.checkpoint.reader import load_tensors

@@ -1,4 +1,4 @@
-"""Up to 4 processes meet on loopback, and learn in time if one is missing, lost, stuck or of another attempt."""
+"""Hosts meet and sum gradients on loopback, and learn in time if one is missing, lost, stuck, or of another attempt."""
 
 import json
 import signal
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.training.host_processes import Hosts, end, wait_for_line
+from tests.training.host_processes import Hosts, end, free_port, wait_for_line
 from training.errors import Exit
 
 
@@ -103,3 +103,33 @@ def test_a_blocking_framework_ends_its_process_in_time_with_stack_traces(hosts: 
     if lock == "releasing":
         assert any("opening the devices took longer than 1 s" in text and "doctor --devices" in text for text in stacks)
         assert count == 1 or any("loading the framework" in text for text in stacks)
+
+
+@pytest.fixture
+def port() -> str:
+    return str(free_port())
+
+
+@pytest.mark.parametrize(("numbers", "total"), [((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0)])
+def test_all_hosts_sum_in_worker_order(hosts: Hosts, port: str, numbers: tuple[float, ...], total: float) -> None:
+    """In single precision 1e8 + 1 is 1e8: the order shows."""
+    processes = []
+    for worker, number in reversed(list(enumerate(numbers))):
+        lines = ("connect", f"sum [{number}, {worker}, 2.5]", "sum [1]", "meet end")
+        processes.append(hosts.start(worker, 3, *lines, TPU_LAUNCH_GLOO_PORT=port))
+    for process in processes:
+        assert [json.loads(line) for line in end(process).splitlines()[:2]] == [[total, 3, 7.5], [3]]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, port: str, victim: int) -> None:
+    lines = ("connect", "phase step 7", "sum [1]", "sleep 1.5", "say now")
+    last = ["hang 60" if worker == victim else "sum [1]" for worker in (0, 1)]
+    processes = [hosts.start(worker, 2, *lines, last[worker], TPU_LAUNCH_GLOO_PORT=port) for worker in (0, 1)]
+    for process in processes:
+        wait_for_line(process, "now")
+    processes[victim].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    text = end(processes[1 - victim], Exit.LOST_PEER)
+    assert time.monotonic() - killed < 20
+    assert f"host {victim} is gone: its connection broke in phase 'step 7'" in text

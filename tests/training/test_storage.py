@@ -1,13 +1,349 @@
-"""Claims about `training.storage` on local files; tests/training/test_bucket.py has what files and gs:// share."""
+"""Claims about `training.storage` on local files and on gs://, with the real client and servers that misbehave."""
 
+import contextlib
 import errno
 import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import formatdate
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
+import google_crc32c
 import pytest
+from google.auth import compute_engine
+from google.auth.credentials import Credentials
+from google.auth.exceptions import RefreshError
+from google.cloud.storage import Client
 
+from launcher.emulator.http_server import Disconnected, HttpResponse, json_response
+from tests.servers import LoopbackServer
 from training import storage
+from training.errors import BadInput, Exit
+from training.storage import gcs as bucket
+from training.storage import types
+
+DATA = random.Random(0).randbytes(300_000)
+
+
+@pytest.fixture(params=["gs://", "local"])
+def folder(request: pytest.FixtureRequest, gcs: Any, tmp_path: Path) -> str:
+    return "gs://bucket" if request.param == "gs://" else str(tmp_path / "folder")
+
+
+def test_an_object_is_written_looked_at_listed_read_and_deleted(folder: str) -> None:
+    stat = storage.write(f"{folder}/a/x", DATA)
+    assert (stat.size, stat.crc32c) == (len(DATA), google_crc32c.value(DATA))
+    assert storage.stat(f"{folder}/a/x") == stat
+    assert storage.read(f"{folder}/a/x") == DATA
+    assert storage.read(f"{folder}/a/x", 10, 200_000, generation=stat.generation) == DATA[10:200_000]
+    storage.write(f"{folder}/a/b/y", b"")
+    storage.write(f"{folder}/ab", b"")
+    assert [stat.url for stat in storage.listing(f"{folder}/a")] == [f"{folder}/a/b/y", f"{folder}/a/x"]
+    assert len(storage.listing(f"{folder}/")) == 3
+    storage.delete(f"{folder}/a/x")
+    storage.delete(f"{folder}/a/x")
+    assert [storage.stat(f"{folder}/{name}") for name in ("a/x", "a")] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("start", "end"), [(0, None), (0, 4), (2, 4), (2, None), (8, 50), (10, 20), (50, 60), (50, None), (3, 3)]
+)
+def test_a_range_is_cut_at_the_end_of_the_object(folder: str, start: int, end: int | None) -> None:
+    storage.write(f"{folder}/x", b"0123456789")
+    assert storage.read(f"{folder}/x", start, end) == b"0123456789"[start:end]
+
+
+def test_create_only_lets_one_of_many_writers_win(folder: str) -> None:
+    wins = []
+
+    def race(number: int) -> None:
+        with contextlib.suppress(storage.AlreadyExists):
+            storage.write(f"{folder}/x", b"%d" % number, create_only=True)
+            wins.append(number)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(race, range(8)))
+    assert [storage.read(f"{folder}/x")] == [b"%d" % number for number in wins]
+
+
+def test_an_object_is_replaced_only_by_the_writer_that_knows_its_generation(gcs: Any) -> None:
+    first = storage.write("gs://bucket/x", b"1", create_only=True)
+    second = storage.write("gs://bucket/x", b"2", replaces=first.generation)
+    with pytest.raises(storage.AlreadyExists, match="gs://bucket/x was replaced by another writer"):
+        storage.write("gs://bucket/x", b"3", replaces=first.generation)
+    assert storage.stat("gs://bucket/x") == second
+
+
+def test_a_folder_of_a_bucket_has_subfolders(gcs: Any) -> None:
+    for name in ("runs/b/launcher/run.json", "runs/a/x", "runs/a/y", "runs/file", "other/c/x"):
+        storage.write(f"gs://bucket/{name}", b"")
+    assert storage.folders("gs://bucket/runs") == storage.folders("gs://bucket/runs/") == ["a", "b"]
+    assert storage.folders("gs://bucket/runs/c") == []
+
+
+def test_the_age_of_an_object_is_told_by_the_bucket_s_clock(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage.write("gs://bucket/x", b"")
+    later = formatdate(time.time() + 100, usegmt=True)
+    monkeypatch.setattr("launcher.emulator.http_server._Connection.date_time_string", lambda connection: later)
+    assert 98 < storage.stat("gs://bucket/x").age <= 100
+
+
+def test_a_replaced_or_deleted_object_is_not_read_under_its_old_generation(gcs: Any) -> None:
+    old = storage.write("gs://bucket/x", b"old")
+    storage.write("gs://bucket/x", b"new")
+    with pytest.raises(storage.Changed, match="gs://bucket/x was replaced"):
+        storage.read("gs://bucket/x", generation=old.generation)
+    storage.delete("gs://bucket/x")
+    with pytest.raises(storage.NotFound, match="gs://bucket/x does not exist"):
+        storage.read("gs://bucket/x", generation=old.generation)
+
+
+def test_a_missing_object_and_a_missing_bucket_are_told_apart(gcs: Any) -> None:
+    with pytest.raises(storage.NotFound, match=r"^gs://bucket/x does not exist"):
+        storage.read("gs://bucket/x")
+    with pytest.raises(storage.NotFound, match=r"^bucket gs://other does not exist") as missing:
+        storage.read("gs://other/x")
+    assert missing.value.exit_code is Exit.BAD_INPUT, "no attempt would find it"
+    with pytest.raises(storage.NotFound, match=r"^bucket gs://other does not exist"):
+        storage.write("gs://other/x", b"")
+    with pytest.raises(storage.NotFound, match=r"^bucket gs://other does not exist"):
+        storage.listing("gs://other/x")
+    with pytest.raises(BadInput, match="expected gs://bucket/name"):
+        storage.read("gs:///x")
+
+
+def test_write_and_download_copy_more_than_one_request(folder: str, tmp_path: Path) -> None:
+    stat = storage.write(f"{folder}/x", DATA * 40, create_only=True)  # 12 MB: a resumable upload
+    assert stat.crc32c == google_crc32c.value(DATA * 40)
+    storage.download(f"{folder}/x", tmp_path / "new folder" / "copy")
+    assert (tmp_path / "new folder" / "copy").read_bytes() == DATA * 40
+    with pytest.raises(storage.AlreadyExists, match="x already exists"):
+        storage.write(f"{folder}/x", DATA * 40, create_only=True)
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_a_third_of_the_requests_failing_changes_nothing(gcs: Any, status: int) -> None:
+    chance = random.Random(status)
+    gcs.fault = lambda request: HttpResponse(status, b"later") if chance.random() < 1 / 3 else None
+    for number in range(5):
+        url = f"gs://bucket/{number}"
+        assert storage.write(url, DATA, create_only=True).size == len(DATA)
+        assert storage.read(url, 5, 100_000) == DATA[5:100_000]
+        assert storage.stat(url).size == len(DATA)
+    assert len(storage.listing("gs://bucket/")) == 5
+    storage.delete("gs://bucket/0")
+
+
+@pytest.mark.parametrize("failure", ["refused", "lost answer"])
+def test_only_a_failed_chunk_is_sent_again(gcs: Any, monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
+    monkeypatch.setattr("google.cloud.storage.blob._DEFAULT_CHUNKSIZE", 1 << 20)
+    failed: list[str] = []
+    content = DATA * 40  # 12 MB, 12 chunks
+
+    def fail_once(request: Any) -> HttpResponse | None:
+        if failed or not request.headers.get("Content-Range", "").startswith("bytes 5242880-"):
+            return None
+        failed.append(request.headers["Content-Range"])
+        if failure == "refused":
+            return HttpResponse(503, b"busy")
+        gcs.api.answer(request)
+        raise Disconnected
+
+    gcs.fault = fail_once
+    stat = storage.write("gs://bucket/x", content, create_only=True)
+    assert failed
+    assert stat.crc32c == google_crc32c.value(content)
+    assert storage.read("gs://bucket/x") == content
+    assert [method for method, _, _ in gcs.requests].count("PUT") == 12 + 1
+
+
+def test_an_upload_whose_session_is_lost_begins_anew(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("google.cloud.storage.blob._DEFAULT_CHUNKSIZE", 4 << 20)
+    lost: list[int] = []
+
+    def lose(request: Any) -> HttpResponse | None:
+        if request.method == "PUT" and len(lost) < 2:
+            lost.append(1)
+            return HttpResponse(410 if len(lost) == 1 else 404, b"no such upload")
+        return None
+
+    gcs.fault = lose
+    assert storage.write("gs://bucket/x", DATA * 40).crc32c == google_crc32c.value(DATA * 40)
+    assert len(lost) == 2
+
+
+def test_a_create_only_write_whose_answer_was_lost_counts_as_written(gcs: Any) -> None:
+    lost = []
+
+    def answer_lost(request: Any) -> None:
+        if request.method == "POST" and not lost:
+            lost.append(gcs.api.answer(request))
+            raise Disconnected
+
+    gcs.fault = answer_lost
+    assert storage.write("gs://bucket/x", b"data", create_only=True).size == 4
+    assert lost
+    lost.clear()
+    with pytest.raises(storage.AlreadyExists):
+        storage.write("gs://bucket/x", b"other", create_only=True)
+
+
+def test_a_lasting_failure_names_the_object_and_ends_at_the_deadline(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(deadline=1, first_delay=0.01, longest_delay=0.1))
+    storage.write("gs://bucket/x", DATA)
+    gcs.fault = lambda request: HttpResponse(503, b"busy")
+    began = time.monotonic()
+    why = r"gs://bucket/x: reading bytes 5 to 9 of it failed for \d s, \d+ times; last: ServiceUnavailable"
+    with pytest.raises(storage.StorageError, match=why):
+        storage.read("gs://bucket/x", 5, 9)
+    assert time.monotonic() - began < 20
+
+
+def test_a_server_that_says_nothing_is_asked_again_and_given_up(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage.write("gs://bucket/x", b"data")
+    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(silence=0.2, deadline=5, first_delay=0.01))
+    released = threading.Event()
+    silent = [True, True]
+
+    def stall(request: Any) -> None:
+        if silent and silent.pop():
+            released.wait(20)
+
+    gcs.fault = stall
+    assert storage.read("gs://bucket/x") == b"data"
+    silent = [True] * 1000
+    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(silence=0.2, deadline=1, first_delay=0.01))
+    began = time.monotonic()
+    why = r"gs://bucket/x: reading it failed for .* (ReadTimeout|ConnectionError)"
+    with pytest.raises(storage.StorageError, match=why):
+        storage.read("gs://bucket/x")
+    assert time.monotonic() - began < 20
+    released.set()
+
+
+def test_a_server_that_trickles_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    over = threading.Event()
+
+    def trickle(connection: socket.socket) -> None:
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+            while not over.wait(0.05):
+                try:
+                    connection.sendall(b"x")
+                except OSError:
+                    return
+
+    def accept() -> None:
+        while not over.is_set():
+            try:
+                connection = listener.accept()[0]
+            except OSError:
+                return
+            threading.Thread(target=trickle, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{listener.getsockname()[1]}")
+    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(silence=1, deadline=1, first_delay=0.01))
+    began = time.monotonic()
+    with pytest.raises(storage.StorageError, match=r"gs://bucket/x: reading it failed for .* bytes still trickled in"):
+        storage.read("gs://bucket/x")
+    assert time.monotonic() - began < 20
+    over.set()
+    listener.close()
+
+
+def test_a_refusal_is_not_repeated_and_says_what_to_grant(gcs: Any) -> None:
+    gcs.fault = lambda request: json_response({"error": {"code": 403, "message": "no access"}}, 403)
+    message = r"^gs://bucket/x: %s it is not allowed: no access\. Grant .* roles/storage.objectUser on gs://bucket$"
+    with pytest.raises(storage.StorageError, match=message % "reading"):
+        storage.read("gs://bucket/x")
+    with pytest.raises(storage.StorageError, match=message % "writing"):
+        storage.write("gs://bucket/x", b"1")
+    assert len([path for _, path, _ in gcs.requests if path.startswith("/download/")]) == 1
+
+
+def test_a_bucket_that_takes_no_more_says_so_and_asks_for_no_role(gcs: Any) -> None:
+    full = {"code": 403, "message": "The project exceeded its quota.", "errors": [{"reason": "quotaExceeded"}]}
+    gcs.fault = lambda request: json_response({"error": full}, 403)
+    why = r"^gs://bucket/x: writing it was refused: The project exceeded its quota \(quotaExceeded\)\. Check the quotas"
+    with pytest.raises(storage.StorageError, match=why):
+        storage.write("gs://bucket/x", b"1")
+
+
+Answer = Callable[[], HttpResponse | None]
+
+
+class MetadataServer(LoopbackServer):
+    """A metadata server with one service account. `fault()` may return a response to send instead of the token."""
+
+    def __init__(self) -> None:
+        self.fault: Answer = lambda: None
+        self.tokens = 0
+        super().__init__()
+
+    def answer(self, request: Any) -> HttpResponse:
+        if fault := self.fault():
+            return fault
+        content: dict[str, object] = {"email": "tpu@project.iam.gserviceaccount.com", "scopes": ["storage"]}
+        if request.path.partition("?")[0].endswith("/token"):
+            self.tokens += 1
+            content = {"access_token": f"token-{self.tokens}", "expires_in": 3600, "token_type": "Bearer"}
+        return json_response(content)
+
+
+@pytest.fixture
+def metadata(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
+    """A client whose credentials are those of a VM. They ask the metadata server for a token before each request."""
+    server = MetadataServer()
+    monkeypatch.setattr(compute_engine._metadata, "_GCE_METADATA_HOST", server.address)
+    monkeypatch.setenv("GCE_METADATA_HOST", server.address)
+    credentials = compute_engine.Credentials(universe_domain="googleapis.com")
+    client = Client(project="project", credentials=credentials, client_options={"api_endpoint": gcs.url})
+    monkeypatch.setitem(bucket._clients, (os.getpid(), gcs.url), client)
+    yield server
+    server.close()
+
+
+def test_a_metadata_server_that_answers_nonsense_for_a_moment_changes_nothing(metadata: MetadataServer) -> None:
+    hiccups = [HttpResponse(200, b"{", {"Content-Type": "application/json"}), HttpResponse(404, b"not yet")]
+    metadata.fault = lambda: hiccups.pop() if hiccups else None
+    storage.write("gs://bucket/x", b"data")
+    assert not hiccups
+    assert storage.read("gs://bucket/x") == b"data"
+
+
+def test_a_lost_metadata_server_is_a_storage_error(metadata: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(deadline=1, first_delay=0.01, longest_delay=0.1))
+    metadata.fault = lambda: HttpResponse(404, b"no such service account")
+    why = r"^gs://bucket/x: reading it failed for \d s, \d+ times; last: RefreshError.*404"
+    with pytest.raises(types.StorageError, match=why):
+        storage.read("gs://bucket/x")
+
+
+def test_credentials_that_google_refuses_are_a_storage_error_at_once(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    refreshed = []
+
+    class Revoked(Credentials):  # type: ignore[misc]  # google.auth has no types here
+        """A user's credentials after `gcloud auth revoke`."""
+
+        def refresh(self, request: object) -> None:
+            """Fails as `google.oauth2.credentials` does."""
+            refreshed.append(request)
+            raise RefreshError("invalid_grant: Token has been expired or revoked.")
+
+    client = Client(project="project", credentials=Revoked(), client_options={"api_endpoint": gcs.url})
+    monkeypatch.setitem(bucket._clients, (os.getpid(), gcs.url), client)
+    with pytest.raises(types.StorageError, match=r"^gs://bucket/x: reading it failed because .*invalid_grant.*login"):
+        storage.read("gs://bucket/x")
+    assert len(refreshed) < 4, "trying again changes nothing"
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

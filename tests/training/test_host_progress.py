@@ -1,4 +1,4 @@
-"""Claims about the line of progress: what any program may write, and what the trainer's thread tells."""
+"""Claims about the line of progress, what any program may write as one, and the seconds of a process by phase."""
 
 import json
 import math
@@ -82,3 +82,16 @@ def test_a_step_costs_the_loop_less_than_a_tenth_of_a_millisecond() -> None:
                 pass
         progress.finish_step(step)
     assert (time.process_time() - begun) / steps < 1e-4
+
+
+def test_nested_phases_count_each_second_once() -> None:
+    clock = ManualClock()
+    timer = PhaseTimer(clock)
+    with timer.phase("step"):
+        clock.seconds += 2
+        with timer.phase("checkpoint"):
+            clock.seconds += 3
+        clock.seconds += 1
+    clock.seconds += 4
+    timer.move("step", "compile", 2.5)
+    assert timer.report() == {"step": 0.5, "checkpoint": 3.0, "compile": 2.5, "other": 4.0, "total": 10.0}

@@ -1,11 +1,15 @@
-"""Claims about reading: damaged data gives the right rows or the right message, never a wrong row and never a hang."""
+"""Reading gives the right rows or the right message, never a wrong row; batches are those of tests/golden/data.json."""
 
+import json
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
+import click
+import google_crc32c
 import numpy as np
 import pytest
 
@@ -16,10 +20,19 @@ from training import storage
 from training.data.formats import example_codec, tfrecord
 from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
-from training.data.loading.batches import mlm_evaluation
+from training.data.loading import preview
+from training.data.loading.batches import (
+    LabelledBatch,
+    LabelledBatches,
+    MlmBatch,
+    MlmBatches,
+    labelled_evaluation,
+    mlm_evaluation,
+)
 from training.data.loading.reader import DaemonPool
 from training.data.loading.record_source import FixedShards, HostSlice, read_replacing
 from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.labelled_rows import ClassLabels, write_labelled_rows
 from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.errors import BadInput
@@ -214,3 +227,107 @@ def test_closing_a_reader_cancels_the_requests_that_have_not_begun() -> None:
     assert first.result(10) == (None, True)
     with pytest.raises(CancelledError):
         second.result(10)
+
+
+PIECES = ["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]", "▁the", "▁cat", "s", "▁sat", "▁dog"]
+
+
+def tokenizer(pieces: list[str], kind: str) -> bytes:
+    added = [{"id": number, "content": pieces[number], "special": True} for number in range(5)]
+    scores, numbers = [[piece, 0.0] for piece in pieces], {piece: number for number, piece in enumerate(pieces)}
+    model = {"type": kind, "continuing_subword_prefix": "##", "vocab": scores if kind == "Unigram" else numbers}
+    return json.dumps({"added_tokens": added, "model": model}).encode()
+
+
+def test_hidden_replaced_and_kept_words_are_told_apart() -> None:
+    ids, positions, labels = (np.array([row], np.int32) for row in ([0, 5, 4, 7, 9, 5, 1], [2, 4, 5, 0], [6, 8, 5, 0]))
+    batch = MlmBatch(ids, positions, labels, np.array([[1, 1, 1, 0]], np.float32), np.array([42]), np.array([False]))
+    heading, text = map(click.unstyle, preview.render(batch, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram"))))
+    assert heading == "record 42: 7 tokens, 3 to predict (1 hidden, 1 replaced, 1 left)"
+    assert text == "[CLS] the [cat]s [sat~dog] [the=] [SEP]"
+
+
+def test_wordpieces_are_joined() -> None:
+    piece = preview.pieces(tokenizer([*PIECES[:5], "play", "##ing"], "WordPiece"))
+    assert "".join(space + word for space, word in map(piece, (0, 5, 6, 5, 1))) == " [CLS] playing play [SEP]"
+
+
+def test_a_labelled_row_is_shown_without_padding() -> None:
+    ids = np.array([[0, 5, 6, 1, 3, 3]], np.int32)
+    labels, weights, records = np.array([1], np.int32), np.ones(1, np.float32), np.array([7])
+    batch = LabelledBatch(ids, (ids != 3).astype(np.int32), labels, weights, records, np.array([False]))
+    shown = preview.render_labelled(batch, 5, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), ["dog", "cat"])
+    assert list(map(click.unstyle, shown)) == ["record 7: cat, 4 tokens", "[CLS] the cat [SEP]"]
+
+
+def test_a_label_that_is_a_number_is_shown_as_one() -> None:
+    ids = np.array([[0, 5, 6, 1]], np.int32)
+    labels, records, replaced = np.array([-2.5], np.float32), np.array([0]), np.array([False])
+    batch = LabelledBatch(ids, np.ones((1, 4), np.int32), labels, np.ones(1, np.float32), records, replaced)
+    heading, _ = preview.render_labelled(batch, 1, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), [])
+    assert click.unstyle(heading) == "record 0: -2.5, 4 tokens"
+
+
+GOLDEN: dict[str, dict[str, str]] = json.loads((Path(__file__).parents[1] / "golden" / "data.json").read_text())
+GOLDEN_TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=300)
+LENGTH, RECORDS, SEED = 16, 600, 7
+STEPS = 4
+MASKING = Masking(20)
+SLICES = {"alone": HostSlice(GOLDEN_TOKENS, 24), "second of two": HostSlice(GOLDEN_TOKENS, 24, 1, 2)}
+
+
+def make_masked(folder: Path, layout: str) -> Dataset:
+    """A dataset for masked language modelling, with some special tokens in its rows."""
+    rows = np.random.default_rng(0).integers(2, GOLDEN_TOKENS.vocabulary, (RECORDS, LENGTH)).astype(np.int32)
+    plan = DatasetPlan("train", LENGTH, "t", GOLDEN_TOKENS.vocabulary, 250, layout)
+    return pack_rows(folder, plan, rows)
+
+
+def make_labelled(folder: Path) -> Dataset:
+    """Texts of 3 to 20 tokens in buckets of 4, 8 and 16."""
+    random = np.random.default_rng(1)
+    texts = [
+        random.integers(5, GOLDEN_TOKENS.vocabulary, random.integers(3, 21)).astype(np.int32) for _ in range(RECORDS)
+    ]
+    names = ("card", "cash", "transfer")
+    rows = [(str(number), names[len(text) % 3]) for number, text in enumerate(texts)]
+    plan = DatasetPlan("train", LENGTH, "t", GOLDEN_TOKENS.vocabulary, 100)
+
+    def encode(numbers: list[str]) -> list[Any]:
+        return [texts[int(number)] for number in numbers]
+
+    kind = ClassLabels(names)
+    return write_labelled_rows(str(folder), plan, (4, 8, 16), kind, lambda: rows, encode, GOLDEN_TOKENS.pad).dataset
+
+
+def checksum(arrays: Iterable[Mapping[str, Any]]) -> str:
+    """CRC-32C over the names, types, shapes and bytes of all arrays of all batches, without `replaced`."""
+    crc = 0
+    for batch in arrays:
+        for name in sorted(set(batch) - {"replaced"}):
+            values = np.ascontiguousarray(batch[name])
+            crc = google_crc32c.extend(crc, f"{name} {values.dtype} {values.shape}".encode() + values.tobytes())
+    return f"{crc:08x}"
+
+
+def checksum_files(folder: Path) -> dict[str, str]:
+    """Returns {"files": CRC-32C over the names and bytes of all files}."""
+    crc = 0
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        crc = google_crc32c.extend(crc, path.name.encode() + path.read_bytes())
+    return {"files": f"{crc:08x}"}
+
+
+@pytest.mark.parametrize("content", ["masked, compact", "masked, recipe", "labelled"])
+def test_datasets_and_batches_are_the_golden_ones(content: str, tmp_path: Path) -> None:
+    labelled = content == "labelled"
+    dataset = make_labelled(tmp_path) if labelled else make_masked(tmp_path, content.removeprefix("masked, "))
+    checksums = checksum_files(tmp_path)
+    for name, how in SLICES.items():
+        batches = LabelledBatches(dataset, how, SEED) if labelled else MlmBatches(dataset, how, MASKING, SEED)
+        evaluation = labelled_evaluation(dataset, how) if labelled else mlm_evaluation(dataset, how, MASKING)
+        checksums[f"batches, {name}"] = checksum(vars(batches.batch(step)) for step in range(STEPS))
+        checksums[f"far batches, {name}"] = checksum(vars(batches.batch(10**6 + step)) for step in range(STEPS))
+        checksums[f"evaluation, {name}"] = checksum(map(vars, evaluation))
+        batches.close()
+    assert checksums == GOLDEN[content]

@@ -1,0 +1,244 @@
+"""Tokenizer and model folders, fresh weights, a model's own arithmetic, and the figures of its task."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from training import storage
+from training.batch import Signals, StepResult
+from training.checkpoint.snapshot import Snapshot
+from training.config import Model
+from training.data import tokenizer as tokenizers
+from training.data.formats.dataset import _read_tokenizer_hash
+from training.errors import BadInput
+from training.models.export import write_model_folder
+from training.models.flops import WorkCounter, flops_per_row, mfu, peak_flops
+from training.models.hugging_face import (
+    ModelRequirements,
+    build_model_config,
+    local_copy,
+    read_labels,
+    usable_positions,
+)
+from training.models.initial import initial_weight, initial_weights
+from training.registry import TASKS, task_of_model
+from training.tasks.labels import Regression, accuracy, check_labels, pearson, weighted_f1
+
+EMBEDDING = "bert.embeddings.word_embeddings.weight"
+
+
+def test_the_numbers_are_these_wherever_they_are_made() -> None:
+    """Pinned: images have numpy versions of their own, and a checkpoint's `seed` means these weights."""
+    values = initial_weight("bert.pooler.dense.weight", (300, 200), seed=1)
+    assert google_crc32c.value(values.tobytes()) == 0x65E30AAF
+    assert values.dtype == np.float32
+
+
+def test_weights_are_normal_with_the_given_deviation() -> None:
+    values = initial_weight("classifier.weight", (400, 300), seed=0, deviation=0.05)
+    assert abs(values.mean()) < 0.001
+    assert abs(values.std() - 0.05) < 0.001
+
+
+def test_biases_are_zero_norms_are_one_and_padding_is_zero() -> None:
+    assert not initial_weight("cls.predictions.bias", (9,), seed=1).any()
+    assert (initial_weight("bert.embeddings.LayerNorm.weight", (9,), seed=1) == 1).all()
+    padded = initial_weight(EMBEDDING, (9, 4), seed=1, pad=3)
+    assert not padded[3].any()
+    assert np.array_equal(np.delete(padded, 3, 0), np.delete(initial_weight(EMBEDDING, (9, 4), seed=1), 3, 0))
+    positions = "roberta.embeddings.position_embeddings.weight"
+    assert not initial_weight(positions, (9, 4), seed=1, model_type="roberta", pad=1)[1].any()
+    assert initial_weight(positions.replace("roberta", "bert"), (9, 4), seed=1, pad=1)[1].any()
+
+
+def test_weights_that_are_made_together_are_those_of_one_after_another() -> None:
+    parameters = [(f"layer.{number}.weight", (number + 1, 7)) for number in range(40)] + [("norm.bias", (3,))]
+    together = list(initial_weights(parameters, seed=3, deviation=0.05))
+    assert len(together) == len(parameters)
+    for (name, shape), values in zip(parameters, together, strict=True):
+        assert np.array_equal(values, initial_weight(name, shape, seed=3, deviation=0.05))
+
+
+BERT_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072, "vocab_size": 30522}
+
+
+def test_bert_base_costs_six_flops_a_weight_and_token_and_its_attention() -> None:
+    """85 million weights in the layers; the head is a dense layer and the vocabulary, at 20 places of 128."""
+    layers = 12 * (4 * 768**2 + 2 * 768 * 3072)
+    expected = 128 * 6 * layers + 12 * 12 * 128 * 128 * 768 + 20 * 6 * (768**2 + 768 * 30522)
+    assert flops_per_row(BERT_BASE, 128, 20) == pytest.approx(expected)
+    assert flops_per_row({**BERT_BASE, "id2label": {"0": "a", "1": "b"}}, 128, None) < flops_per_row(BERT_BASE, 128, 20)
+
+
+def test_work_counts_the_rows_of_all_hosts() -> None:
+    work = WorkCounter(BERT_BASE, hosts=4)
+    work.add({"input_ids": np.zeros((8, 128)), "positions": np.zeros((8, 20))})
+    assert (work.tokens, work.flops) == (4 * 8 * 128, 32 * flops_per_row(BERT_BASE, 128, 20))
+
+
+def test_mfu_is_told_on_known_tpus_only() -> None:
+    assert peak_flops("v4-32", "TPU") == 16 * 275e12
+    assert [peak_flops("v4-32", "CPU"), peak_flops(None, "TPU"), peak_flops("v99-8", "TPU")] == [None, None, None]
+    assert mfu(275e12, 2.0, 275e12) == 0.5
+    assert mfu(1.0, 1.0, None) is None
+    assert flops_per_row({"dim": 768}, 128, 20) == 0.0  # a family that names its sizes otherwise
+    assert mfu(0.0, 1.0, 275e12) is None
+
+
+GOOD: dict[str, Any] = {
+    "added_tokens": [{"id": 0, "content": "<pad>", "special": True}, {"id": 1, "content": "[MASK]", "special": True}],
+    "model": {"type": "WordLevel", "vocab": {"<pad>": 0, "[MASK]": 1, "word": 2}, "unk_token": "<pad>"},
+}
+
+
+def folder_with(folder: Path, content: bytes) -> str:
+    (folder / "tokenizer.json").write_bytes(content)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"{", b"[]", b"5", b'"x"', b"null", b"\xff\xfe{", b"[" * 200_000, b'{"a":' * 100_000, b'{"model": {}}',
+        b'{"model": {"vocab": 5}}', b'{"model": {"vocab": []}}', b'{"model": {"vocab": {"a": "b"}}}', b"9" * 5000,
+        json.dumps({**GOOD, "added_tokens": 5}).encode(), json.dumps({**GOOD, "added_tokens": [5]}).encode(),
+        json.dumps({**GOOD, "added_tokens": [{"id": [], "content": [], "special": True}]}).encode(),
+        json.dumps({**GOOD, "model": {"vocab": {"word": -1}}}).encode(),
+        json.dumps({**GOOD, "model": {"vocab": {"word": 1e300}}}).encode(),
+        json.dumps({**GOOD, "model": {"vocab": {"word": 2**40}}}).encode(),
+        json.dumps({**GOOD, "model": {"vocab": {"word": True}}}).encode(),
+        json.dumps(GOOD).encode("utf-16"),
+    ],
+)  # fmt: skip
+def test_what_is_no_tokenizer_is_refused_with_its_url(tmp_path: Path, content: bytes) -> None:
+    url = folder_with(tmp_path, content)
+    with pytest.raises(BadInput, match=f"^{url}/tokenizer.json is not a tokenizer of the `tokenizers` library: "):
+        tokenizers.read(url)
+
+
+@pytest.mark.parametrize("content", [b"[" * 200_000, b"[]", b"{", b"\xff", b"null"])
+def test_the_launcher_refuses_the_same_before_a_slice_exists(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(BadInput, match="is not a tokenizer of the `tokenizers` library"):
+        _read_tokenizer_hash(folder_with(tmp_path, content))
+
+
+def test_only_tokenizer_and_model_of_a_trainers_checkpoint_folder_are_copied(tmp_path: Path, gcs: object) -> None:
+    """transformers' Trainer leaves its own state beside the model, and older checkpoints below it."""
+    model, tokenizer = ("config.json", "model.safetensors"), ("tokenizer.json", "vocab.txt")
+    for name in (*model, *tokenizer, "optimizer.pt", "rng_state.pth", "checkpoint-1/model.safetensors"):
+        storage.write(f"gs://bucket/trainer/{name}", name.encode())
+    fetched = tokenizers.fetch("gs://bucket/trainer", tmp_path / "fetched")
+    write_model_folder(str(tmp_path / "export"), {}, lambda _: Snapshot(()), {}, "gs://bucket/trainer")
+    with local_copy("gs://bucket/trainer") as copy:
+        found = {file.name: file.read_text() for file in Path(copy).iterdir()}
+    assert found == {name: name for name in (*model, *tokenizer)}
+    assert {file.name for file in fetched.iterdir()} == set(tokenizer)
+    assert {file.name for file in (tmp_path / "export").iterdir()} == {*model, *tokenizer}
+
+
+Pairs = Sequence[tuple[int, int]]  # true, predicted
+CLASSES = 4
+
+
+def confusion(pairs: Pairs) -> np.ndarray:
+    counts = np.zeros((CLASSES, CLASSES))
+    for true, predicted in pairs:
+        counts[true, predicted] += 1
+    return counts
+
+
+def naive_weighted_f1(pairs: Pairs) -> float:
+    """By its definition: precision and recall of each class, one example at a time."""
+    total = 0.0
+    for label in range(CLASSES):
+        true, predicted = sum(t == label for t, _ in pairs), sum(p == label for _, p in pairs)
+        hits = sum(t == p == label for t, p in pairs)
+        if hits:
+            precision, recall = hits / predicted, hits / true
+            total += true * 2 * precision * recall / (precision + recall)
+    return total / len(pairs)
+
+
+def test_a_perfect_classifier_has_1_and_no_examples_have_no_figure() -> None:
+    assert (weighted_f1(np.diag([3.0, 0.0, 5.0])), accuracy(np.diag([3.0, 0.0, 5.0]))) == (1, 1)
+    assert np.isnan([weighted_f1(np.zeros((2, 2))), accuracy(np.zeros((2, 2)))]).all()
+
+
+classes = st.integers(0, CLASSES - 1)
+
+
+@given(st.lists(st.tuples(classes, classes), min_size=1, max_size=40))
+def test_figures_of_the_matrix_are_those_of_the_examples(pairs: Pairs) -> None:
+    assert weighted_f1(confusion(pairs)) == pytest.approx(naive_weighted_f1(pairs))
+    assert accuracy(confusion(pairs)) == pytest.approx(sum(t == p for t, p in pairs) / len(pairs))
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_a_label_outside_the_range_is_named_with_its_record(label: int) -> None:
+    why = f"gs://b/train: record 12 has label {label}, and the dataset has 3 labels, 0 to 2"
+    with pytest.raises(BadInput, match=why):
+        check_labels("gs://b/train", np.array([0, label, 2], np.int32), np.array([11, 12, 13]), 3)
+
+
+@pytest.mark.parametrize(("family", "tokens"), [("bert", 514), ("roberta", 512), ("xlm-roberta", 512)])
+def test_a_text_is_cut_where_the_familys_positions_end(family: str, tokens: int) -> None:
+    assert usable_positions(family, 514, 1) == tokens
+
+
+def test_a_classifiers_config_names_its_labels_in_order() -> None:
+    names = tuple(f"intent {number}" for number in range(12))
+    head = TASKS["classification"].head
+    config = build_model_config(Model(name="bert-tiny"), ModelRequirements(100, 0, 8, head, names), dropout=None)
+    assert config["hidden_dropout_prob"] == config["attention_probs_dropout_prob"] == 0.1, "unless train.dropout is set"
+    assert config["architectures"] == ["BertForSequenceClassification"]
+    assert read_labels(config) == [*names]
+
+
+values = st.lists(st.tuples(st.floats(-10, 10), st.floats(-10, 10)), min_size=2, max_size=40)
+
+
+def totals(predictions: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    products = (predictions * predictions, labels * labels, predictions * labels)
+    return np.array([predictions.sum(), labels.sum(), *(product.sum() for product in products)])
+
+
+@given(values)
+def test_pearson_is_numpys(pairs: list[tuple[float, float]]) -> None:
+    predictions, labels = np.array(pairs).T
+    assume(predictions.std() > 0.01 and labels.std() > 0.01)
+    expected = np.corrcoef(predictions, labels)[0, 1]
+    assert pearson(len(pairs), totals(predictions, labels)) == pytest.approx(expected, abs=1e-6)
+
+
+def test_constant_predictions_are_not_correlated_with_anything() -> None:
+    assert pearson(3, totals(np.ones(3), np.arange(3.0))) == 0
+    assert pearson(0, np.zeros(5)) == 0
+
+
+def test_figures_are_means_over_the_rows_that_count() -> None:
+    predictions, labels = np.array([1.0, 2.0, 4.0]), np.array([1.5, 2.0, 2.0])
+    errors = predictions - labels
+    sums = {"loss": float((errors**2).sum()), "weight": 3.0, "correct": 0.0}
+    counts = np.array([np.abs(errors).sum(), *totals(predictions, labels)])
+    figures = Regression.figures(object.__new__(Regression), StepResult(sums, Signals(), counts))
+    mse, mae, pearson_r = (errors**2).mean(), np.abs(errors).mean(), np.corrcoef(predictions, labels)[0, 1]
+    assert figures == pytest.approx({"loss": mse, "mse": mse, "mae": mae, "pearson": pearson_r})
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_models_configuration_says_which_task_it_is_for(task: str) -> None:
+    head = TASKS[task].head
+    config = {"architectures": [f"Bert{head.network}"], "problem_type": head.problem_type}
+    assert task_of_model(config) == task
+
+
+def test_a_classifier_of_others_without_a_problem_type_is_a_classifier() -> None:
+    assert task_of_model({"architectures": ["BertForSequenceClassification"]}) == "classification"
+    assert task_of_model({"architectures": ["BertModel"]}) == "mlm"

@@ -1,0 +1,335 @@
+"""Runs of the loop: evaluations, steps that are not finite, damaged records, waiting for data, and the end."""
+
+import json
+import math
+import re
+import weakref
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
+
+import google_crc32c
+import numpy as np
+import pytest
+
+from tests.container.small_runs import StopAfter
+from tests.training.damage import flip
+from tests.training.manual_clock import ManualClock
+from tests.training.numpy_backend import NumpyBackend, Runs
+from tests.training.test_agreement import Pair
+from training import run_end
+from training.batch import Arrays, HostBatch, Signals, StepResult
+from training.checkpoint import writer
+from training.checkpoint.format import committed_steps
+from training.checkpoint.reader import verify
+from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.tensors import NOT_SPLIT, HeldSlice, Slice, StateSlices, TensorSpec, key_in_part
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import SingleHost
+from training.distributed.shutdown import ShutdownRequest
+from training.errors import BadInput, NonFinite, StopRequested, TrainError
+from training.evaluate import evaluate_all
+from training.progress import MOST_STEPS_BACK, NonFiniteHistory
+from training.run_end import compare_weights, weights_crc32c
+from training.tasks.task import Task
+from training.tasks.tokens import MaskedLanguageModeling
+from training.telemetry.host_progress import PhaseTimer
+from training.telemetry.metrics import read_history
+from training.telemetry.report import NonFiniteStep, write_report
+from training.trainer import StepRate
+
+BATCHES = 7
+
+
+class CountingBackend:
+    """Computes nothing; knows how many batches were started and not read yet."""
+
+    def __init__(self, in_flight: int, stop_at: int | None = None) -> None:
+        self.in_flight, self.stop_at = in_flight, stop_at
+        self.started = self.read = self.most = 0
+
+    def evaluation_batches(self, _task: Any) -> Iterator[HostBatch]:
+        for number in range(BATCHES):
+            yield HostBatch({"number": np.array([number])}, np.array([number]))
+
+    def evaluate(self, batch: Arrays, _signals: Signals) -> Any:
+        number = int(batch["number"][0])
+        self.started += 1
+        self.most = max(self.most, self.started - self.read)
+
+        def result() -> StepResult:
+            assert number == self.read, "in the order in which they were started"
+            self.read += 1
+            sums = {"loss": float(number), "weight": 1.0, "correct": 0.0}
+            return StepResult(sums, Signals(stop=number == self.stop_at))
+
+        return SimpleNamespace(result=result)
+
+
+def evaluate(backend: CountingBackend) -> StepResult:
+    return evaluate_all(cast(Any, None), cast(Any, backend), SingleHost(), ShutdownRequest(), "evaluating")
+
+
+@pytest.mark.parametrize("in_flight", [0, 1, 2, 20])
+def test_as_many_batches_are_in_flight_as_the_backend_allows(in_flight: int) -> None:
+    backend = CountingBackend(in_flight)
+    result = evaluate(backend)
+    assert backend.most == min(in_flight + 1, BATCHES)
+    assert backend.read == backend.started == BATCHES
+    assert result.sums == {"loss": sum(range(BATCHES)), "weight": BATCHES, "correct": 0.0}
+
+
+def test_a_stop_is_seen_by_the_result_that_carries_it_and_what_is_in_flight_is_read() -> None:
+    backend = CountingBackend(in_flight=2, stop_at=1)
+    assert evaluate(backend).signals.stop
+    assert backend.started == 4  # batch 1's result is read when the third one after it would wait
+    assert backend.read == backend.started
+
+
+@pytest.mark.parametrize("changes", [{}, {"checkpoint__best": {"metric": "loss", "mode": "min"}}])
+def test_an_evaluation_broken_off_does_not_count_and_is_repeated(tmp_path: Path, changes: dict[str, Any]) -> None:
+    runs, changes = Runs(tmp_path), {"train__steps": 30, "evaluation__every": 10, **changes}
+
+    def evaluated() -> list[int]:
+        return [line["step"] for line in read_history(str(runs.path("r"))) if "eval_loss" in line]
+
+    with pytest.raises(StopRequested, match="stopped after step 10"):
+        runs.train("r", 0, shutdown=StopAfter(12), **changes)  # at the start, in 10 steps, and in the first batch of 3
+    assert evaluated() == []
+    runs.train("r", 1, **changes)
+    assert evaluated() == [10, 20, 30]
+
+
+def test_figures_of_nothing_finite_are_nan() -> None:
+    """A loss that overflows exp is no nan, and a nan is no large loss."""
+    for loss, perplexity in ((1.0, math.e), (800.0, math.inf), (math.inf, math.inf), (math.nan, math.nan)):
+        total = StepResult({"loss": loss, "weight": 1.0, "correct": 0.0}, Signals())
+        figures = MaskedLanguageModeling.figures(cast(Any, None), total)
+        assert figures["perplexity"] == pytest.approx(perplexity, nan_ok=True)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
+
+
+def steps(runs: Runs, run_id: str) -> list[int]:
+    """The committed steps, newest first, each of which is whole and finite."""
+    folder = str(runs.path(run_id) / "checkpoints")
+    committed = committed_steps(folder)
+    for step in committed:
+        verify(folder, step)
+    return committed
+
+
+@pytest.mark.parametrize("bad_step", [19, 39])
+def test_an_update_that_is_not_finite_is_not_committed(runs: Runs, bad_step: int) -> None:
+    """Its own loss is finite: only the gradient norm tells. Step 19 is the one before a save, 39 the run's last."""
+    with pytest.raises(NonFinite, match=rf"the gradient norm of step {bad_step} is nan.*No later step is saved"):
+        runs.train("r", 0, lambda number: "update" if number == bad_step else None)
+    assert steps(runs, "r")[0] == bad_step - 9
+    assert (runs.train("r", 1)["steps"], steps(runs, "r")[0]) == (40, 40)
+
+
+def test_the_same_step_twice_is_an_end_that_no_attempt_changes(runs: Runs) -> None:
+    why = r"loss of step 35 is nan; the last finite one was \d.*Records .*: \d"
+    for error in (NonFinite, BadInput, BadInput):
+        with pytest.raises(error, match=why) as raised:
+            runs.train("r", 0, lambda number: "loss" if number == 35 else None)
+    assert "trying again changes nothing" in str(raised.value)
+    assert steps(runs, "r")[0] == 30
+    assert "loss of step 35 is nan" in (runs.path("r") / "report.html").read_text()
+    # Another configuration may do better.
+    assert runs.train("r", 1, train__learning_rate=0.001)["steps"] == 40
+
+
+def test_a_checkpoint_before_a_step_not_finite_is_passed_over(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(StopRequested):
+        runs.train("r", 0, shutdown=StopAfter(21))
+    assert steps(runs, "r")[0] > 20
+    newest = steps(runs, "r")[0]
+    with pytest.raises(NonFinite, match=f"the next attempt goes back one checkpoint, before step {newest}"):
+        runs.train("r", 1, lambda number: "loss" if number == newest else None)
+    summary = runs.train("r", 2)
+    assert "going on from " + str(runs.path("r") / "checkpoints" / "step-00000020") in capsys.readouterr().out
+    assert (summary["steps"], steps(runs, "r")[0]) == (40, 40)
+
+
+def test_a_run_goes_back_a_few_checkpoints_and_not_for_ever() -> None:
+    def record(step: int) -> NonFiniteStep:
+        return NonFiniteStep(step, step, f"part-of-{step}", "p")
+
+    records = tuple(record(step) for step in range(90, 90 - 10 * MOST_STEPS_BACK, -10))
+    assert NonFiniteHistory(records).suspects == {"part-of-90", "part-of-80"}
+    error = NonFinite(70, "the loss of step 70 is nan")
+    assert isinstance(NonFiniteHistory(records[:1]).judge(error, 70), NonFinite)
+    assert isinstance(NonFiniteHistory(records).judge(error, 70), BadInput)
+
+
+def test_skipped_steps_leave_the_state_and_count_over_attempts(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    def fault(number: int) -> str | None:
+        return {5: "loss", 25: "update"}.get(number)
+
+    changes = {"train__on_nonfinite": "skip"}
+    with pytest.raises(StopRequested):
+        runs.train("r", 0, fault, shutdown=StopAfter(12), **changes)
+    summary = runs.train("r", 1, fault, **changes)
+    assert (summary["skipped_steps"], summary["steps"]) == (2, 40)
+    lines = {line["step"]: line for line in read_history(str(runs.path("r"))) if "gradient_norm" in line}
+    assert [lines[6][name] for name in ("loss", "gradient_norm")] == [None, None]
+    assert lines[6]["not_finite"] == ["loss", "gradient_norm"]
+    assert lines[26]["loss"] is not None
+    assert [lines[step]["skipped_steps"] for step in (5, 6, 25, 26, 40)] == [0, 1, 1, 2, 2]
+    assert lines[40]["gradient_norm"] == 0.5
+    assert "the loss of step 5 is nan: its update was skipped (1 so far)" in capsys.readouterr().err
+    page = Path(write_report(str(runs.path("r")))).read_text()
+    assert "Gradient norm" in page
+    assert "2 step(s) were skipped" in page
+
+
+def test_an_evaluation_not_finite_is_named_and_all_stays_json(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    best = {"metric": "loss", "mode": "min"}  # so that saves come after evaluations, and know their figures
+    changes = {"evaluation_loss": float("nan"), "evaluation__every": 10, "checkpoint__best": best}
+    with pytest.raises(StopRequested):
+        runs.train("r", 0, shutdown=StopAfter(20), **changes)
+    summary = runs.train("r", 1, **changes)
+    assert summary["eval_loss"] is None
+    assert summary["not_finite"] == ["eval_loss", "eval_perplexity"]
+    refuse = Mock(side_effect=AssertionError("a literal that is not JSON"))
+    documents = [path for path in runs.path("r").rglob("*.json*") if path.is_file()]
+    assert len(documents) > 5
+    for path in documents:
+        for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+            json.loads(text, parse_constant=refuse)
+    assert "the evaluation after step 10 is not finite: loss, perplexity" in capsys.readouterr().err
+    assert "not finite" in Path(write_report(str(runs.path("r")))).read_text()
+
+
+def damage(folder: Path) -> None:
+    """Damages one record, in the middle of a shard."""
+    path = min(folder.glob("*.tfrecord"))
+    flip(path, path.stat().st_size // 2)
+
+
+def test_a_damaged_record_counts_once_and_evaluations_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = Runs(tmp_path)
+    damage(runs.folder / "train")
+    damage(runs.folder / "evaluation")
+    changes = {"train__steps": 3 * 64 // 8, "train__global_batch_size": 8, "checkpoint__every_steps": None}
+    summary = runs.train("r", 0, **changes, data__on_corrupt="skip")
+    assert summary["skipped_records"] == 3, "once in each of three epochs"
+    told = capsys.readouterr()
+    assert "1 damaged records of this host's part of" in told.err
+    assert "so the figures are not exact" in told.err
+
+
+SLOW_FROM = 20  # the batch whose loading takes three times as long as a step, as do all after it
+
+
+def test_each_line_tells_the_data_wait_since_the_line_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = ManualClock()
+
+    def take_a_second(_number: int) -> None:
+        clock.seconds += 1.0
+
+    def batches(self: NumpyBackend, task: Task, start: int) -> Generator[HostBatch, None, None]:
+        for number, batch in enumerate(task.batches(start), start):
+            clock.seconds += 3.0 if number >= SLOW_FROM else 0.0
+            yield batch
+
+    monkeypatch.setattr(NumpyBackend, "batches", batches)
+    runs = Runs(tmp_path)
+    runs.train("slow", 0, take_a_second, timer=PhaseTimer(clock))
+    lines = re.findall(r"step +(\d+)/.* (\d+)% data wait", capsys.readouterr().out)
+    shown = {int(step): int(percent) / 100 for step, percent in lines}
+    kept = {line["step"]: line["data_wait"] for line in read_history(str(runs.path("slow"))) if "data_wait" in line}
+    assert shown == kept
+    assert {kept[step] for step in range(1, SLOW_FROM - 3)} == {0.0}
+    assert {kept[step] for step in range(SLOW_FROM + 4, 38)} == {0.75}
+
+
+def test_it_is_a_share_where_a_framework_counts_more_compiling_than_the_clock_has() -> None:
+    rate = StepRate()
+    assert rate.update(seconds=1.0, waited=1.5, steps=1) == (1.0, 1.0)
+    assert rate.update(seconds=0.5, waited=2.0, steps=2) == (-0.5, 0.0)
+
+
+MIB = 1 << 20
+
+
+class CountingState:
+    """A backend's state that lists the calls which copied it."""
+
+    def __init__(self, sizes: Mapping[str, int], split: StateSlices = NOT_SPLIT) -> None:
+        self.split = split
+        values = np.random.default_rng(0).bytes(max(sizes.values()))
+        self.tensors = {name: np.frombuffer(values[:size], np.uint8) for name, size in sizes.items()}
+        self.calls: list[list[str]] = []
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec("U8", value.shape, value.size) for name, value in self.tensors.items()}
+
+    def state_slices(self) -> StateSlices:
+        return self.split
+
+    def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
+        self.calls.append(list(buffers))
+        held = dict(self.tensors)
+        for name, slices in self.split.items():
+            for box in (each.box for each in slices):
+                tensor = self.tensors[name]
+                held[key_in_part(name, box, tensor.shape)] = tensor[box.offsets[0] : box.ends[0]]
+        return Snapshot((np.frombuffer(buffer, np.uint8), held[key]) for key, buffer in buffers.items())
+
+
+def test_weights_are_copied_in_few_calls_for_their_checksum() -> None:
+    small = {f"model/{number:02}": 7 + number for number in range(90)}
+    state: Any = CountingState({"model/b": 70 * MIB, "model/a": 40 * MIB, **small, "adam_m/a": 40 * MIB})
+    weights = b"".join(state.tensors[name].tobytes() for name in (*sorted(small), "model/a", "model/b"))
+    assert weights_crc32c(state, 0) == {"": f"{google_crc32c.value(weights):08x}"}, "in the order of their names"
+    assert state.calls == [[*sorted(small), "model/a"], ["model/b"]], "64 MiB, or one tensor"
+
+
+def test_hosts_that_end_with_different_weights_fail() -> None:
+    state: Any = CountingState({"model/w": 8})
+    same = weights_crc32c(state, 0)[""]
+    run: Any = SimpleNamespace(rendezvous=Pair([{"": same}, 3]), cluster=Cluster(0, ("a", "b")))
+    assert compare_weights(run, state, 2, 1.0) == (same, 5)
+    run.rendezvous = Pair([{"": "00000000"}, 3])
+    with pytest.raises(TrainError, match=f"different weights .crc32c by host: {same}, 00000000"):
+        compare_weights(run, state, 2, 1.0)
+
+
+def test_hosts_that_hold_other_slices_compare_what_both_hold() -> None:
+    halves = [HeldSlice(Slice((4 * host,), (4,)), (host,)) for host in (0, 1)]
+    state: Any = CountingState({"model/both": 8, "model/w": 8}, {"model/w": halves})
+    first, second = (weights_crc32c(state, worker) for worker in (0, 1))
+    assert (sorted(first), sorted(second)) == (["model/both", "model/w[0:4]"], ["model/both", "model/w[4:8]"])
+    run: Any = SimpleNamespace(rendezvous=Pair([second, 3]), cluster=Cluster(0, ("a", "b")))
+    checksum, _ = compare_weights(run, state, 2, 1.0)
+    run.rendezvous = Pair([{**second, "model/w[4:8]": "00000000"}, 3])
+    assert compare_weights(run, state, 2, 1.0)[0] != checksum, "the checksum depends on every slice"
+    run.rendezvous = Pair([{**second, "model/both": "00000000"}, 3])
+    with pytest.raises(TrainError, match="different weights"):
+        compare_weights(run, state, 2, 1.0)
+
+
+def test_a_run_frees_its_snapshots_before_it_copies_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers: list[weakref.ref[Any]] = []
+
+    class Buffer(writer._PartBuffer):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            buffers.append(weakref.ref(self))
+
+    def compare(*arguments: Any) -> tuple[str, int]:
+        assert [buffer() for buffer in buffers] == [None]
+        return compare_weights(*arguments)
+
+    monkeypatch.setattr(writer, "_PartBuffer", Buffer)
+    monkeypatch.setattr(run_end, "compare_weights", compare)
+    assert Runs(tmp_path).train("r", 0)["committed_step"] == 40
