@@ -113,6 +113,7 @@ class StepChecker:
 
 
 def _short(text: str) -> str:
+    """Returns a text cut to 120 characters."""
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 

@@ -195,7 +195,7 @@ class Network:
             ) from None
 
     def connect(self, address: str, port: int, timeout: float) -> socket.socket:
-        """Returns a connection to a host, made within `timeout` seconds, without Nagle's delay. Raises OSError."""
+        """Connects to a host without Nagle's delay; `timeout`, in seconds, limits later calls too. Raises OSError."""
         connection = socket.create_connection((address, port), timeout=timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection

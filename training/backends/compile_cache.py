@@ -107,12 +107,12 @@ class ProgramStore:
     """A folder of compiled programs, created when the first is written."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None], largest_bytes: int) -> None:
-        """`warn` is called once with a line if the folder can't be written; `largest_bytes` bounds all entries."""
+        """`warn` gets a line for an unproven program, one if none can be written; `largest_bytes`: of all entries."""
         self._folder, self._warn, self._largest_bytes = folder, warn, largest_bytes
 
     def read(self, key: str) -> bytes | None:
-        """Returns the program with this key, marked as unproven until `prove`, and notes its use; None if there is none
-        or an unproven one, which it warns of. Removes a damaged entry."""
+        """Returns the program with this key, notes its use, and marks it as unproven until `prove`. Returns None if
+        there is none or it can't be marked, or, with a warning, if it is unproven. Removes a damaged entry."""
         path, mark = self._folder / key, self._mark(key)
         if mark.exists():
             self._warn(
@@ -162,9 +162,11 @@ class ProgramStore:
             self._mark(key).unlink()
 
     def _mark(self, key: str) -> Path:
+        """Returns the file that marks this entry as unproven."""
         return self._folder / f"{key}.unproven"
 
     def remove(self, key: str) -> None:
+        """Removes an entry and its mark; ignores failures."""
         self.prove(key)
         with contextlib.suppress(OSError):
             (self._folder / key).unlink()
@@ -195,18 +197,18 @@ class PluginTable:
         self._address = address
 
     def function(self, place: int) -> Callable[[int], int | None]:
-        """Returns the plugin's function at this place of the table; it takes the address of its arguments."""
+        """Returns the plugin's function number `place` of the table, from 0; it takes the address of its arguments."""
         pointer = c_void_p.from_address(self._address + _FUNCTIONS_AT + 8 * place).value
         assert pointer, f"PJRT: no function at {place}"
         return PluginFunction(pointer)
 
     def replace(self, place: int, function: Any) -> None:
-        """Puts another function into the table, for every caller of the plugin in this process."""
+        """Puts another function into the table as number `place`, for every caller of the plugin in this process."""
         pointer = ctypes.cast(function, c_void_p)
         c_void_p.from_address(self._address + _FUNCTIONS_AT + 8 * place).value = pointer.value
 
     def call(self, place: int, arguments: Structure) -> None:
-        """Calls the function at a place, which fills `arguments`. Raises PluginError if it fails."""
+        """Calls function number `place`, which fills `arguments`. Raises PluginError if it fails."""
         arguments.struct_size = ctypes.sizeof(arguments)
         error = self.function(place)(ctypes.addressof(arguments))
         if error:
@@ -226,6 +228,7 @@ class ProgramCache:
     """The function that compiles, with the store before it."""
 
     def __init__(self, table: PluginTable, store: ProgramStore, identity: str) -> None:
+        """Changes nothing in `table`, the plugin's. `identity`: versions, a part of every key."""
         self._table, self._store, self._identity = table, store, identity
         self._compile = table.function(COMPILE)
         self._interrupt: BaseException | None = None  # that came in `compile`, a callback that can't raise it
@@ -318,19 +321,17 @@ class ProgramCache:
 def open_cache(
     environment: Mapping[str, str], library: str | None, identity: str, warn: Callable[[str], None]
 ) -> ProgramCache | None:
-    """Puts the cache that the environment asks for in front of the compiler. Call it before the devices are opened.
+    """Puts a cache in front of the compiler and returns it; None if the environment asks for none or, with a warning,
+    if there can be none. Call it before the devices are opened.
 
     Only on TPUs: the CPU clients of PyTorch/XLA and TensorFlow are no plugins, and can't load a program that they
     compiled.
 
     Args:
-        environment: of the process.
-        library: the plugin that the framework will load.
+        environment: of the process; TPU_LAUNCH_COMPILE_CACHE is the cache's folder, unset without a cache.
+        library: the file of the plugin that the framework will load; None if unknown.
         identity: versions that decide how a program is compiled, beside the plugin's own.
-        warn: called with a line if there can be no cache, or an entry can't be written.
-
-    Returns:
-        The cache; None without one.
+        warn: called with a line if there can be no cache, or an entry can't be written or is unproven.
     """
     folder = environment.get(FOLDER_VARIABLE)
     if not folder or environment.get("PJRT_DEVICE") != "TPU":
@@ -351,7 +352,7 @@ def open_cache(
 def install(library: Path, store: ProgramStore, identity: str) -> ProgramCache | None:
     """Puts the store in front of the compiling function of the plugin whose file, `library`, the framework will load.
     Returns the cache; None, and changes nothing, if the version of the plugin's table is unknown. `identity`: versions
-    that decide how a program is compiled and run."""
+    that decide how a program is compiled and run. Raises OSError, AttributeError if the file is no plugin."""
     plugin = ctypes.CDLL(str(library))
     plugin.GetPjrtApi.restype = c_void_p
     address = plugin.GetPjrtApi()

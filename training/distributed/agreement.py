@@ -29,8 +29,9 @@ _CLAIM = re.compile(r"attempt-(\d+)\.([0-9a-f]+)\.json")
 
 
 def agree(rendezvous: Rendezvous, facts: Mapping[str, str], start_seconds: float, machine: Machine = SYSTEM) -> str:
-    """Waits for all hosts, `start_seconds` at most, and compares their `facts` (name -> value). Returns a token that
-    only this group of processes has. Raises BadInput, naming the hosts, if a fact differs, and LostPeer."""
+    """Waits for all hosts, `start_seconds` at most, and compares their `facts` (name -> value). Returns a token, the
+    same on all hosts, that only this group of processes has. Raises BadInput, naming the hosts, if a fact differs, and
+    LostPeer or StopRequested as `Rendezvous.meet`."""
     own = {"facts": dict(facts), "token": machine.random.randbytes(4).hex()}
     reports = rendezvous.meet("start", own, start_seconds)
     if differences := disagreements([report["facts"] for report in reports]):
@@ -106,8 +107,8 @@ def claim(
 
 
 def fence(folder: str, cluster: Cluster, own: Claim, storage: Storage = default_storage) -> Callable[[], None]:
-    """Returns a check for host 0 to call before each commit. The check reads the claims that are new in the folder, and
-    raises BadInput if one is of a newer start than `own` or can't be read."""
+    """Returns a check for host 0 to call before each commit: it reads the claims that are new in the folder, and raises
+    BadInput if one is of a newer start than `own` or can't be understood, StorageError if storage fails."""
     older = set(own.after | {own.name})
 
     def check() -> None:
@@ -133,6 +134,7 @@ def _rank(seen: int, name: str) -> tuple[int, int, str]:
 
 
 def _claims(folder: str, storage: Storage) -> frozenset[str]:
+    """Returns the names of all claims in the run's folder. Raises StorageError."""
     names = (name_of(info.url) for info in storage.listing(join(folder, "attempts")))
     return frozenset(name for name in names if _CLAIM.fullmatch(name))
 

@@ -261,7 +261,7 @@ def _read_secret(environment: Mapping[str, str]) -> bytes:
 
 
 def _parse_variable(environment: Mapping[str, str], name: str, default: str, largest: int = 999_999_999) -> int:
-    """Returns the whole number in a variable, or else `default`. Raises BadInput as `_parse_number`."""
+    """Returns the whole number in a variable, or else `default`. Raises BadInput unless it is from 0 to `largest`."""
     return _parse_number(name, environment.get(name) or default, largest)
 
 

@@ -149,7 +149,7 @@ class ServerHandshake(Generic[T]):
 
     def received(self, connection: T, data: bytes) -> VerifiedHello | None:
         """Returns the hello once its line is complete, None before. Raises Malformed if its proof is wrong, or if the
-        bytes are no hello: the caller must close the connection."""
+        bytes are no hello: the caller must close the connection. The hello's attempt and worker are unchecked."""
         peer = self._pending[connection]
         for line in peer.lines.feed(data):
             if not peer.lines.is_empty:
@@ -253,8 +253,8 @@ def connect_to_first(
     lost_seconds: float | None = None,
 ) -> tuple[Connection, LineBuffer | Refusal]:
     """Connects to host 0 once, and performs the handshake, within `seconds` each. Returns the connection, which breaks
-    after `lost_seconds` of silence, with the result of `perform_handshake`. Raises OSError if host 0 does not answer,
-    Malformed if another program does."""
+    after `lost_seconds` of silence (None: when TCP gives up), with the result of `perform_handshake`; the caller closes
+    it, after a refusal too. Raises OSError if host 0 does not answer, Malformed if another program does."""
     connection = machine.network.connect(cluster.addresses[0], port, seconds)
     try:
         if lost_seconds is not None:
@@ -351,8 +351,9 @@ def accept_peers(listener: socket.socket, own: HostCredentials, seconds: float) 
 
 
 def _receive_hello(connection: socket.socket, handshake: ServerHandshake[socket.socket]) -> VerifiedHello | None:
-    """Reads from a connection without waiting. Returns and welcomes a valid hello of another host of this attempt, None
-    before all of it came. Raises OSError if the other side closes, Malformed for other bytes or another attempt."""
+    """Reads from a connection without waiting. Returns and welcomes a valid hello of another host of this attempt;
+    returns None before all of it came. Raises OSError if the connection is broken, Malformed if the other side has
+    closed it, or sent other bytes or another attempt or worker number. Closes nothing."""
     try:
         data = connection.recv(HANDSHAKE_BYTES)
     except BlockingIOError:

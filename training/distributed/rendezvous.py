@@ -223,6 +223,7 @@ class RendezvousClient(Rendezvous):
 
     @property
     def _phase(self) -> str:
+        """Returns the main phase and, if there is one, the background phase."""
         phase = f"{self._main_phase}, {self._background_phase}" if self._background_phase else self._main_phase
         return messages.clip(phase)
 
@@ -247,6 +248,8 @@ class RendezvousClient(Rendezvous):
         self._socket.close()
 
     def _raise_if_lost(self) -> None:  # with `_changed` held
+        """Raises LostPeer if the attempt is over, StopRequested if it ended by a stop or a stop was requested before
+        any training."""
         if self._lost and self._shutdown.may_exit_now:
             raise StopRequested(f"asked to stop before training began ({self._lost}); nothing is lost")
         if self._lost:
@@ -350,8 +353,8 @@ class _StopPatience:
 def _connect(
     cluster: Cluster, own: HostCredentials, shutdown: ShutdownRequest, limits: RendezvousSection, machine: Machine
 ) -> tuple[Connection, LineBuffer]:
-    """Retries until host 0 accepts this host, at most `limits.start_seconds`. Returns the connection, and the bytes
-    received after the handshake. Raises LostPeer in the end, TrainError for a final refusal, StopRequested."""
+    """Retries until host 0 accepts this host. Returns the connection, and the bytes received after the handshake.
+    Raises LostPeer after `limits.start_seconds`, TrainError for a final refusal, StopRequested at a stop."""
     start_seconds, lost_seconds = limits.start_seconds, limits.lost_seconds
     host = f"host 0 ({cluster.addresses[0]}:{cluster.rendezvous_port})"
     clock = machine.clock.monotonic

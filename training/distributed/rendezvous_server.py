@@ -100,6 +100,7 @@ class RendezvousServer:
             self._perform(self._protocol.opened(connection.number, self._clock()))
 
     def _close_oldest(self) -> bool:
+        """Closes the connection whose handshake is pending longest; returns False if there is none."""
         oldest = self._protocol.handshake.oldest()
         if oldest is not None:
             self._perform(self._protocol.drop(oldest))

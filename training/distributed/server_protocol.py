@@ -213,6 +213,7 @@ class ServerProtocol:
 
     @property
     def workers(self) -> list[int]:
+        """Returns the workers of the hosts that are connected."""
         return list(self._connections)
 
     def opened(self, connection: int, now: float) -> Actions:

@@ -87,8 +87,9 @@ class TcpAllReduce:
 
 
 def raise_lost_peer(rendezvous: Rendezvous, activity: str, error: Exception) -> NoReturn:
-    """Raises LostPeer for a collective that failed with `error`. Waits until the rendezvous knows which host is lost.
-    If none is, a host hangs: all other hosts come here after the same time-out, and a barrier names the missing one."""
+    """Raises LostPeer, or StopRequested after a stop, for a collective that failed with `error`. Waits at most
+    NAMING_SECONDS for the rendezvous to know which host is lost. If none is, a host hangs: all other hosts come here
+    after the same time-out, and a barrier of HANGING_SECONDS names the missing one."""
     deadline = time.monotonic() + NAMING_SECONDS
     while time.monotonic() < deadline:
         rendezvous.check()

@@ -160,9 +160,9 @@ def hash_hlo(hlo: str) -> str:
 def compile_program(
     program: Program, target: Accelerator, flags: Mapping[str, str] = MappingProxyType({})
 ) -> CompiledProgram:
-    """Compiles a program for all devices of a slice. `flags` are libtpu's, by name without dashes; LIBTPU_INIT_ARGS
-    apply too, to the whole process. Raises CompilerUnavailable if there is no compiler here, or it does not know the
-    slice, and CompilationRefused if the compiler rejects the program."""
+    """Compiles a program for all devices of a slice. `flags` are libtpu's, by name without dashes; a program with its
+    own `compile` does not get them. LIBTPU_INIT_ARGS apply too, to the whole process. Raises CompilerUnavailable if no
+    compiler here knows the slice, and CompilationRefused if the compiler rejects the program."""
     require_versions()
     if program.compile:
         return program.compile(target)
@@ -216,7 +216,7 @@ def _compile_options(devices: int, *, replicated: bool) -> Any:
 
 
 def set_environment() -> None:
-    """Sets libtpu's variables in os.environ for compiling without a TPU."""
+    """Sets libtpu's variables in os.environ for compiling without a TPU; keeps log levels, extends LIBTPU_INIT_ARGS."""
     os.environ.update(_ENVIRONMENT_WITHOUT_TPU)
     for variable, level in _QUIET.items():
         os.environ.setdefault(variable, level)

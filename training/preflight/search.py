@@ -112,7 +112,8 @@ class _Trial:
         return compile_all(programs, self.target, self.show, self.flags).graphs[0]
 
     def advise_remat(self, longest: GraphResult) -> GraphResult:
-        """Adds to the reason of a training batch that does not fit what train.remat: layers would change, if it can."""
+        """Returns `longest`, which does not fit; its reason also says what it needs with train.remat: layers. Returns
+        it unchanged if the run has that setting or the model can't."""
         if self.config.train.remat == "layers":
             return longest
         self.show(f"it does not fit: tracing it with train.remat: layers for {self.target.name}")
@@ -123,8 +124,9 @@ class _Trial:
         return report.add_remat_advice(longest, with_remat)
 
     def advise_mesh(self, longest: GraphResult) -> GraphResult:
-        """Returns the result of a training batch that does not fit, whose reason also says with which mesh it would:
-        compiles it with the state split over more devices, twice as many each time, until it fits."""
+        """Returns `longest`, which does not fit; its reason also says which larger mesh it fits with, or that none
+        helps: compiles it with the state split over twice as many devices each time. Returns it unchanged if the slice
+        has no larger mesh."""
         fsdp, with_mesh = self.config.train.mesh.fsdp, None
         if 2 * fsdp > self.target.devices:
             return longest
@@ -163,7 +165,7 @@ class _Trial:
 
 def estimate_edge(known: Mapping[int, GraphResult], capacity: int) -> float | None:
     """Returns the rows per device at which memory should run out, by a line through the two results nearest to
-    `capacity` bytes, or None. `known`: results by rows per device; 0 rows, which need no temporaries, count as one."""
+    `capacity` bytes; None if there are fewer. `known`: results by rows per device; 0 rows, without temporaries, too."""
     needed = {rows: result.needed for rows, result in known.items() if result.needed}
     memory = next((result.memory for result in known.values() if result.memory), None)
     if memory:

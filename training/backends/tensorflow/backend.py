@@ -57,7 +57,7 @@ class TensorFlow(Backend):
         replicas: Replicas | None = None,
     ) -> None:
         """Opens the devices, unless preflight gives its own `replicas`, connects the hosts and builds the model. Raises
-        UnusableTpu, OutOfMemory, BadInput, LostPeer."""
+        UnusableTpu, OutOfMemory, BadInput, LostPeer, and TrainError if host 0 can't listen."""
         # Without this a TPU rounds the factors of fp32 products to bf16.
         tf.config.experimental.enable_tensor_float_32_execution(False)
         self._config = config
@@ -138,6 +138,7 @@ class TensorFlow(Backend):
         return _pending(np.concatenate([total[len(gradients) - len(SUMS) :], update]), trains=True)
 
     def _run_steps(self, batches: Any, seeds: npt.NDArray[np.int32], scalars: npt.NDArray[np.float32], due: int) -> Any:
+        """Runs the first `due` steps of these seeds and scalars; returns their results, (due, 5)."""
         return self._call("train several", batches, tf.constant(seeds), tf.constant(scalars), tf.constant(due))
 
     @translate_failures()
@@ -199,6 +200,7 @@ class TensorFlow(Backend):
 
     @translate_failures()
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
+        """Sets variables. Raises Damaged, and changes nothing, if one is unknown or of another shape."""
         variables, specs = self.state_variables(), self.tensor_specs()
         for name, (spec, _) in tensors.items():
             if specs.get(name) != spec:
@@ -252,8 +254,8 @@ def _signals_array(signals: Signals) -> npt.NDArray[np.float32]:
 def _pending(
     sums: Any, signals: Signals | None = None, dataset: Dataset | None = None, *, trains: bool
 ) -> PendingReport:
-    """Returns the report in `sums`, a program's result. It lacks the signals if these are given, as this host is the
-    only one. `dataset`: the one whose rows the program took itself."""
+    """Returns the report in `sums`, a program's result. `signals`: of the only host, to be put between the sums and the
+    rest; None if `sums` has them. `dataset`: the one whose rows the program took itself."""
 
     @translate_failures()
     def read() -> list[float]:

@@ -63,7 +63,7 @@ class StepCalls:
             self.length = self._steps
 
     def note_end(self, began: float, due: int) -> None:
-        """Notes that a call of `due` steps, begun at `began`, has ended: sets the length of calls if none is given."""
+        """Notes the end of a call of `due` steps, begun at `began`; sets the next call's length, unless it is fixed."""
         now = self._now()
         seconds, self._ended = (now - max(began, self._ended)) / due, now
         if self._steps is None:

@@ -116,7 +116,7 @@ def _build_network(values: dict[str, Any], head: Head, dropout: float | None) ->
 
 
 def _list_parameters(network: Any) -> list[Parameter]:
-    """Returns the trainable variables under their PyTorch names, sorted by name."""
+    """Returns the trainable variables under their PyTorch names, sorted, and whether each is transposed there."""
     from transformers.modeling_tf_pytorch_utils import TransposeType, convert_tf_weight_name_to_pt_weight_name
 
     parameters = []

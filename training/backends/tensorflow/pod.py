@@ -46,8 +46,9 @@ def open_host(
     config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest
 ) -> Iterator[tuple[Cluster, Rendezvous] | None]:
     """Runs this host's worker during the block. On host 0, sets TPU_NAME and yields a cluster and a rendezvous of one
-    host for the program; on other hosts, waits until host 0 has ended, then yields None. Raises StopRequested if host 0
-    has committed and stopped, LostPeer, TrainError."""
+    host for the program, then tells the other hosts its end; on other hosts, waits for the end of host 0, then yields
+    None. Raises BadInput if TensorFlow can't drive the slice or the hosts differ, StopRequested on other hosts if host
+    0 has saved and stopped, LostPeer, and TrainError if the worker fails."""
     environment = worker_environment(cluster)  # raises if TensorFlow can't drive this slice
     agree(rendezvous, {"configuration": config.hash, "code": code_hash()}, config.rendezvous.start_seconds)
     port = int(os.environ.get("TPU_TASK_PORT") or WORKER_PORT)
@@ -86,7 +87,8 @@ def worker_environment(cluster: Cluster) -> dict[str, str]:
 
 @contextlib.contextmanager
 def worker(environment: dict[str, str], port: int, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs this host's worker during the block, then kills it. Raises TrainError if it does not listen in `seconds`."""
+    """Starts this host's worker, with `environment` beside this process's variables, waits until it listens on `port`,
+    and kills it after the block. Raises TrainError if its TPU is unusable, it ends, or `seconds` pass."""
     command = [sys.executable, "-m", "training.backends.tensorflow.pod", str(port)]
     process = subprocess.Popen(
         command,
@@ -104,7 +106,8 @@ def worker(environment: dict[str, str], port: int, seconds: float) -> Iterator[s
 
 
 def _await_serving(process: subprocess.Popen[bytes], port: int, seconds: float) -> None:
-    """Waits until the worker serves. Raises TrainError if its TPU is unusable, it ends, or `seconds` pass."""
+    """Waits until the worker prints on its stdout, a pipe, that it serves. Raises TrainError if it prints that its TPU
+    is unusable, it ends, or `seconds` pass. `port` is only for messages."""
     assert process.stdout is not None
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -131,8 +134,8 @@ def _worker_error(serving: subprocess.Popen[bytes]) -> TrainError | None:
 
 
 def _serve(rendezvous: Rendezvous, shutdown: ShutdownRequest, serving: subprocess.Popen[bytes]) -> None:
-    """Waits until host 0 ends. Raises StopRequested if it was stopped, TrainError if this host's worker ends, LostPeer
-    if host 0 is lost."""
+    """Waits until host 0 ends, and reports stop requests of this host to it. Returns if host 0 has finished; raises
+    StopRequested if host 0 was stopped, TrainError if this host's worker ends, LostPeer if host 0 is lost."""
     shutdown.nothing_to_save = False  # host 0 decides, and saves
     outcome: list[Any] = []  # host 0's exit code, or the error of the rendezvous
 

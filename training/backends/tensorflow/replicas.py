@@ -97,7 +97,7 @@ class Replicas:
     """The devices that this process drives."""
 
     def __init__(self) -> None:
-        """Opens a TPUStrategy if PJRT_DEVICE is TPU, else CPU_NUM_DEVICES (or 1) of the CPU. Raises UnusableTpu."""
+        """Opens a TPUStrategy if PJRT_DEVICE is TPU, else CPU_NUM_DEVICES (or 1) CPU devices. Raises UnusableTpu."""
         self.is_tpu = os.environ.get("PJRT_DEVICE") == "TPU"
         self.strategy = _tpu_strategy() if self.is_tpu else _cpu_strategy(int(os.environ.get("CPU_NUM_DEVICES") or 1))
         self.count: int = self.strategy.num_replicas_in_sync
@@ -173,7 +173,7 @@ class TensorFlowDevices:
 
     def __init__(self, cluster: Cluster, rendezvous: Rendezvous) -> None:
         """Opens the devices; on a TPU slice of several hosts, also tries them all here and keeps the results for the
-        methods, so that all hosts must call it. Raises TrainError."""
+        methods, so that all hosts must call it. Raises BadInput, TrainError."""
         self._results: dict[str, Any] = {}
         self._exchange: TcpAllReduce | None = None
         if cluster.hosts > 1 and os.environ.get("PJRT_DEVICE") == "TPU":
@@ -190,7 +190,7 @@ class TensorFlowDevices:
         return None  # TensorFlow does not report it
 
     def wrong_products(self) -> int:
-        """Returns the number of wrong elements in matrix products, added up over all replicas."""
+        """Returns the number of wrong elements in matrix products of all devices of a TPU slice, or of a CPU host."""
         return self._results["wrong"] if self._results else _count_wrong_products(self._replicas)
 
     def sum_ones(self) -> float:
@@ -203,7 +203,7 @@ class TensorFlowDevices:
 
 def _try_by_workers(cluster: Cluster, rendezvous: Rendezvous) -> dict[str, Any]:
     """Tries all devices from host 0 while the workers of all hosts serve. Returns on all hosts the number of devices of
-    each ("hosts"), the wrong elements and the sum. Raises TrainError."""
+    each ("hosts"), of wrong elements ("wrong") and the sum of ones ("sum"). Raises BadInput, TrainError."""
     port = int(os.environ.get("TPU_TASK_PORT") or pod.WORKER_PORT)
     environment = {**pod.worker_environment(cluster), "TPU_LOAD_LIBRARY": "1"}
     results: dict[str, Any] = {}
@@ -219,6 +219,7 @@ def _try_by_workers(cluster: Cluster, rendezvous: Rendezvous) -> dict[str, Any]:
 
 
 def _count_wrong_products(replicas: Replicas) -> int:
+    """Multiplies bf16 matrices on every replica; returns the number of wrong elements of all."""
     # Factors of -1, 0 and 1: the products are integers up to 256, which bfloat16 represents exactly.
     random = np.random.default_rng(0)
     rows = random.integers(-1, 2, (_SIDE, _SIDE)).astype(np.float32)

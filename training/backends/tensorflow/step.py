@@ -129,7 +129,8 @@ class TensorFlowStep:
         return gradients, total
 
     def update(self, gradients: list[Any], sums: Any, scalars: Any) -> Any:
-        """Clips the gradients of the summed loss and updates the state. Returns training.batch.UPDATE: (2,)."""
+        """Clips the gradients of the summed loss and updates the state; with train.on_nonfinite: skip, only if loss and
+        norm are finite. Call it in a replica's context. Returns training.batch.UPDATE: (2,)."""
         scalars = tf.unstack(scalars)
         loss, weight = sums[SUMS.index("loss")], sums[SUMS.index("weight")]
         scale = 1 / tf.maximum(weight, 1e-6)  # from the gradient of the sum to that of the mean
@@ -155,10 +156,12 @@ class TensorFlowStep:
             strategy.extended.update(variable, select, args=(old, is_finite))
 
     def _state_variables(self) -> list[Any]:
+        """Returns the variables of the parameters, then those of the optimizer."""
         moments = [variable for group in self._optimizer.state().values() for variable in group]
         return [*(parameter.variable for parameter in self._network.parameters), *moments]
 
 
 def _piece_rows(array: Any, number: int, pieces: int) -> Any:
+    """Returns the rows of piece `number`, from 0, of `pieces` equal ones."""
     rows = array.shape[0] // pieces
     return array[number * rows : (number + 1) * rows]

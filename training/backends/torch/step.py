@@ -152,8 +152,9 @@ class TrainingStep:
         return gradients, report
 
     def update(self, gradients: list[Tensor], report: Tensor, scalars: Tensor, squares: Tensor | None = None) -> Tensor:
-        """Clips gradients of the summed loss, and lets the optimizer change the state. Returns the figures that
-        training.batch.UPDATE names, (2,). `squares`: the sum of the squares of all gradients, if these are slices."""
+        """Clips gradients of the summed loss, and lets the optimizer change the state; with train.on_nonfinite: skip,
+        only if loss and norm are finite. Returns the figures that training.batch.UPDATE names, (2,). `squares`: the sum
+        of the squares of all gradients, if these are slices."""
         loss, weight = report[SUMS.index("loss")], report[SUMS.index("weight")]
         with torch.no_grad():
             scale = 1 / weight.clamp(min=1e-6)  # from the sum's gradient to the mean's
@@ -218,4 +219,5 @@ class TrainingStep:
 
 
 def _rows_of_all(batch: Arrays) -> dict[str, HostArray]:
+    """Returns each array with the layout of `rows_of`."""
     return {name: rows_of(array) for name, array in batch.items()}

@@ -47,7 +47,7 @@ class TorchTpu(Backend):
     def __init__(
         self, config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, requirements: ModelRequirements
     ) -> None:
-        """Opens the device, connects the processes and builds the model. Raises UnusableTpu and BadInput."""
+        """Opens the device, connects the processes (all call it) and builds the model. Raises UnusableTpu, BadInput."""
         began = time.monotonic()
         self._chip = Chip(cluster, rendezvous, config.rendezvous.seconds, config.train.mesh.fsdp)
         self.devices = self._chip.devices
@@ -98,7 +98,7 @@ class TorchTpu(Backend):
         return self._host.tensor_specs()
 
     def state_bytes(self) -> dict[str, int]:
-        """Returns the bytes of this process's part of each tensor, which are the first arguments of every program."""
+        """Uploads the state. Returns the bytes of this process's part of each tensor, the programs' first arguments."""
         self._state.upload(self._chip.device)
         return {name: value.numel() * 4 for name, value in self._state.tensors.items()}
 
@@ -107,7 +107,7 @@ class TorchTpu(Backend):
         return {name: held for name, held in slices.items() if held}
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
-        """Copies tensors, or this process's slices, to host memory. The returned snapshot is complete."""
+        """Uploads the state, and copies tensors, or this process's slices, into `buffers`. The snapshot is complete."""
         self._state.upload(self._chip.device)
         held = {}  # key in a checkpoint's part -> tensor
         for name, value in self._state.tensors.items():

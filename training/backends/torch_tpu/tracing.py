@@ -187,6 +187,7 @@ def _fill(words: Any, first: int, *values: int) -> None:
 
 
 def _fill_constants(values: tuple[int, ...], words: Any) -> None:
+    """Sets the words from number 3 on to `values`."""
     _fill(words, 3, *values)
 
 
@@ -195,6 +196,7 @@ def _address_of(function: Any) -> int:
 
 
 def _list(values: Any) -> tuple[int, int]:
+    """Returns (address, length) of a ctypes array."""
     return ctypes.addressof(values), len(values)
 
 
@@ -217,6 +219,7 @@ class TorchTpuTracer:
         return self._sizes
 
     def trace(self, kind: str, batch: Arrays) -> Program:
+        """Returns the program, traced in the process that `open`, which must come first, has started."""
         assert self._worker is not None
         return self._worker.submit(_trace, kind, batch).result()
 

@@ -148,6 +148,7 @@ class TorchXla(Backend):
         return self._pending(total[-REPORT:], update, trains=True)
 
     def evaluate(self, batch: Arrays, signals: Signals) -> PendingReport:
+        """Starts the evaluation; with other CPU hosts, waits for the sums of all."""
         inputs = self._send(self._step.evaluation_inputs(batch, signals))
         report = self._evaluation.run(_shapes(batch), inputs, None, self._step.trace_evaluation)
         if self._exchange:
@@ -204,8 +205,8 @@ class TorchXla(Backend):
         return {name: slices for name, slices in split.items() if slices}
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
-        """Traces the newest cached steps again, then copies the state as `State.snapshot`. Raises TrainError, and
-        copies nothing, if a trace differs from the step that ran."""
+        """Traces the newest cached steps again, then copies the state, or starts to, as `State.snapshot`. Raises
+        TrainError, and copies nothing, if a trace differs from the step that ran."""
         for cache in (self._training, self._evaluation):
             cache.verify()
         return self.state.snapshot(buffers, self._sharding)
@@ -240,6 +241,7 @@ class TorchXla(Backend):
         return count - count_before, seconds - seconds_before
 
     def counters(self) -> dict[str, int]:
+        """Returns the counts of `Backend`, and "programs_from_cache" if there is a compile cache."""
         own = {name: count - self._transfers_before[name] for name, count in count_transfers().items()}
         cached = {"programs_from_cache": self._cache.loaded} if self._cache else {}
         syncs = own["device_to_host_transfers"] - self.state.planned_transfers

@@ -78,6 +78,7 @@ class DataParallel:
         return self.mesh_shape[FSDP] > 1
 
     def place(self, name: str, shape: tuple[int, ...]) -> Axes:
+        """Returns how a tensor of the state is split over this mesh, as `placement.place` does."""
         return placement.place(name, shape, self.mesh_shape)
 
     def slices(self, name: str, shape: tuple[int, ...]) -> list[HeldSlice]:
@@ -85,6 +86,7 @@ class DataParallel:
         return placement.slices(name, shape, self.mesh_shape, self._hosts)
 
     def send_replicated(self, array: np.ndarray) -> Tensor:
+        """Uploads an array, all of it to every device."""
         return self.send([replicated(array)])[0]
 
     def set_seed(self, seed: int) -> None:
@@ -177,7 +179,7 @@ class DataParallel:
         return internals.split_by_hand(placed)
 
     def leave_rows(self, part: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Returns the tensor of all rows, of this shape, whose parts are each device's own; undoes `enter_rows`."""
+        """Undoes `enter_rows`: returns the tensor of all rows, of this shape, from each device's `part`."""
         if not self.is_spmd:
             return part
         return internals.join_by_hand(part, self._meshes[ROWS].get_op_sharding(_rows_first(len(shape))), shape)
@@ -235,7 +237,8 @@ class TorchDevices:
         return memory_of(self._sharding)[1] or None
 
     def wrong_products(self) -> int:
-        """Returns the number of wrong elements in matrix products, added up over all devices; all hosts call it."""
+        """Returns the number of wrong elements in matrix products: under SPMD on all devices, and all hosts call it,
+        else on this host's device."""
         # Factors of -1, 0 and 1: the products are integers up to 256, which bfloat16 represents exactly.
         random = np.random.default_rng(0)
         rows = random.integers(-1, 2, (self.local * _ROWS, _INNER)).astype(np.float32)

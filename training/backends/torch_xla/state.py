@@ -163,8 +163,9 @@ class State(HostState):
         return tensors[name].detach().numpy()
 
     def snapshot(self, buffers: Mapping[str, memoryview], sharding: DataParallel) -> Snapshot:
-        """Copies tensors, or this host's slices of them, to host memory. On a single CPU device the snapshot shares the
-        device's memory after upload, until `wait_before_mutation`."""
+        """Copies the tensors or slices that `buffers` names into them. On a single CPU device, once the state is there,
+        only starts to: a thread reads the device's memory, until `wait_before_mutation` returns. Moves the state to the
+        devices first if it is split."""
         split = {name: held for name, spec in self._specs.items() if (held := sharding.slices(name, spec.shape))}
         if sharding.splits_state:
             self.upload(sharding)

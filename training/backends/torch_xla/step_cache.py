@@ -68,7 +68,8 @@ class StepCache:
         self._syncs = True
 
     def run(self, shapes: Shapes, inputs: StepInputs[Tensor], seed: int | None, trace: Trace) -> Tensor:
-        """Starts a step and returns its report, which may not have been computed yet.
+        """Starts a step and returns its report, which may not have been computed yet. Raises TrainError if a step,
+        traced again, differs from the one that ran before.
 
         Args:
             shapes: of the batch's arrays. Steps of the same shapes must be the same function of state, inputs and seed.
@@ -250,6 +251,7 @@ def _compile(given: _Arguments, report: Tensor, copy: Copy) -> tuple[_CompiledSt
 
 
 def _is_seed(argument: Tensor, seed: int, copy: Copy) -> bool:
+    """Returns whether an argument is, by type and value, the generator's seed."""
     # torch_xla does not mark the argument that is the generator's seed.
     return argument.dtype == torch.int64 and argument.ndim == 0 and int(copy(argument)) == seed
 
