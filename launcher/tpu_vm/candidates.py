@@ -40,8 +40,9 @@ Say = Callable[[str], None]
 
 
 def create(config: Config, say: Say, machine: Workstation, patient: Workstation) -> SliceState:
-    """Returns the slice when it is READY: the one that exists, or the first candidate that Google grants. Withdraws the
-    others on `patient`, whose clock, unlike that of `machine`, does not raise. Raises as `creation.create`."""
+    """Returns the slice when it is READY: the one that exists, unless it is lost, or the first candidate that Google
+    grants; first waits for other processes that ask. Withdraws the other requests on `patient`, whose clock, unlike
+    that of `machine`, does not raise. Raises as `creation.create`."""
     if not config.slice.candidates:
         return creation.create(config, say, machine)
     with turn(config, say, machine) as record:
@@ -73,8 +74,8 @@ def create(config: Config, say: Say, machine: Workstation, patient: Workstation)
 
 
 def check_owner(config: Config, describe: Callable[[], SliceState | None], owner: Owner) -> None:
-    """Raises NotOurs when the slice that exists is another owner's. When Google does not answer, the error says that a
-    slice of an earlier command may be billed."""
+    """Raises NotOurs when the slice that `describe` returns is another owner's, and what `describe` raises: when Google
+    does not answer, the error says that a slice of an earlier command may be billed."""
     try:
         existing = describe()
     except LaunchError as error:
@@ -84,8 +85,8 @@ def check_owner(config: Config, describe: Callable[[], SliceState | None], owner
 
 
 def withdraw_unused(config: Config, say: Say, machine: Workstation) -> None:
-    """Withdraws the requests that a killed command left open, and keeps the one whose slice is used. Raises Conflict
-    while another process asks for candidates: it may withdraw the one that is READY."""
+    """Withdraws requests that a killed command left open, and waits for their deletion; keeps the one whose slice is
+    granted or READY. Raises Conflict while another process asks for candidates: it may withdraw the READY one."""
     record = RequestRecord(config)
     if not record.open():
         return
@@ -113,7 +114,7 @@ def _follow(config: Config, record: RequestRecord) -> None:
 
 
 def _used(config: Config, record: RequestRecord, existing: SliceState | None) -> Recorded | None:
-    """Returns the open request of the slice that exists; without a slice, the one granted before; else None."""
+    """Returns the open request for the candidate last seen if a slice exists, else a granted one; None without one."""
     current, open_ = slice_hints.current(config), record.open()
     if existing is not None:
         return next((request for request in open_ if request.candidate == current), None)
@@ -152,8 +153,8 @@ def turn(config: Config, say: Say, machine: Workstation) -> Iterator[RequestReco
 def while_open(
     record: RequestRecord, request: Recorded, machine: Workstation, is_over: Callable[[], bool] = lambda: False
 ) -> Workstation:
-    """Returns the machine whose waits and commands raise _Over when `is_over`, and Conflict once another command has
-    ended the request: its slice is not created again."""
+    """Returns a copy of `machine` whose waits and commands raise _Over once `is_over()`, and Conflict once another
+    command has ended the request: its slice is not created again."""
 
     def check() -> None:
         if is_over():
@@ -261,10 +262,10 @@ class Race:
         return state
 
     def _collect(self) -> SliceState | None:
-        """Looks at the requests that have ended, and ends or retries those that failed (`_refuse`). Returns the granted
-        slice that is first in the file's order, after recording it and withdrawing all others; None if none is granted,
-        and for up to two minutes while candidates before it may be: then withdraws only those behind it. Raises
-        Conflict after a `down`, and any error of a request that is no LaunchError."""
+        """Looks, without waiting, at the requests whose threads have ended; ends or retries failed ones (`_refuse`).
+        Returns the granted slice that is first in the file's order, after recording it and withdrawing all others; None
+        if none is granted, and for up to two minutes while candidates before it may be: then withdraws only those
+        behind it. Raises Conflict after a `down`, and any error of a request that is no LaunchError."""
         best: _Entry | None = None
         for candidate, entry in [(each, self.entries[each]) for each in self.left if each in self.entries]:
             self.record.require_open(entry.request)
@@ -292,7 +293,7 @@ class Race:
         return None
 
     def _withdraw_in_thread(self, doomed: Sequence[Recorded]) -> None:
-        """Withdraws requests in a thread: a granted slice must not wait for it."""
+        """Starts a thread that withdraws requests, and keeps it in `leaving`: a granted slice must not wait for it."""
         thread = self.machine.threads.submit(self._delete, doomed, self._end_threads(doomed))
         self.leaving.update({request.number: thread for request in doomed})
 
@@ -305,15 +306,15 @@ class Race:
         return state
 
     def _withdraw_rest(self, *used: int) -> None:
-        """Withdraws all open requests but `used` and granted ones, and waits for the withdrawals."""
+        """Withdraws all open requests but `used` (numbers) and granted ones; waits, also for earlier withdrawals."""
         granted = {*used, *(item.number for item in self.record.read() if item.granted is not None)}
         self.withdraw([item for number, item in self._open().items() if number not in granted | self.leaving.keys()])
         for thread in self.leaving.values():
             thread.result()
 
     def _refuse(self, entry: _Entry, error: LaunchError) -> None:
-        """Ends a request that failed, and withdraws it if Google may have accepted it. A candidate whose error is
-        transient, like a stock-out, is asked for again after a pause; any other is dropped."""
+        """Records the end of a request that failed, or withdraws it in a thread if Google may have accepted it. A
+        candidate whose error is transient, like a stock-out, is asked for again after a pause; any other is dropped."""
         candidate, first_line = entry.request.candidate, str(error).splitlines()[0]
         self.error = error
         self.say(f"request {entry.request.number}: {candidate}: {first_line}")
@@ -360,7 +361,7 @@ class Race:
             self._delete(doomed, self._end_threads(doomed))
 
     def _end_threads(self, doomed: Sequence[Recorded]) -> list[_Entry]:
-        """Makes the threads of requests end, and returns the entries that had them."""
+        """Makes the threads of requests end at their next wait or command; removes their entries and returns them."""
         entries = [entry for request in doomed if (entry := self.entries.pop(request.candidate, None)) is not None]
         for entry in entries:
             entry.over.set()

@@ -27,7 +27,7 @@ METADATA_DELIMITER = "::::"  # between values of gcloud's --metadata; does not o
 
 
 def tpus_command(project: str, zone: str, *words: str, track: Sequence[str] = ()) -> list[str]:
-    """Returns `gcloud [TRACK] compute tpus WORDS` for a zone, which asks the user nothing."""
+    """Returns `gcloud [TRACK] compute tpus WORDS` for a project's zone, with --quiet: it asks the user nothing."""
     return ["gcloud", *track, "compute", "tpus", *words, f"--project={project}", f"--zone={zone}", "--quiet"]
 
 
@@ -45,8 +45,8 @@ def create_command(config: Config, labels: dict[str, str]) -> list[str]:
 
 
 def _node_flags(config: Config, labels: dict[str, str]) -> list[str]:
-    """Returns the flags that describe a node, for its creation and for a queued resource, with `labels` and
-    slice.labels. Always includes the type: gcloud's default is a v2-8."""
+    """Returns the flags, but that of the runtime version, that describe a node, for its creation and for a queued
+    resource, with `labels` and slice.labels, which win. Always includes the type: gcloud's default is a v2-8."""
     wanted = config.slice
     flags = [f"--accelerator-type={wanted.accelerator_type}"]
     flags += [f"--{wanted.capacity}"] if wanted.capacity in ("spot", "reserved") else []
@@ -130,7 +130,7 @@ def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bo
 
 
 def shell_command(config: Config, worker: int | str, flags: Sequence[str] = ()) -> list[str]:
-    """Returns the command that opens the user's ssh session on one host or, with flags of ssh, a tunnel to it."""
+    """Returns the command that opens an ssh session on a host (or "all") or, with ssh's own `flags`, a tunnel to it."""
     network_path = ["--internal-ip"] if config.slice.internal_ips else []
     if config.slice.iap:
         network_path = ["--tunnel-through-iap"]

@@ -78,7 +78,7 @@ def load_addresses(config: Config) -> KnownSlice | None:
 
 
 def save_addresses(config: Config, known: KnownSlice) -> None:
-    """Keeps the addresses for later commands. Ignores a full disk: later commands ask gcloud then."""
+    """Writes the addresses to a local file for later commands. Ignores a full disk: later commands ask gcloud then."""
     with contextlib.suppress(OSError):
         home.write_private(_addresses_file(config), json.dumps({"of": _fingerprint(config), **asdict(known)}))
 
@@ -249,12 +249,12 @@ class SliceConnections:
 
     @property
     def has_known_slice(self) -> bool:
-        """Returns whether an earlier command saw this slice READY, and nothing has contradicted it since."""
+        """Returns whether a command saw this slice READY, and nothing contradicts it; False with `gcloud_only`."""
         with self._lock:
             return self._known is not None
 
     def note_state(self, state: SliceState | None) -> None:
-        """Keeps the API's description of the slice; if it is another slice, drops kept addresses and connections."""
+        """Keeps the API's description (None: no slice); drops kept addresses and connections of any other slice."""
         with self._lock:
             self._state, known, self._located, self._unlisted = state, self._known, True, None
             another = state is not None and self._created not in ("", state.created)
@@ -358,8 +358,9 @@ class SliceConnections:
         )
 
     def replacement_of(self, pool: ConnectionPool) -> ConnectionPool | None:
-        """Returns connections to use instead of a pool with hosts that do not answer, else None: another thread's, or
-        new ones if gcloud (asked once) gives other addresses than kept ones. Then forgets those and closes `pool`."""
+        """Returns connections to use instead of a pool with hosts that do not answer: another thread's, or new ones if
+        gcloud, asked once, gives other addresses than kept ones (then forgets those and closes `pool`). Returns None if
+        gcloud gives the same ones, or fails."""
         with self._replacing:
             with self._lock:
                 if self._pool is not pool:

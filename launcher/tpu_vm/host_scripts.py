@@ -203,7 +203,7 @@ def end_execution_script(container: str, mark: str) -> str:
 
 
 def stacks_script(container: str, native: bool = False) -> str:
-    """Returns the script that prints the container's processes and each Python stack (py-spy is in our images)."""
+    """Returns the script that prints the container's processes and Python stacks (`native`: C's too), by py-spy."""
     return render("stacks", container=container, dump=DUMP_STACKS, native="native" if native else "")
 
 
@@ -214,7 +214,8 @@ def stop_script(container: str, grace: int, *, remove: bool) -> str:
 
 
 def parse_reports(output: str, word: str, workers: Iterable[int]) -> list[HostReport]:
-    """Returns a report of every worker: ok when the host reported `word`, else a failure, also for a silent host."""
+    """Returns a report of each worker, in order: ok if the host reported `word`, else a failure, also for a silent
+    host. A `busy` host's has `occupied_by`, the id of the run there."""
     reports = {}
     for line in output.splitlines():
         if match := re.match(r"tpu-launch (\d+) (\S+) ?(.*)", line.strip()):
@@ -271,8 +272,9 @@ def parse_state(line: str) -> ContainerState | None:
 
 
 def parse_observation(worker: int, output: str) -> tuple[Observation, LogWindow]:
-    """Returns the observation in the output of `observe.sh`, and its log; an observation with a `problem` if the engine
-    does not answer. Output cut at LOG_BYTES sets `more`. `output` has bytes that are not UTF-8 as surrogates."""
+    """Returns the observation in the output of `observe.sh`, and its log; if the engine does not answer, one with a
+    `problem` and no lines. Output cut at LOG_BYTES sets the observation's `more`. Surrogates: bytes that are not
+    UTF-8."""
     first, _, rest = output.partition("\n")
     state = parse_state(first.strip())
     progress, rest = split_progress(rest)  # log lines begin with a time

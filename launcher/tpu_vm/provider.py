@@ -71,8 +71,8 @@ class TpuVm:
         return self._connections.has_known_slice
 
     def create(self, clock: Clock | None = None) -> None:
-        """Drops the kept addresses, creates the slice and waits for its hosts (both with `clock`, whose `sleep` may
-        raise), and keeps their new addresses. Tells the user when an interrupt leaves a slice that is billed."""
+        """Drops the kept addresses, waits for the slice, created if needed, and its hosts (with `clock`, whose `sleep`
+        may raise), and keeps their new addresses. Tells the user when an interrupt leaves a slice that is billed."""
         self.close()  # a new slice has other addresses and keys
         self._connections.forget()
         machine = replace(self._machine, clock=clock or self._machine.clock)
@@ -109,9 +109,10 @@ class TpuVm:
     # -- containers ---------------------------------------------------------------------------------------------------
 
     def start(self, attempt: Attempt, clock: Clock | None = None) -> list[HostReport]:
-        """Starts the containers by one gcloud call (again if kept addresses were those of an earlier slice), and
-        delivers overlay and secrets, for which their commands wait. Returns the reports of the first step that failed
-        on a host, else those of the start. Raises LaunchError if hosts have different images, or none answers."""
+        """Starts the containers by one gcloud call (again if kept addresses were those of an earlier slice); if
+        `attempt.waits`, delivers overlay and secrets, for which their commands wait. Returns the reports of the first
+        step that failed on a host, else those of the start. Raises LaunchError if hosts have different images, or none
+        answers. `clock` is unused."""
         reports = self._start_containers(attempt)
         if any(report.detail.startswith(host_scripts.MOVED) for report in reports):
             self._connections.forget()  # they were kept of an earlier slice of this name
@@ -200,6 +201,8 @@ class TpuVm:
         seconds: float,
         on_line: Callable[[int, str], None],
     ) -> list[CommandReport]:
+        """Runs a command in the container on `workers` at once, never twice, for `seconds` at most; passes (worker,
+        line) to `on_line`. Returns how it ended on each."""
         execution = Execution(self._connections, self._machine, container, command, seconds=seconds, on_line=on_line)
         return execution.run(workers)
 

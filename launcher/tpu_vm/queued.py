@@ -115,7 +115,7 @@ class Acquisition:
             self._poll()
 
     def _is_lost(self, node: SliceState | None) -> bool:
-        """Returns whether an ACTIVE request's node is preempted, or missing for 20 s. Records when that began."""
+        """Returns whether an ACTIVE request's node is preempted, or missing for 20 s (`node_missing_since`)."""
         if node is not None:
             self.node_missing_since = None
             return node.gone_for_good

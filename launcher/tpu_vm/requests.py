@@ -101,28 +101,29 @@ class RequestRecord:
         return [request for request in self.read() if request.ended is None]
 
     def ask(self, candidate: Candidate, node: str, now: float) -> Recorded:
-        """Records and returns a new request before it is made. Raises OSError or LaunchError if that is impossible."""
+        """Records and returns a new request, with the next number, before it is made. Raises OSError, LaunchError."""
         number = max((request.number for request in self.read()), default=0) + 1
         return self._ask(Recorded(number, candidate, node, now))
 
     def _ask(self, request: Recorded) -> Recorded:
-        """Records a request under its number, or the next one that no other request has. Returns it as recorded."""
+        """Writes a request to the record, first to its bucket if it is shared, under its number or the next one that no
+        other request has. Returns it with that number. Raises OSError, LaunchError if the bucket does not take it."""
         content = {"candidate": asdict(request.candidate), "node": request.node, "time": request.asked}
         while not self._create(request.number, "asked", content):
             request = replace(request, number=request.number + 1)
         return request
 
     def grant(self, request: Recorded, now: float) -> None:
-        """Records that a request was granted and its slice is used."""
+        """Records, here and if possible in a shared record's bucket, that a request was granted and is used."""
         self._create(request.number, "granted", {"time": now})
 
     def end(self, requests: Sequence[Recorded], outcome: str, now: float) -> None:
-        """Records the end of requests; keeps an end that is recorded already."""
+        """Records the end of requests, here and if possible in a shared record's bucket; keeps an earlier end."""
         for request in requests:
             self._create(request.number, "ended", {"time": now, "outcome": outcome})
 
     def require_open(self, request: Recorded) -> None:
-        """Raises Conflict if another command, such as `down`, has recorded the request's end. Any thread may ask."""
+        """Raises Conflict if another command, such as `down`, has recorded the request's end here. Thread-safe."""
         if (self._folder / f"{request.number:06d}.ended.json").exists():
             raise Conflict(
                 f"slice {request.node} was deleted by another command while this one waited for it; `tpu-launch up` "
@@ -182,12 +183,12 @@ class RequestRecord:
         moving.unlink(missing_ok=True)
 
     def adopt(self, url: str) -> None:
-        """Records in a bucket's folder from now on, if this machine has no record; copies nothing. Raises OSError."""
+        """Makes this machine, if it has no record, record in a bucket's folder too; copies nothing. Raises OSError."""
         if not self._folder.exists():
             home.write_private(self._folder / _BUCKET, url)
 
     def pull(self) -> None:
-        """Copies what other machines have recorded in the bucket, if the record is shared. Raises StorageError."""
+        """Copies here what other machines recorded in a shared record's bucket. Raises OSError, StorageError."""
         if (self._folder / _BUCKET).exists():
             for found in storage.listing((self._folder / _BUCKET).read_text()):
                 if not (path := self._folder / storage.name_of(found.url)).exists():

@@ -50,7 +50,7 @@ def in_current_place(config: Config) -> Config:
 
 
 def save_place(config: Config, candidate: Candidate) -> None:
-    """Keeps the slice's candidate, if it has several, for later commands. Ignores a full disk: a creation goes on."""
+    """Writes the slice's candidate, if it has several, to its local file. Ignores a full disk: a creation goes on."""
     if len(config.candidates) < 2:
         return
     with contextlib.suppress(OSError):
@@ -58,7 +58,7 @@ def save_place(config: Config, candidate: Candidate) -> None:
 
 
 def save_create_time(config: Config, now: float) -> None:
-    """Keeps the time of a create request (Unix seconds). Ignores a full disk."""
+    """Writes the time of a create request (Unix seconds) to a local file. Ignores a full disk."""
     with contextlib.suppress(OSError):
         home.write_private(_file(config, "asked"), f"{now}\n")
 
@@ -72,8 +72,8 @@ def seconds_since_create(config: Config, now: float) -> float:
 
 @contextlib.contextmanager
 def mark_create_in_flight(config: Config) -> Iterator[tuple[int, ...]]:
-    """Marks that a gcloud creates the slice. Yields file descriptors; a gcloud that inherits them keeps the mark while
-    it lives, even after this process has ended."""
+    """Marks that a gcloud creates the slice. Yields file descriptors, none if the mark can't be made; a gcloud that
+    inherits them keeps the mark while it lives, even after this process has ended."""
     with hold_shared(_file(config, "asking")) as descriptor:
         yield () if descriptor is None else (descriptor,)
 
@@ -84,7 +84,7 @@ def is_create_in_flight(config: Config) -> bool:
 
 
 def forget(config: Config) -> None:
-    """Removes the candidate and the time of the last create request; keeps the lock of an in-flight create."""
+    """Deletes the local files of candidate and last create request; keeps the lock of an in-flight create."""
     for ending in ("json", "asked"):
         with contextlib.suppress(OSError):
             _file(config, ending).unlink(missing_ok=True)

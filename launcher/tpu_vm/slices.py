@@ -142,7 +142,8 @@ def describe_node(config: Config, machine: Workstation) -> SliceState | None:
 
 
 def read_resource(machine: Workstation, command: list[str], seconds: float) -> dict[str, Any] | None:
-    """Returns the JSON that a describing command prints within `seconds`; None when there is no such resource."""
+    """Returns the JSON that a describing command prints; None when there is no such resource. Raises LaunchError, as
+    for no answer within `seconds`."""
     try:
         found: dict[str, Any] = json.loads(call_gcloud(machine, command, timeout=seconds))
     except ResourceNotFound:
@@ -186,8 +187,8 @@ def describe_request(config: Config, machine: Workstation) -> Request | None:
 
 
 def find_request(config: Config, machine: Workstation) -> Request | None:
-    """Returns the queued resource of the slice's name; None without one, or if the account may not see any and
-    slice.queued is not set."""
+    """Returns the queued resource of the slice's name; None without one. If the account may not see any, returns None
+    too, but raises PermissionDenied with slice.queued."""
     try:
         return describe_request(config, machine)
     except PermissionDenied:

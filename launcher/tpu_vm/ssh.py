@@ -198,7 +198,7 @@ class SshConnection:
 
     @contextlib.contextmanager
     def _open_channel(self, timeout: float) -> Iterator[paramiko.Channel]:
-        """Opens a channel for one command, in whose block errors are those of `_failures`."""
+        """Opens a channel for one command; in its block, errors but TimeoutError become ConnectionFailed."""
         transport = self._connection.client.get_transport()
         with _failures(), transport.open_session(timeout=min(timeout, _CHANNEL_SECONDS)) as channel:
             channel.settimeout(timeout)
