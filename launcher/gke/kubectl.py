@@ -46,9 +46,9 @@ class Kubectl:
         on_start: Callable[[Callable[[], None]], object],
         seconds: float,
     ) -> None:
-        """Runs a command that watches or follows until it ends. `on_start` is given a function that ends it; after
-        `seconds` it ends itself, because it would survive this process being killed. Raises the LaunchError that
-        explains its failure."""
+        """Runs a command that watches or follows until it ends. `on_start` is given a function that ends it, which is
+        no error; after `seconds` it ends itself, because it would survive this process being killed. Raises the
+        LaunchError that explains its failure."""
         argv = self.argv(*words, seconds=seconds)
         result = self.machine.stream(argv, on_line, timeout=seconds + 10, on_start=on_start)
         if result.returncode > 0:
@@ -106,7 +106,8 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
 
 
 def explain(stderr: str, argv: list[str]) -> LaunchError:
-    """Returns the error to raise for a failed kubectl command: what happened, and what to do."""
+    """Returns the error to raise for a failed kubectl command: what happened, and what to do. NotTaken: its request did
+    not reach the API server, or was refused for too many others."""
     for pattern, code, meaning in _MEANINGS:
         if match := re.search(pattern, stderr):
             groups = [group.strip() for group in match.groups() if group is not None] or [match.group(0)]

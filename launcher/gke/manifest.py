@@ -51,7 +51,7 @@ def render(config: Config, *, secret: str, name: str | None = None, image: str |
 
 
 def standalone_workload(config: Config, name: str, image: str, secret: str) -> Workload:
-    """Returns the workload of a run whose attempts the cluster counts."""
+    """Returns the workload of run `name`, which the cluster restarts. `secret`: by which its hosts know each other."""
     attempt = Attempt(
         run_id=name,
         number=0,
@@ -148,7 +148,8 @@ def _jobset_metadata(work: Workload) -> dict[str, Any]:
 
 
 def _failure_policy(restarts: int) -> dict[str, Any]:
-    """Returns the JobSet's rules if the cluster decides about restarts."""
+    """Returns the JobSet's rules if the cluster decides about restarts: `restarts` after failures, any number after a
+    save or a lost node, none after bad input."""
     refused = Commented(f"exit code {int(Exit.BAD_INPUT)} ", "Bad configuration or data: a restart changes nothing.")
     ignore = Commented("RestartJobSetAndIgnoreMaxRestarts", "A host saved and left, or lost its node: not a failure.")
     reasons = {"onJobFailureReasons": ["PodFailurePolicy"]}

@@ -132,7 +132,7 @@ def _container_state(state: Mapping[str, Any], image: str) -> ContainerState:
 
 def find_start_error(pod: Pod, image: str) -> LaunchError | None:
     """Returns the error of a pod that can't start without the user's help, because its image can't be pulled or its
-    container can't be created; None for any other pod."""
+    container can't be created; None for any other pod. `image`: for the message."""
     code = Exit.BAD_INPUT
     if pod.waiting in ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
         detail = f": {pod.message}" if pod.message else ""
@@ -194,6 +194,7 @@ class PodWatch:
     """The pods that match a selector, one a host."""
 
     def __init__(self, kubectl: Kubectl, selector: str) -> None:
+        """Asks the cluster nothing yet. `selector`: kubectl's label selector."""
         self._kubectl = kubectl
         self._selector = selector
         self._clock, self._threads = kubectl.machine.clock, kubectl.machine.threads
@@ -324,7 +325,7 @@ class PodWatch:
         log.ended.set()
 
     def _follow(self, words: list[str], on_line: Callable[[str], None], seconds: float) -> None:
-        """Runs a kubectl command for at most `seconds`, and passes its lines to `on_line`. `close` ends it."""
+        """Runs a kubectl command, `seconds` at most; `on_line` gets its lines; `close` ends it. Raises LaunchError."""
         kills: list[Callable[[], None]] = []
 
         def begin(kill: Callable[[], None]) -> None:

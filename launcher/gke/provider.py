@@ -104,8 +104,8 @@ class Gke:
             )
 
     def delete(self) -> None:
-        """Deletes every JobSet and ConfigMap of the slice and waits until the pods are gone. A JobSet's Secret is
-        deleted with it; node pools stay."""
+        """Deletes the slice's JobSets, with their Secrets, and ConfigMaps, and waits until the pods are gone; node
+        pools stay. Raises LaunchError if pods are still there two minutes after their grace period."""
         selector = f"{LABEL_SLICE}={self.config.slice.name}"
         self._delete(f"{_JOBSETS},configmaps", "--selector", selector)
         self._wait_gone(selector)
@@ -256,7 +256,8 @@ class Gke:
         )
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
-        """Returns file name -> output of `kubectl describe` for each of the attempt's pods."""
+        """Returns file name -> `kubectl describe`'s output or error, for each pod of the attempt, not only
+        `workers`."""
         files = {}
         for worker, pod in self._known_pods(container).items():
             try:
@@ -404,7 +405,8 @@ class Gke:
             return dict(self._watches)
 
     def _remove(self, name: str) -> None:
-        """Deletes an attempt's objects, and waits until its pods are gone."""
+        """Deletes the objects of the attempt with the JobSet `name`, and waits until its pods are gone. A later
+        `describe` does not report the JobSet as deleted by another client."""
         self._removed.add(name)
         self._delete(f"{_JOBSETS},{self._mounted_kinds}", name)
         self._wait_gone(f"{_JOBSET_LABEL}={name}")

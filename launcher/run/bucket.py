@@ -165,7 +165,8 @@ class Lease:
         self.supervisions = 0  # how many Supervised events there are while this process holds the lease
 
     def take(self, found: LeaseState | None) -> None:
-        """Takes the lease, read as `found`. Raises LaunchError (Exit.CONFLICT) that names a supervisor that has it."""
+        """Writes the lease if `found`, as it was last read, is None, not live or this machine's. Raises LaunchError
+        (Exit.CONFLICT) that names a supervisor that has it; StorageError."""
         try:
             if found is None or not found.is_live or found.holder == self._holder:
                 self._renewed = self._now()

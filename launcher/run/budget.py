@@ -76,7 +76,8 @@ def stop(session: Session, attempt: int) -> None:
 
 
 def _record_stop(session: Session, attempt: int, created: str = "") -> None:
-    """Records a stop by the budget, for the slice created at `created` ("": the one that the provider knows)."""
+    """Appends to the ledger a request to stop the run for its budget; stops nothing itself. `created`: the creation
+    time of the slice to delete then ("": as the provider knows it, without asking the API). Raises NotRecorded."""
     stop_seconds, created = session.config.run.stop_seconds, created or session.provider.identity()[0]
     session.ledger.append(events.RunStopRequested(attempt, stop_seconds, by_budget=True, slice_created=created))
 

@@ -33,6 +33,7 @@ class RunEvent:
     """Number of the attempt that the event belongs to, from 0."""
 
     def __init_subclass__(cls, kind: str) -> None:
+        """Sets the class's `kind`, and registers the class in KINDS."""
         cls.kind = kind
         KINDS[kind] = cls
 

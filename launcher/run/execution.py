@@ -78,7 +78,7 @@ def explain_run(session: Session) -> tuple[str | None, str]:
 
 
 def exit_code(reports: Sequence[CommandReport]) -> int:
-    """Returns 0 if a command succeeded on all hosts, else the code of the first that failed, or Exit.CLOUD_ERROR."""
+    """Returns 0 if a command succeeded on all hosts, else the first failed host's code; without one, CLOUD_ERROR."""
     failed = [report for report in reports if report.exit_code != 0]
     if not failed:
         return Exit.OK
@@ -110,9 +110,9 @@ class Jupyter:
 
 
 def start_jupyter(session: Session, host: int, port: int) -> Jupyter:
-    """Starts Jupyter on a host, at `port` or the next free one; returns when it has printed its address. Raises
-    BadInput if the image has no Jupyter or the slice is reached through gcloud alone; LaunchError if Jupyter ended, or
-    printed no address within two minutes."""
+    """Starts Jupyter in a host's container, at `port` of its loopback address or the next free one; returns when it has
+    printed its address, and lets it run. Raises BadInput if the image has no Jupyter or the slice is reached through
+    gcloud alone; LaunchError if Jupyter ended, or printed no address within two minutes."""
     if session.config.run.transport == "gcloud" or session.config.slice.iap:  # lines come when a command has ended
         raise BadInput(
             "notebook: the address of Jupyter comes over our own ssh connections, and this slice is reached through "
@@ -143,7 +143,7 @@ def start_jupyter(session: Session, host: int, port: int) -> Jupyter:
 
 
 def _explain_end(reports: list[CommandReport], host: int, lines: list[str]) -> LaunchError:
-    """Returns the error for a Jupyter that ended before it printed its address."""
+    """Returns the error for a Jupyter that ended before it printed its address: BadInput if the image has none."""
     if _NO_JUPYTER in lines:
         return BadInput(
             "the image has no Jupyter. For this container alone: `tpu-launch exec --host "

@@ -159,7 +159,8 @@ def _compare(hosts: Mapping[int, _HostLook]) -> tuple[str, Sequence[int], str]:
 
 
 def _compare_alike(hosts: Mapping[int, _HostLook]) -> tuple[str, Sequence[int], str]:
-    """Returns the same as `_compare` if no host waits in a collective, or all do."""
+    """Returns what `_compare` does, for hosts all or none of which wait in a collective. Those of another kind than
+    most differ; all hosts if no kind has a majority, or there is one host; none if several are of one kind."""
     if all(host.kind in ("compile", "collective") and host.compiles for host in hosts.values()):
         hosts = {worker: replace(host, kind="compile", what=f"compiles: {host.what}") for worker, host in hosts.items()}
     kinds = Counter(host.kind for host in hosts.values())
@@ -325,7 +326,7 @@ def _parse(texts: Mapping[int, str]) -> dict[int, HostStacks]:
 
 
 def write_files(ledger: Ledger, attempt: int, explanation: Explanation) -> str:
-    """Writes each host's stacks and explanation.txt into the run's folder; returns their folder."""
+    """Writes each host's stacks and explanation.txt into the run's folder; returns their folder. Raises OSError."""
     for worker, text in explanation.stacks.items():
         ledger.write_stack(attempt, f"host-{worker}", text)
     paragraph = explanation.hang.paragraph if explanation.hang else "no stack traces could be taken"

@@ -313,8 +313,8 @@ def _require_startable(request: RunRequest, ledger: Ledger, known_stops: int) ->
 
 
 def _choose_image(request: RunRequest, context: Context, kept: Specification, spec: Specification) -> str:
-    """Returns the image that hosts will run; builds and pushes it if necessary, and records its code for a later
-    --sync. An overlay, of this request or kept, goes over the image that ran last, without a build."""
+    """Returns the image that hosts will run; builds and pushes it if necessary, and records its code in the launcher's
+    folder for a later --sync. An overlay, of this request or kept, goes over the image that ran last, unbuilt."""
     known: str | None = None
     if request.overlay is not None or request.sync is not None:
         known = _last_image(request.config, context)
@@ -328,7 +328,7 @@ def _choose_image(request: RunRequest, context: Context, kept: Specification, sp
 
 
 def _last_image(config: Config, context: Context) -> str | None:
-    """Returns the image of the newest attempt on this slice; None before the first."""
+    """Returns the image of the newest attempt on this slice that this machine knows; None before the first."""
     for ledger in reversed(runs_on_slice(config, context.home, context.machine)):
         if ledger.state.last_attempt is not None:
             return ledger.state.last_attempt.image

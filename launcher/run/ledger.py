@@ -188,8 +188,9 @@ class Ledger:
                 raise LaunchError(f"run {self.run_id} can't be written to its bucket: {error}") from None
 
     def _record(self, line: str, number: int) -> None:
-        """Appends an event to the file. Before that creates it in the bucket, if there is one, as `number` or the next
-        free one, and appends other processes' events up to there. Raises OSError, StorageError."""
+        """Appends an event's line to the file. Before that creates it in the bucket, if there is one, as `number` or
+        the next free one, and appends other processes' events up to there. Raises OSError, StorageError; ends this
+        process if it has lost the lease."""
         if self.bucket is None:
             self._write(line)
             return
@@ -236,11 +237,11 @@ class Ledger:
         return self.folder / f"progress-{attempt}.jsonl"
 
     def keep_progress(self, attempt: int, line: ProgressLine) -> None:
-        """Appends a line of progress. Does nothing on a full disk: the next line comes soon."""
+        """Appends a line to the attempt's `progress_file`. Does nothing on a full disk: the next line comes soon."""
         _append(self.progress_file(attempt), encode(line))
 
     def keep_hosts(self, attempt: int, step: int, seconds: Mapping[int, float]) -> None:
-        """Appends the seconds that a step took each host, for a heat map. Does nothing on a full disk."""
+        """Appends each host's seconds a step, until `step`, to hosts-<attempt>.jsonl; nothing on a full disk."""
         _append(self.folder / f"hosts-{attempt}.jsonl", json.dumps({"step": step, "seconds": seconds}))
 
     def newest_progress(self, attempt: int) -> ProgressLine | None:
@@ -303,7 +304,7 @@ class Ledger:
         return folder / f"host-{worker}.log"
 
     def write_stack(self, attempt: int, name: str, text: str) -> Path:
-        """Writes NAME.txt, the stack traces of one host's processes or their explanation, and returns its path."""
+        """Writes stacks/attempt-<n>/NAME.txt, stack traces of one host or their explanation, and returns its path."""
         path = self.folder / "stacks" / f"attempt-{attempt}" / f"{name}.txt"
         write_private(path, text)
         return path

@@ -106,7 +106,8 @@ class Cursor:
         return fresh
 
     def _end_of_known(self, lines: Sequence[LogLine]) -> int | None:
-        """Returns the index after the line that was delivered last; None if it is not among the lines."""
+        """Returns the index after the line that was delivered last: of equal lines, after as many as were delivered.
+        None if `lines` have fewer, or none was delivered yet."""
         if self.last is None:
             return None
         last = LogLine(*self.last.split(" ", 1))
@@ -158,7 +159,8 @@ class HostLog:
         return fresh
 
     def _keep_open(self, times: frozenset[str]) -> None:
-        """Writes the times of the open lines to the file beside the log, unless it has them."""
+        """Writes the times of lines that have begun and not ended to the file beside the log, unless it has just these:
+        a new process then observes from before them. Raises OSError."""
         if times != self.kept_open:
             write_private(self._open_file, "\n".join(sorted(times)))
             self.kept_open = times

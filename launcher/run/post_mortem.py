@@ -37,7 +37,8 @@ def last_lines(ledger: Ledger, attempt: int, verdict: Verdict, masker: SecretMas
 def keep_evidence(
     session: Session, attempt: int, reachable: Sequence[int], secrets: Mapping[str, str], unknown: Sequence[str]
 ) -> None:
-    """Writes the post-mortem of an attempt, `secrets` masked; records and says its path, or says why not."""
+    """Writes the post-mortem of an attempt, with what the `reachable` hosts give and `secrets` (values by name) masked.
+    Records and says its path and the secrets that are not masked (`unknown`: names), or says why there is none."""
     say = session.context.output.say
     evidence = session.provider.evidence(session.container(attempt), reachable)
     try:

@@ -80,7 +80,7 @@ def judge_stall(views: Mapping[int, ProgressView], stall_minutes: float | None, 
 
     Args:
         views: Running hosts that tell their progress. Without any, the attempt hangs only by `stall_minutes`.
-        stall_minutes: `run.stall_minutes`.
+        stall_minutes: `run.stall_minutes`; None: five minutes, and no limit without `views`.
         quiet: For how many seconds no host has written a line of output, which counts for programs without phases.
     """
     limit = DEFAULT_SECONDS if stall_minutes is None else stall_minutes * 60
@@ -123,7 +123,7 @@ class Straggler:
 
 
 def compare(before: Mapping[int, ProgressLine], now: Mapping[int, ProgressLine]) -> Straggler | None:
-    """Returns the host that was slowest by far in a part of a window's steps; None if none was, or one made steps."""
+    """Returns the host slowest by far in a part of a window's steps; None if none was, or fewer than two made steps."""
     found: list[tuple[float, Straggler]] = []
     if len(shares := _seconds_a_step(before, now)) < 2:
         return None
@@ -248,8 +248,9 @@ class HostsProgress:
         self.stepped += seconds
 
     def update(self, worker: int, line: ProgressLine, now: float) -> bool:
-        """Takes in a host's newest line and records stragglers; writes the lowest host's to the ledger when its step
-        changes. Returns whether it is the host's first line, or its step, phase or count changed."""
+        """Takes in a host's newest line, read at `now` (monotonic), and records stragglers; keeps the line in the run's
+        folder if no lower host tells progress and its step changed. Returns whether it is the host's first line, or its
+        step, phase or count changed."""
         before = self.views.get(worker)
         view = self.views[worker] = update(before, line, now)
         if before is not None and line.step > before.line.step:

@@ -75,7 +75,7 @@ def decide(verdict: Verdict, spent: Retries, budgets: Retries, *, stop_requested
 
 
 def _retry_within_budget(word: str, spent: int, budget: int, delay: float) -> Decision:
-    """Returns the decision to retry, unless the budget of that name ("preemption", "failure") is spent."""
+    """Returns the decision to retry after `delay` s, or not to: the budget named `word` ("failure", ...) is spent."""
     if budget == 0:
         return Decision(False, f"run.{word}_retries is 0")
     if spent >= budget:
@@ -186,8 +186,8 @@ class Recovery:
         self.changed = self.begun  # when they were first seen so
 
     def wait(self, delay: float, *, settle: bool) -> None:
-        """Waits `delay` seconds, and with `settle` until the API reports what became of the slice. Raises SliceDeleted,
-        recorded as RecoveryGivenUp, if the slice was in use and a user deleted it."""
+        """Waits `delay` seconds. Then asks the API about a slice in use, with `settle` for 60 s more until it is not
+        READY. Raises SliceDeleted, recorded as RecoveryGivenUp, if a user deleted it; RunStopped after a stop."""
         self.clock.sleep(delay)
         if self.in_use is False:
             return
@@ -245,8 +245,9 @@ class Recovery:
             self.clock.sleep(_SETTLE_POLL_SECONDS)
 
     def _try(self) -> int:
-        """Deletes a bad slice, makes the slice READY, starts the attempt and returns its number: one round. Records
-        Recovered. Raises LaunchError if any of it fails, or the slice is taken away meanwhile."""
+        """Deletes a bad slice, makes the slice READY, starts the attempt, records Recovered and returns the attempt's
+        number: one round. Only returns the number of an attempt that runs already. Raises LaunchError if any of it
+        fails, or the slice is taken away meanwhile."""
         session = self.session
         round_begun = self.clock.monotonic()
         session.check_stop()
@@ -369,7 +370,7 @@ def _list_files(session: Session) -> Sequence[storage.Stat]:
 
 
 def describe_bill(session: Session) -> str:
-    """Asks the API, and returns a sentence about what is still billed; "" where the run has no slice of its own."""
+    """Asks the API; returns what is still billed, with "; " at its end, or "" where the run has no slice of its own."""
     if not session.provider.capabilities.cloud_tpu_node:
         return ""
     name = session.config.slice.name

@@ -108,7 +108,7 @@ class Session:
         self.context.output.say(f"run {self.ledger.run_id}{text}")
 
     def note(self, event: RunEvent) -> None:
-        """Records an event that only informs, as `Ledger.note` does."""
+        """Records an event that only informs; if it can't be written at once, says so and goes on."""
         self.ledger.note(event, self.context.output.say)
 
     def check_stop(self) -> None:
@@ -122,7 +122,8 @@ class Session:
         return container_name(self.ledger.run_id, attempt)
 
     def describe_slice(self, wait: Callable[[float], object] | None = None, doubted: str = "") -> SliceState | None:
-        """Returns the slice; asks again after 5 s (`wait`) if there is none, or it is `doubted`. Raises LaunchError."""
+        """Returns the slice, None without one. Asks the API again, after a `wait` (None: sleep) of 5 s, if there is
+        none or its state is `doubted`. Raises LaunchError."""
         found = self.provider.describe()
         if found is None or found.state == doubted:  # one answer may be stale
             (wait or self.machine.clock.sleep)(_DESCRIBE_AGAIN_SECONDS)
@@ -153,7 +154,7 @@ class Session:
 
 
 def open_session(context: Context, ledger: Ledger, given: Mapping[str, str] | None = None) -> Session:
-    """Returns a run's session, with values of secrets that the user gave and a provider, which the caller closes."""
+    """Returns a run's session with a provider, which the caller closes. `given`: values of secrets, by name."""
     spec = specification.read(ledger.folder)
     config = spec.config()
     secrets = SecretSource(context.environment, given or {})
@@ -284,8 +285,8 @@ def _folder_in_bucket(config: Config, run_id: str, say: Callable[[str], None]) -
 
 
 def import_run(home: Path, machine: Workstation, url: str, *, overlays: bool = True) -> Ledger:
-    """Copies a run's folder from gs://bucket/runs/ID, for the commands of this machine; without `overlays`, only what
-    its state depends on. Raises BadInput if no run, or a copied one, is there; LaunchError for a silent bucket."""
+    """Copies a run's folder and events from gs://bucket/runs/ID into this machine's launcher folder; with `overlays`
+    their archives too. Raises BadInput if no run, or a copied one, is there; LaunchError for a silent bucket."""
     url = url.rstrip("/")
     ledger = Ledger(home / "runs" / storage.name_of(url), machine.clock)
     place = RunBucket.of_run(url)
@@ -307,7 +308,7 @@ def import_run(home: Path, machine: Workstation, url: str, *, overlays: bool = T
 def begin_run(
     home: Path, machine: Workstation, record: RunRecord, document: str, spec: Specification, overlay: Overlay | None
 ) -> Ledger:
-    """Writes the folder of a new run, its record last. `document` is the resolved configuration as YAML."""
+    """Writes a new run's folder on this machine, its record last. `document` is the resolved configuration as YAML."""
     folder = home / "runs" / record.run_id
     folder.mkdir(mode=0o700, parents=True)
     write_private(folder / "config.yaml", document)
@@ -327,8 +328,8 @@ def new_run_id(name: str, machine: Workstation) -> str:
 
 @contextlib.contextmanager
 def supervising(ledger: Ledger, machine: Workstation, say: Callable[[str], None]) -> Iterator[None]:
-    """Holds the run's lock and, if it has a bucket, its lease, which a thread renews; copies the run's files there.
-    Ends this process when another one has taken the lease. Raises LaunchError if the bucket does not answer, or
+    """Holds the run's lock and, if it has a bucket, its lease, which a thread renews; copies the run's files to the
+    bucket. Ends this process when another one has taken the lease. Raises LaunchError if the bucket does not answer, or
     (Exit.CONFLICT) if a process of any machine supervises the run."""
     with ledger.supervising():
         if ledger.bucket is None:

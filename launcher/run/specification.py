@@ -95,7 +95,8 @@ def describe(
     overlay: Overlay | None = None,
     preflight: Sequence[str] = (),
 ) -> Specification:
-    """Returns a run's specification, without its image. `variables`: the names of those in `env_file`."""
+    """Returns a run's specification, without its image; reads no file. `run_id`: "" before the run has one.
+    `variables`: names of the variables in `env_file`. `preflight`: hashes of the programs that preflight compiled."""
     names = [*config.run.secrets, *variables]
     return Specification(
         run=run_id,
@@ -112,8 +113,8 @@ def describe(
 
 
 def resume(before: Specification, requested: Specification) -> Specification:
-    """Returns the specification of a run that `tpu-launch run` resumes: `requested`, with the secrets, env file and
-    overlay of `before` that it does not give anew, so that the run goes on as the same program."""
+    """Returns the specification of a run that `tpu-launch run` resumes: `requested`, with the id of `before`, its
+    secrets besides those of `requested`, and its env file and overlay where `requested` has none."""
     return requested.model_copy(
         update={
             "run": before.run,
@@ -216,7 +217,8 @@ class SecretSource:
     given: Mapping[str, str]  # values of an `--env-file` on this command line, which win
 
     def values(self, specification: Specification) -> dict[str, str]:
-        """Returns known values by name; reads the run's env file if the command line gave none. Raises BadInput."""
+        """Returns the known values of a run's secrets, by name: from `given`, else (only if `given` is empty) from the
+        run's env file, else from the environment. Raises BadInput if that file is there and can't be read."""
         recorded: dict[str, str] = {}
         if specification.env_file is not None and not self.given and Path(specification.env_file).exists():
             recorded = read_env_file(Path(specification.env_file))

@@ -90,7 +90,7 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
 
 
 def judge_slice(session: Session) -> Verdict | None:
-    """Returns the verdict on an attempt that did not start if the slice is gone; None if it is there, or unknown."""
+    """Returns the verdict on an attempt that did not start if the API says that the slice is gone; else None."""
     try:
         slice_state = session.describe_slice()
     except LaunchError:
@@ -222,8 +222,8 @@ def end_interrupted_start(session: Session) -> None:
 
 
 def observe_open_attempt(session: Session) -> Phase | None:
-    """Returns the phase of the attempt whose end is not recorded, as its hosts answer. Records the end of one that is
-    gone, ends an interrupted start, and returns None."""
+    """Returns the phase of the attempt whose end is not recorded, as its hosts answer. Returns None after it recorded
+    the end of an attempt that is gone, or ended an interrupted start."""
     ledger = session.ledger
     number = ledger.state.attempt
     if ledger.state.recovering and (lost := judge_slice(session)):  # a round of that recovery has failed

@@ -109,7 +109,7 @@ def state_of(recorded: Iterable[events.RunEvent]) -> RunState:
 
 
 def recorded_ends(recorded: Iterable[events.RunEvent], attempt: int) -> dict[int, ContainerState]:
-    """Returns the ends of an attempt's containers that an earlier supervisor saw and recorded, by worker."""
+    """Returns the ends of an attempt's containers, by worker, that earlier supervisors recorded with an exit code."""
     return {
         event.host: ContainerState("exited", event.exit_code, event.oom, finished_at=event.finished_at)
         for event in recorded
@@ -124,8 +124,9 @@ def recorded_verdict(recorded: Iterable[events.RunEvent], attempt: int) -> Verdi
 
 
 def phase_on_hosts(phase: Phase, containers: Sequence[ContainerState], *, may_lack_secrets: bool) -> Phase:
-    """Returns the phase of an open attempt (STARTING or RUNNING by its ledger), given its containers on all hosts.
-    `may_lack_secrets`: whether one lacks secrets that died with the launcher that started it."""
+    """Returns the phase of an open attempt (STARTING or RUNNING by its ledger), given its containers on all hosts:
+    INTERRUPTED, VANISHED, EXITED, or `phase` while one runs. `may_lack_secrets`: whether one lacks secrets that died
+    with the launcher that started it."""
     begun = [container.running or container.ended for container in containers]
     if phase is Phase.STARTING and (not all(begun) or may_lack_secrets):
         return Phase.INTERRUPTED

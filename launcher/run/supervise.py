@@ -364,7 +364,7 @@ class _Supervision:
                 budget.stop(self.session, self.attempt)
 
     def _poll_all_now(self) -> None:
-        """Polls each host not seen to end, once an attempt, in tasks: one in a long poll must not count as silent."""
+        """Polls each host not seen to end, in tasks, when first called: a long poll must not count as silence."""
         if self.polled_all:
             return
         self.polled_all = True
@@ -412,7 +412,7 @@ class _Supervision:
             self.over.wait(self.interval * 5 if ended else max(0.0, self.interval - elapsed))
 
     def _watch_state(self, worker: int) -> None:
-        """Observes a container's state alone until the supervision is over: a page of a huge log takes long to find."""
+        """Puts a container's state alone into the inbox until the end: a page of a huge log takes long to find."""
         while not self.over.wait(self.interval * 3):
             with contextlib.suppress(LaunchError):
                 asked = self.clock.monotonic()

@@ -41,7 +41,8 @@ def is_unfinished(ledger: Ledger, now: float) -> bool:
 
 
 def _follows(ledger: Ledger, now: float) -> bool:
-    """Returns whether another attempt follows the last recorded end or failed round, by specification and budgets."""
+    """Returns whether another attempt follows the last recorded end or failed round, by specification and budgets; also
+    True if run.budget is spent, as the slice is to be deleted then."""
     kinds = events.Ended | events.RoundFailed | events.RecoveryGivenUp
     last = next(event for event in reversed(ledger.events()) if isinstance(event, kinds))
     if not isinstance(last, events.Ended):
@@ -131,7 +132,7 @@ class Supervisor:
     _children: dict[str, _Child] = field(default_factory=dict)
 
     def watch(self) -> None:
-        """Starts a process for each unsupervised run; looks every 15 s. Ctrl-C ends them, which releases the leases."""
+        """Starts a process for each unsupervised run, every 15 s until Ctrl-C, which ends them; leases are released."""
         say, clock = self.context.output.say, self.context.machine.clock
         say(f"supervising the runs of {self.folder}")
         try:
@@ -169,8 +170,8 @@ class Supervisor:
         return needed
 
     def _needs_process(self, name: str, child: _Child) -> bool:
-        """Returns whether the run is unfinished and its lease not live. Notes in `child` that nothing is left to do, or
-        that a program is missing, which it says."""
+        """Returns whether the run is unfinished and its lease has expired or was released; copies such a run here to
+        tell. Notes in `child` that nothing is left to do, or that a program is missing, which it says."""
         url, machine = storage.join(self.folder, name), self.context.machine
         lease = RunBucket.of_run(url).judge_lease(machine.clock, seen=child.settled)
         if lease is None or lease.is_live:
@@ -186,7 +187,7 @@ class Supervisor:
         return False
 
     def _start(self, name: str, child: _Child) -> None:
-        """Starts `tpu-launch supervise` for the run, says its lines, and keeps its result and `end` in `child`."""
+        """In a thread, runs `tpu-launch supervise` for the run and says its lines; `child` has its result and `end`."""
         say, machine = self.context.output.say, self.context.machine
         argv = [sys.executable, "-m", "launcher.cli", "supervise", storage.join(self.folder, name)]
 
