@@ -246,8 +246,7 @@ class ProgramCache:
 
     def compile(self, address: int) -> int | None:
         """Replaces PJRT_Client_Compile, whose arguments are at this address. Returns the plugin's error, None without
-        one. Keeps an interrupt (Ctrl-C, a notebook's button) for `take_proofs`: in a callback it would be lost, and the
-        result with it."""
+        one. Keeps an interrupt (Ctrl-C, a notebook's button) for `take_proofs`: a callback loses it, and its result."""
         arguments = CompileArguments.from_address(address)
         arguments.executable = None
         while True:

@@ -41,7 +41,7 @@ def agree(rendezvous: Rendezvous, facts: Mapping[str, str], start_seconds: float
 
 
 def disagreements(reports: list[Mapping[str, str]]) -> list[str]:
-    """Returns a line for each fact in which hosts differ from host 0, naming them. `reports`: facts in worker order."""
+    """Returns a line for each fact of host 0 that differs on others, naming them. `reports`: facts in worker order."""
     lines = []
     for name, value in reports[0].items():
         others = {worker: facts.get(name) for worker, facts in enumerate(reports) if facts.get(name) != value}

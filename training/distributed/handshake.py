@@ -294,7 +294,7 @@ def _receive_lines(
 def accept_peers(listener: socket.socket, own: HostCredentials, seconds: float) -> dict[int, socket.socket]:
     """Returns connections of all hosts but host 0, by worker, after each has proved that it belongs to the attempt.
     Other clients delay nothing, and are closed after HANDSHAKE_SECONDS. Raises TimeoutError, which names the missing
-    hosts, if not all connected within `seconds`, and OSError if the listener is broken."""
+    hosts, if not all connected within `seconds`, and OSError if the listener is broken; both close all."""
     handshake: ServerHandshake[socket.socket] = ServerHandshake(own)
     peers: dict[int, socket.socket] = {}
 

@@ -136,6 +136,7 @@ def join(
     cluster: Cluster, shutdown: ShutdownRequest, limits: RendezvousSection, machine: Machine = SYSTEM
 ) -> Rendezvous:
     """Starts the server on host 0 and connects to it, retrying for `limits.start_seconds`; a single host needs neither.
+    Does not wait for hosts other than host 0.
 
     Raises:
         BadInput: The hosts have no shared secret.
@@ -193,6 +194,8 @@ class RendezvousClient(Rendezvous):
         machine.threads.start(self._report_phases, name="rendezvous-phase")
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
+        """Waits for all hosts, `seconds` (None: those of the constructor) and ANSWER_MARGIN at most. Returns their
+        payloads by worker. Raises LostPeer, StopRequested."""
         wait = self._seconds if seconds is None else seconds
         self._post({"phase": self._phase}, {"arrive": name, "payload": payload, "seconds": wait})
         deadline = self._clock() + wait + ANSWER_MARGIN
@@ -228,6 +231,7 @@ class RendezvousClient(Rendezvous):
         return messages.clip(phase)
 
     def check(self) -> None:
+        """Raises LostPeer or StopRequested if the attempt is over; does not wait."""
         if self._lost:
             with self._changed:
                 self._raise_if_lost()

@@ -187,6 +187,7 @@ class BarrierState:
         return f"host {worker} was last heard of {seconds:.0f} s ago in phase {member.phase!r}"
 
     def _to_all(self, message: Message) -> Outgoing:
+        """Returns the message for each host that is connected."""
         return [(worker, message) for worker, member in self.members.items() if member.connected]
 
     def _end_attempt(self, reason: str, code: Exit = Exit.LOST_PEER) -> Outgoing:

@@ -81,6 +81,7 @@ class TcpAllReduce:
             raise_lost_peer(self._rendezvous, "adding up gradients", error)
 
     def close(self) -> None:
+        """Closes the connections to the other hosts."""
         for peer in self._peers:
             with contextlib.suppress(OSError):
                 peer.close()

@@ -36,8 +36,7 @@ def find_unsupported(slice_: Accelerator) -> str:
 
 
 def find_other_version(installed: str | None) -> str:
-    """Returns a warning if another version of torch_tpu is installed than this code is for; else "". Raises BadInput if
-    none is (None)."""
+    """Returns a warning if the `installed` torch_tpu is not VERSION, else "". Raises BadInput if None is installed."""
     if installed is None:
         raise BadInput(f"{RUNTIME} needs torch_tpu, which this image lacks: set image.backend: {RUNTIME}")
     if installed == VERSION:
@@ -57,7 +56,7 @@ def trainer_environment(_cluster: Cluster, environment: Mapping[str, str]) -> di
 
 def cluster_of_rank(cluster: Cluster, environment: Mapping[str, str]) -> Cluster:
     """Returns the cluster in which each process counts as a host: its worker is its rank, and each address is there
-    once for each chip. `slice_addresses` are those of the hosts."""
+    once for each chip. `slice_addresses` are those of the hosts. `environment`: of `rank_environments`."""
     chips = range(int(environment["LOCAL_WORLD_SIZE"]))
     addresses = tuple(address for address in cluster.addresses for _ in chips)
     return replace(cluster, worker=int(environment["RANK"]), addresses=addresses, slice_addresses=cluster.addresses)

@@ -85,7 +85,8 @@ def read_facts(config: TrainerConfig) -> DataFacts:
 
 
 def assume_facts(config: TrainerConfig, vocabulary: int, lengths: tuple[int, ...], labels: int | None) -> DataFacts:
-    """Returns facts of data that does not exist yet. Raises BadInput if `labels` or `lengths` do not fit the task."""
+    """Returns facts of data that does not exist yet, with padding id 0 and `labels` names (None: the task has none).
+    `lengths`: of batches, ascending. Raises BadInput if `labels` or `lengths` do not fit the task."""
     task = task_class(config.task)
     if task.has_labels and labels is None:
         raise BadInput(f"--labels says how many labels there will be: task is {config.task}")

@@ -148,7 +148,7 @@ def describe_refusal(traced: TracedProgram, message: str, seconds: float) -> Gra
 
 
 def add_remat_advice(graph: GraphResult, with_remat: GraphResult) -> GraphResult:
-    """Returns `graph`, which does not fit; its reason also says what `with_remat`, train.remat: layers, needs."""
+    """Returns `graph`, which does not fit; its reason adds what `with_remat`, that with train.remat: layers, needs."""
     needed = f"would need {format_gib(with_remat.needed)}" if with_remat.needed else "would not compile either"
     advice = f"with train.remat: layers it {needed}{' and fit' if with_remat.fits else ''}"
     return replace(graph, reason=f"{graph.reason}; {advice}")

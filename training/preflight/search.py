@@ -125,8 +125,7 @@ class _Trial:
 
     def advise_mesh(self, longest: GraphResult) -> GraphResult:
         """Returns `longest`, which does not fit; its reason also says which larger mesh it fits with, or that none
-        helps: compiles it with the state split over twice as many devices each time. Returns it unchanged if the slice
-        has no larger mesh."""
+        helps: compiles it with the state split over twice as many devices each time. Unchanged if no mesh is larger."""
         fsdp, with_mesh = self.config.train.mesh.fsdp, None
         if 2 * fsdp > self.target.devices:
             return longest

@@ -43,8 +43,7 @@ from training.tasks.task import Task
 
 
 class TensorFlow(Backend):
-    """A model and its optimizer on the devices of this slice. Every method raises LostPeer when a worker of the slice
-    is gone, and OutOfMemory."""
+    """A model and its optimizer on a slice's devices. Methods raise OutOfMemory, and LostPeer if a worker is gone."""
 
     @translate_failures()
     def __init__(

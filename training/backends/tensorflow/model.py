@@ -76,8 +76,7 @@ class KerasNetwork:
 
 def build(config: TrainerConfig, needs: ModelRequirements, assign: Assign) -> KerasNetwork:
     """Builds a network with the task's head and sets its weights by `assign`: those of `model.path`, or fresh ones, the
-    same on every host and in every backend. Raises BadInput if `model.path` lacks weights or the data does not fit the
-    model."""
+    same on every host and in every backend. Raises BadInput if weights are absent, or data and model do not fit."""
     model, dropout = config.model, config.train.dropout
     values = build_model_config(model, needs, dropout)
     require_family(values, model.path, needs.head, "tensorflow")
@@ -136,8 +135,8 @@ def count_positions(network: Any) -> None:
 def _read_weights(
     path: str, parameters: list[Parameter], values: Mapping[str, Any], fresh_head: bool
 ) -> dict[str, Array]:
-    """Returns the arrays of the parameters that a model folder has. Raises BadInput unless only a fresh head is absent;
-    leaves out a head with other labels."""
+    """Returns the arrays of the parameters that a model folder has, without a head of other labels. Raises BadInput if
+    one is absent, other than of a head that may be fresh (`fresh_head`). `values`: the network's config.json."""
     wanted = {parameter.name: parameter.shape for parameter in parameters}
     prefix = f"{values['model_type']}."
     weights = {}

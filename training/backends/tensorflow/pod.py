@@ -215,7 +215,7 @@ class Chief(Rendezvous):
 
 def _run_worker(port: int) -> None:
     """Serves this host's devices on `port` to host 0's program until standard input ends, that is until the parent
-    process is gone. Prints `serving` once it listens, or `unusable: ` and the reason.
+    process is gone; then exits. Prints `serving` once it listens; or prints `unusable: ` and the reason, and exits.
 
     Does what `start_grpc_tpu_worker` of the tensorflow-tpu wheel does, but takes its settings from the environment
     instead of the metadata server. (The wheel's script knows host bounds of v2 and v3 only, fails on a v6e, and reads

@@ -123,6 +123,7 @@ class TorchTpu(Backend):
         return self._chip.own_slice(name, spec.shape)
 
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
+        """Replaces tensors, or slices, before the first step. Raises Damaged for one without a place."""
         self._host.load(tensors)
 
     # --- what the framework counted

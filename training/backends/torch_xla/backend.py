@@ -212,6 +212,7 @@ class TorchXla(Backend):
         return self.state.snapshot(buffers, self._sharding)
 
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
+        """Replaces whole tensors before the first step. Raises Damaged for one without a place."""
         self.state.load(tensors)
 
     def state_bytes(self) -> dict[str, int]:
@@ -271,7 +272,7 @@ def _shapes(batch: Arrays) -> Shapes:
 
 
 def count_compiled() -> tuple[int, float]:
-    """Returns the number of programs that were compiled, and the seconds they took."""
+    """Returns the number of programs that this process has compiled, and the seconds they took."""
     metric = xla_metrics.metric_data("CompileTime")
     return (int(metric[0]), metric[1] / 1e9) if metric else (0, 0.0)
 

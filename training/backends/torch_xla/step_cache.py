@@ -257,6 +257,7 @@ def _is_seed(argument: Tensor, seed: int, copy: Copy) -> bool:
 
 
 def _describe(shapes: Shapes) -> str:
+    """Returns shapes as text, such as "ids [2, 128], labels [2]"."""
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes)
 
 

@@ -55,8 +55,7 @@ class TorchTracer:
         return self._backend.state_bytes()
 
     def trace(self, kind: str, batch: Arrays) -> Program:
-        """Traces a program; one of "training" leaves the state uncomputed, so that `open` must follow. Raises
-        DataDependentProgram."""
+        """Traces a program; "training" leaves the state uncomputed: `open` must follow. Raises DataDependentProgram."""
         backend = self._backend
         assert backend is not None
         network = backend.upload()
