@@ -245,7 +245,7 @@ class UnknownAccelerator(ValueError):
 
 
 def accelerator(name: str) -> Accelerator:
-    """Returns what `--accelerator-type name` names. Raises UnknownAccelerator, which lists the names that exist."""
+    """Returns what `--accelerator-type name` names. Raises UnknownAccelerator, which names what exists or was meant."""
     if name in ACCELERATORS:
         return ACCELERATORS[name]
     prefix = name.rsplit("-", 1)[0]

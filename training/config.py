@@ -400,7 +400,7 @@ def restore(values: Mapping[str, Any], place: str) -> TrainerConfig:
 
 def batch_mistake(config: TrainerConfig, hosts: int, devices: int) -> str | None:
     """Returns why the training batch (its pieces of gradient accumulation too) or the evaluation batch can't be divided
-    evenly over the `devices` of all hosts; None if they can. Called again when the real devices are known."""
+    evenly over the `devices` of all hosts; None if they can. `hosts` is for the message."""
     for name, size, pieces in (
         ("train.global_batch_size", config.train.global_batch_size, config.train.gradient_accumulation),
         ("the evaluation batch", config.evaluation_batch_size, 1),
@@ -439,7 +439,7 @@ def _is_used(config: TrainerConfig, key: str) -> bool:
 
 
 def _contradictions(config: TrainerConfig, document: Document) -> Iterator[Mistake]:
-    """Yields the mistakes between keys that are each right."""
+    """Yields (key, message) for each mistake between keys that are each right."""
     unused = {**TASKS[config.task].unused_keys, **BACKENDS[config.backend].unused_keys}
     yield from _model_mistakes(config.model)
     yield from _task_mistakes(config)
@@ -473,8 +473,8 @@ def _model_mistakes(model: Model) -> Iterator[Mistake]:
 
 
 def _task_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields mistakes: a network without the task's head, or a model.config that names none; a task that TensorFlow
-    lacks; LoRA without model.path or beside train.freeze."""
+    """Yields mistakes: a network without the task's head, a model.config that names none, or an encoder's name for
+    causal-lm; a task that TensorFlow lacks; LoRA without model.path or beside train.freeze."""
     entry, model = TASKS[config.task], config.model
     if model.config is not None:
         named = model.config.get("architectures")
@@ -494,7 +494,7 @@ def _task_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
 
 
 def _place_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields a mistake for each folder that can't exist or would be lost with the container, and for equal datasets."""
+    """Yields a mistake for each place that is no local folder or gs:// URL, and for evaluation on data.train."""
     data = config.data
     for key, place in {
         "output": config.output,
@@ -511,7 +511,8 @@ def _place_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
 
 
 def _plain(place: str) -> str:
-    """Returns a place without what changes nothing in it: `./`, `//`, `/` at the end. In a bucket, names are exact."""
+    """Returns a local path normalised (`./`, `//`, `..`, `/` at the end), and a place in a bucket without the `/` at
+    its end alone, as names there are exact."""
     return place.rstrip("/") if place.startswith(REMOTE) else os.path.normpath(place)
 
 

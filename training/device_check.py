@@ -174,7 +174,8 @@ def check_host(
 
 
 def measure_bucket(url: str, report: Callable[[str, Any], None]) -> None:
-    """Writes, reads and deletes 8 MiB, `url`. Reports the speeds (MB/s), or an error or wrong bytes, "bucket_error"."""
+    """Writes an object of 8 MiB at `url`, reads and deletes it. Calls `report` with facts: the two speeds (MB/s), and
+    for an error (then no speeds) or wrong bytes "bucket_error"."""
     data = os.urandom(_FILE_BYTES)
     try:
         began = time.monotonic()

@@ -98,7 +98,7 @@ def evaluate(
     """Evaluates the model of `place`: a run's folder (its checkpoint of `step`, None: the newest), a model folder in
     Hugging Face's layout, or a name on the Hub. `config` decides data, batch size and precision. All hosts call it.
     Raises BadInput when model and data are absent or do not fit together, TrainError when the process was asked to
-    stop."""
+    stop. Ends the process if opening the devices takes longer than rendezvous.start_seconds."""
     if config.data.evaluation is None:
         raise BadInput("there is nothing to evaluate on: set data.evaluation")
     place = model_folder(place)

@@ -64,7 +64,8 @@ def configuration(file: str | Path, *settings: str) -> TrainerConfig:
 
 @_settings_as_before()
 def train(config: TrainerConfig, run_id: str = "notebook") -> dict[str, Any]:
-    """Trains to the last step, from the run's newest checkpoint if there is one. Returns its summary.json."""
+    """Trains to the last step, from the run's newest checkpoint if there is one, and writes to its folder. Returns its
+    summary.json. Raises TrainError. Evaluates and exports a finished run again."""
     from training.trainer import train as run
 
     return run(config, _this_host(run_id), SingleHost(), ShutdownRequest(), PhaseTimer())

@@ -75,8 +75,8 @@ class Profiler:
         storage: Storage = default_storage,
         machine: Machine = SYSTEM,
     ) -> None:
-        """Creates the folder (see `folder_of`; None disables profiling), removes an old request, records the process
-        id; if that fails, warns and does no more.
+        """Creates the folder (see `folder_of`; None disables profiling), removes an old request, and writes the process
+        id into it; if that fails, warns and does no more.
 
         Args:
             output: the folder of the run's profiles, in `storage`.
@@ -131,7 +131,8 @@ class Profiler:
                 (self._folder / "trainer").unlink()
 
     def _begin(self, number: int) -> None:
-        """Removes the request, and starts to record at step `number` (from 0 on). Warns of or answers a problem."""
+        """Removes the request, and starts to record at step `number` (from 0 on). Warns of a request that can't be
+        read; answers a problem of the profiler."""
         assert self._folder
         path = self._folder / "request.json"
         try:

@@ -34,7 +34,7 @@ class Head:
     older: tuple[str, ...] = ()  # other ends of names: GPT2LMHeadModel
 
     def is_of(self, network: str) -> bool:
-        """Returns whether the network of this name has the head."""
+        """Returns whether the network, a class of transformers such as "BertForMaskedLM", has the head."""
         return network.endswith((self.network, *self.older))
 
 
@@ -92,7 +92,7 @@ _ONE_STEP_A_CALL = {"train.steps_per_call": "only the TensorFlow backend runs se
 
 
 def _without_masks(task: str, predicted: str) -> dict[str, str]:
-    """Returns the `unused_keys` of a task that predicts no masked tokens."""
+    """Returns the `unused_keys` of a task that predicts no masked tokens but `predicted`, a text for the message."""
     return {"data.masking": f"{task} predicts {predicted}, not masked tokens: remove data.masking, or set task: mlm"}
 
 

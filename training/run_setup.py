@@ -88,9 +88,9 @@ def open_run(
     dependencies: Dependencies,
 ) -> tuple[Run, str]:
     """Opens the data, makes sure that all hosts run the same configuration, code and data, and writes this attempt's
-    record to the run's folder, after which older starts may not commit. Returns the run and the record's URL. Raises
-    BadInput if hosts differ, the data does not fit together, the folder is not shared, or a tracker is not
-    installed."""
+    record to the run's folder, after which older starts may not commit. All hosts call it. Returns the run and the
+    record's URL. Raises BadInput if hosts differ, the data does not fit together, the folder is not shared, or a
+    tracker is not installed."""
     machine, storage = dependencies.machine, dependencies.storage
     require_trackers(config.telemetry.trackers)
     with timer.phase("dataset"):
@@ -128,7 +128,7 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 def checkpoint_identity(run: Run) -> dict[str, Any]:
-    """Returns what a checkpoint must agree with to be continued."""
+    """Returns the settings (data, model, seed, batch size, ...) that must equal a checkpoint's to continue from it."""
     return {
         **run.task.identity(),
         **run.model_identity,
@@ -194,13 +194,15 @@ def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, re
 
 
 def model_requirements(config: TrainerConfig, task: Task) -> ModelRequirements:
+    """Returns what the data and the task demand of a model: vocabulary, sequence length, head, labels."""
     tokens, head = task.data.tokens, TASKS[config.task].head
     return ModelRequirements(tokens.vocabulary, tokens.pad, task.data.sequence_length, head, task.labels)
 
 
 def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, task: Task) -> Backend:
-    """Sets the device's environment variables, imports the framework and builds the model. Raises BadInput, for a batch
-    that does not divide over the real devices for instance, and UnusableTpu."""
+    """Sets the device's environment variables, imports the framework, opens the devices and builds the model. Ends the
+    process if that takes longer than rendezvous.start_seconds. Raises BadInput, for a batch that does not divide over
+    the real devices for instance, and UnusableTpu."""
     set_device_environment(config.backend, cluster)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     requirements = model_requirements(config, task)
@@ -248,7 +250,7 @@ def _import_for_devices(name: str, cluster: Cluster) -> OpenBackend:
 
 
 def open_tracer(backend: str) -> Tracer:
-    """Imports and opens a backend's profiler. Raises BadInput if it has none."""
+    """Imports and opens a backend's profiler, which does not record yet. Raises BadInput if it has none."""
     reference = BACKENDS[backend].profiler
     if reference is None:
         raise BadInput(f"backend: {backend} has no profiles yet: --set backend=torch-xla has them")

@@ -59,9 +59,9 @@ def train(
     timer: PhaseTimer,
     dependencies: Dependencies | None = None,
 ) -> dict[str, Any]:
-    """Trains to the last step and returns the summary, on every host. `timer` times this process, and is the clock
-    of checkpoint.every_minutes. Raises StopRequested when asked to stop, with a committed state, TrainError for
-    other ends."""
+    """Trains to the last step and returns the summary, on every host. `timer` times this process, and is the clock of
+    checkpoint.every_minutes. Raises StopRequested when asked to stop, with a committed state or before the first step,
+    TrainError for other ends. Ends the process if opening the devices or the first step takes too long."""
     dependencies = dependencies or Dependencies()
     host_progress = HostProgress(timer, dependencies.machine)
     with host_progress.writing():
@@ -125,8 +125,8 @@ def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progre
 
 
 def open_metrics(run: Run, step: int) -> MetricsWriter:
-    """Opens the writer of an attempt's metrics, on host 0. `step`: at which the attempt begins. An attempt that a newer
-    start has fenced writes none: they would supersede the newer one's."""
+    """Starts the thread that writes an attempt's metrics, on host 0. `step`: at which the attempt begins. An attempt
+    that a newer start has fenced writes none: they would supersede the newer one's."""
     run_folder, attempt, dependencies = run.folder, run.cluster.attempt, run.dependencies
     info = AttemptInfo(run_folder, attempt, step, run.token, dependencies.storage, run.config.canonical())
     trackers = (*dependencies.trackers, *run.config.telemetry.trackers)
@@ -192,8 +192,8 @@ class Trainer:
 
     def loop(self) -> None:
         """Waits for all hosts, runs the steps that are left (fewer with early stopping) with their saves and
-        evaluations, and saves the last state. Raises StopRequested if a host was asked to stop, NonFinite and other
-        TrainErrors."""
+        evaluations, and saves the last state. Raises StopRequested if a host was asked to stop, after its commit,
+        NonFinite and other TrainErrors. Ends the process if the first result takes too long."""
         run, progress, steps = self.run, self.progress, self.run.config.train.steps
         best = run.config.best
         save_every, evaluate_every = run.config.checkpoint.every_steps, run.config.evaluation.every
@@ -389,8 +389,9 @@ class Trainer:
         return finished
 
     def limit_first_step(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that ends the process if its block takes too long before the first result, which is the
-        first sum over all devices, was read. Some frameworks wait for it when a step is started."""
+        """Returns a context that ends the process if its block takes longer than FIRST_STEP_SECONDS (or
+        rendezvous.start_seconds, if longer) before the first result, which is the first sum over all devices, was read.
+        Some frameworks wait for it when a step is started."""
         if self._start_seconds is not None:
             return contextlib.nullcontext()
         seconds = max(FIRST_STEP_SECONDS, self.run.config.rendezvous.start_seconds)

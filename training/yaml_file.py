@@ -59,7 +59,7 @@ class Document:
     places: Mapping[Path_, str]  # ("train", "steps") -> "run.yaml:12", or "--set train.steps"
 
     def place(self, path: Sequence[str | int]) -> str:
-        """Returns where `path`, or the nearest enclosing part in the file, was written."""
+        """Returns where `path`, or its nearest enclosing part in the file, was written: "file:line" or "--set KEY"."""
         parts = tuple(path)
         while parts and parts not in self.places:
             parts = parts[:-1]
@@ -248,7 +248,8 @@ def _override(document: Document, override: str) -> Document:
 
 
 def _with(value: dict[str, Any], parts: tuple[str, ...], new: Any, key: str) -> dict[str, Any]:
-    """Returns a copy of `value` with `new` at the path `parts`. Raises ConfigError where it meets no section."""
+    """Returns a copy of `value` with `new` at the path `parts`. Raises ConfigError, naming `key`, where it meets no
+    section."""
     head, rest = parts[0], parts[1:]
     if not rest:
         return {**value, head: new}

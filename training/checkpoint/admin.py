@@ -78,7 +78,7 @@ def copy_to_run(source: str, target: str, step: int | None) -> int:
 
 
 def render_table(folder: str) -> str:
-    """Returns a table of a run's checkpoints, newest first. Raises BadInput when there is none."""
+    """Returns a table of a run's checkpoints, newest first, damaged ones with the reason. Raises BadInput for none."""
     checkpoints, steps = find_checkpoints(folder)
     lines = [f"{'step':>10}  {'bytes':>14}  parts  attempt  loss"]
     best: Mapping[str, Any] | None = None  # according to the newest readable manifest
@@ -122,7 +122,7 @@ def verify_checkpoints(folder: str, step: int | None) -> tuple[str, bool]:
 
 
 def _read_manifest(checkpoints: str, step: int) -> Manifest:
-    """Reads the manifest of a step. Raises BadInput when it is damaged."""
+    """Reads the manifest of a step. Raises BadInput when it is missing or damaged."""
     try:
         return form.read_manifest(checkpoints, step)
     except Damaged as error:

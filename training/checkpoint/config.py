@@ -60,10 +60,10 @@ class CheckpointSection(Section):
 
 
 def is_step_due(step: int, every: int | None) -> bool:
-    """Returns whether what happens after `every` so many steps (None: never) is due once `step` steps are done."""
+    """Returns whether an action due after each `every` steps (None: never) is due now that `step` steps are done."""
     return every is not None and step % every == 0
 
 
 def are_minutes_over(minutes: float | None, seconds: float) -> bool:
-    """Returns whether `seconds` are at least so many minutes (None: never). The clock of host 0 decides for all."""
+    """Returns whether `seconds`, by host 0's clock, are at least so many minutes (None: never)."""
     return minutes is not None and seconds >= 60 * minutes

@@ -95,7 +95,7 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Returns the bytes of all parts."""
+        """Returns the number of bytes of all parts."""
         return sum(part.size for part in self.parts)
 
     @property
@@ -116,6 +116,7 @@ def step_of(folder: str) -> int | None:
 
 
 def part_name(worker: int, hosts: int, token: str) -> str:
+    """Returns the name of a host's part. `token` belongs to the process group that writes it."""
     return f"part-{worker}-of-{hosts}.{token}.safetensors"
 
 
@@ -209,7 +210,8 @@ def _check_values(manifest: Manifest) -> None:
 
 
 def _load_tensor(name: str, value: Mapping[str, Any], parts: int) -> StoredTensor:
-    """Returns a tensor of a manifest. Raises Damaged unless its slices hold every element exactly once."""
+    """Decodes a tensor of a manifest that has `parts` parts. Raises Damaged unless its slices, all in these parts, hold
+    every element exactly once; KeyError, TypeError or others for another form."""
     spec = TensorSpec(value["dtype"], tuple(value["shape"]), value["size"])
     slices = tuple(
         StoredSlice(entry["part"], Slice(tuple(entry["offsets"]), tuple(entry["sizes"])), entry["crc32c"])

@@ -96,12 +96,13 @@ def restore(
         load_state: receives the tensors, some at a time; after a damaged checkpoint, the next one overwrites them.
         warn: shows a message about each damaged checkpoint.
         avoid: names of checkpoints whose next step was not finite, to use only when no other one can be.
-        meeting_seconds: for all hosts to meet once they have read a checkpoint, in addition to storage's time.
+        meeting_seconds: for all hosts to meet after a read, in addition to the time that storage may take for it.
         choose: what this host loads of each tensor, as `Backend.slice_to_load`.
     """
 
     def load(step: int, name: str, avoid: Collection[str]) -> tuple[Manifest | None, list[str]]:
-        """Loads a checkpoint. Returns its manifest (None: unreadable), and why each host can't use it ("": it can)."""
+        """Loads a checkpoint, twice if it seems damaged, and meets the other hosts as `name`. Returns its manifest
+        (None: unreadable), and why each host can't use it ("": it can)."""
         rendezvous.set_phase(f"restoring {step}")
         manifest, why = None, ""
         for _ in range(2):  # once more: the read may have been wrong, and not the checkpoint
@@ -204,7 +205,7 @@ def load_tensors(
 def plan_parts(
     tensors: Mapping[str, StoredTensor], parts: Sequence[Part], headers: Sequence[Header]
 ) -> list[list[StoredBytes]]:
-    """Returns the slices to read from each part, by position. Raises Damaged unless it holds exactly the manifest's."""
+    """Returns each part's slices in the file's order. Raises Damaged unless its header has exactly the manifest's."""
     plans: list[list[StoredBytes]] = [[] for _ in parts]
     for name, tensor in tensors.items():
         for stored in tensor.slices:
@@ -365,7 +366,7 @@ def _read_ranges(
 
 def require_identity(folder: str, manifest: Manifest, identity: Mapping[str, Any]) -> None:
     """Raises BadInput, with a line for each difference, when a checkpoint was made from something else (model, data,
-    seed, ...) than `identity`."""
+    seed, ...) than `identity`. `folder`: for the message."""
     saved = manifest.identity
     differences = [
         f"\n  {key}: the checkpoint has {saved.get(key)!r}, this run {identity.get(key)!r}"

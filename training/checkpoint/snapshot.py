@@ -92,7 +92,7 @@ class Snapshot:
             raise self._error
 
     def wait_before_mutation(self) -> None:
-        """Waits like `wait`, and adds the time to `blocked_seconds`. The loop calls it before it changes the state."""
+        """Waits like `wait`, and adds the time to `blocked_seconds`. A backend calls it before it changes the state."""
         began = self._clock()
         self.wait()
         self.blocked_seconds += self._clock() - began

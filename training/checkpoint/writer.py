@@ -86,7 +86,7 @@ class CheckpointWriter:
         Args:
             settings: say which checkpoints are kept, and whether `save` returns before the checkpoint is committed.
             fence: raises when this process group may not commit any more.
-            meeting_seconds: for all hosts to meet once they have written their parts, in addition to storage's time.
+            meeting_seconds: for all hosts to meet after a write, in addition to the time that storage may take for it.
         """
         self.folder = folder
         self.blocked_seconds = 0.0  # that the loop has waited for saves, except for the save in progress
@@ -116,7 +116,7 @@ class CheckpointWriter:
         self._preparing = self._machine.threads.start(fault_in, self._buffer.data, name="checkpoint-memory")
 
     def continue_from(self, step: int, damaged: Iterable[int]) -> None:
-        """Sets the step to continue from, and the newer steps that did not verify, which may be saved again."""
+        """Sets the step to continue from, and newer steps that did not verify, whose manifests a save may replace."""
         self.committed = self.newest = step
         self._damaged = frozenset(damaged)
 
@@ -124,8 +124,8 @@ class CheckpointWriter:
         self, step: int, specs: Mapping[str, TensorSpec], start_snapshot: StartSnapshot, state: Mapping[str, Any],
         split: StateSlices = NOT_SPLIT,
     ) -> None:  # fmt: skip
-        """Waits for the save before and raises its errors; then starts a snapshot and a thread that commits it with
-        `state` (without `background`, waits for the thread too). Every host must call it at the same step."""
+        """Waits for the save before and raises its errors; then starts a snapshot and a thread that commits it with the
+        small values `state` (without `background`, waits for it too). Every host must call it at the same step."""
         began = self._clock()
         self.wait()
         waited = self._clock() - began
@@ -163,7 +163,7 @@ class CheckpointWriter:
             self.wait()
 
     def check(self) -> None:
-        """Raises the error of the background thread, once."""
+        """Raises the error of the background thread, if it has failed, once. Does not wait for it."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error

@@ -50,7 +50,8 @@ def tpu_train() -> None:
 
 
 def main() -> None:
-    """Runs the command line; prints a known error in one message, or the stacks of a crash, and exits with its code."""
+    """Runs the command line. Prints a known error in one message and exits with its code (2 for a wrong option, 130
+    after Ctrl-C); other errors pass. A crash of native code prints the stacks."""
     faulthandler.enable()
     try:
         tpu_train(prog_name="tpu-train", standalone_mode=False, obj=_BEGAN)

@@ -94,7 +94,8 @@ def preflight(
 
 
 def _parse_targets(document: Document, names: str | None) -> list[Accelerator]:
-    """Returns each accelerator in --accelerator, else the file's, once. Raises BadInput for none or an unknown one."""
+    """Returns each accelerator that `names` lists, with commas (None: the file's), once. Raises BadInput for none or an
+    unknown one."""
     from training.accelerators import UnknownAccelerator, accelerator
     from training.config import accelerator_name
 
@@ -177,8 +178,8 @@ def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list
 
 
 def _load_function(option: str, reference: str) -> Callable[[], Any]:
-    """Imports FILE, with its folder on sys.path as for a script, and returns its FUNCTION. A file is imported once,
-    even if it is named twice. Raises BadInput, naming `option`, if there is no such file or function."""
+    """Runs FILE as a module, once even if it is named twice, with its folder on sys.path; returns its FUNCTION. The
+    file's errors pass. Raises BadInput, naming `option`, if there is no such file or function."""
     file, _, name = reference.rpartition(":")
     if not file or not name:
         raise BadInput(f"{option} is {reference!r}, and must be FILE:FUNCTION, for example my_model.py:build")

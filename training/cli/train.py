@@ -237,7 +237,8 @@ def _program_host(
 
 @contextlib.contextmanager
 def ending_process(rendezvous: Rendezvous, machine: Machine = SYSTEM) -> Iterator[None]:
-    """Ends the process after the block: prints its error, tells the other hosts how this one ended, and exits."""
+    """Ends the process after the block, or at its error, which it prints: tells the other hosts how this one ended, and
+    exits with 0, a TrainError's code or FAILED."""
     code, message = Exit.FAILED, "unexpected error"
     try:
         yield

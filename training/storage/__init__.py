@@ -103,6 +103,7 @@ def read(url: str, start: int = 0, end: int | None = None, *, generation: int | 
 
 
 def _read_local(url: str, start: int, end: int | None, generation: int | None) -> bytes:
+    """Reads as `read`, from a file, whose generation is its st_mtime_ns."""
     with local_errors(url), open(url, "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
         if generation is not None and status.st_mtime_ns != generation:
@@ -136,8 +137,8 @@ def read_into(url: str, start: int, place: memoryview) -> int:
 
 def write(url: str, data: bytes | memoryview, *, create_only: bool = False, replaces: int | None = None) -> Stat:
     """Writes a whole object (and creates a local file's folder); returns its new state. Raises AlreadyExists with
-    `create_only` for all but one of several writers, and with `replaces`, in a bucket, if that is not its
-    generation."""
+    `create_only` for all but one of several writers, and with `replaces`, for buckets only, if the object has another
+    generation (0: there is none)."""
     if is_remote(url):
         return gcs.write(url, data, 0 if create_only else replaces)
     assert replaces is None
@@ -175,7 +176,7 @@ def download(url: str, path: Path) -> None:
 
 
 def delete(url: str) -> None:
-    """Deletes an object, if it exists."""
+    """Deletes an object, if it exists. Raises StorageError, for a local folder too."""
     if is_remote(url):
         gcs.delete(url)
         return
@@ -184,8 +185,9 @@ def delete(url: str) -> None:
 
 
 def remove_partial_files(folder: str, abandoned: Callable[[str], bool]) -> None:
-    """Deletes hidden files of killed writers in the direct subfolders of a local folder whose names are `abandoned` (no
-    process writes there any more), and subfolders that are then empty. Does nothing for a bucket."""
+    """Deletes killed writers' hidden files in those direct subfolders of a local folder whose names are `abandoned` (no
+    process writes there), and subfolders that are then empty; in a bucket nothing. Raises NotFound without the
+    folder."""
     if is_remote(folder):
         return
     with local_errors(folder):
@@ -219,7 +221,7 @@ def _is_partial(name: str) -> bool:
 def _replacing(url: str, create_only: bool) -> Iterator[int]:
     """Creates the folder, and yields the descriptor of a hidden file, which is synced and moved to `url` at the block's
     end, deleted if it raises. With `create_only`, raises AlreadyExists for an existing file, StorageError where there
-    are no hard links."""
+    are no hard links. OSErrors pass."""
     folder, name = os.path.split(os.path.abspath(url))
     os.makedirs(folder, exist_ok=True)
     if create_only and os.path.lexists(url):

@@ -84,7 +84,7 @@ def stat(url: str) -> Stat | None:
 
 
 def listing(folder: str) -> list[Stat]:
-    """Lists all objects below a folder, sorted by URL; [] if there is none."""
+    """Lists all objects below a folder but those named like a folder (`a/`), sorted by URL; [] if there is none."""
     bucket, name = split_remote(folder)
     prefix = name.rstrip("/") + "/" if name.strip("/") else ""
 
@@ -219,7 +219,8 @@ _this_thread = _ThisThread()
 
 @contextlib.contextmanager
 def _cut_off(until: float) -> Iterator[None]:
-    """Ends the block's download at `until`, by time.monotonic(): a socket's time-out starts again with every byte."""
+    """Ends the block's download at `until`, by time.monotonic(), with TimeoutError: a socket's time-out starts again
+    with every byte."""
     responses: list[Any] = []
     is_over = threading.Event()
 
@@ -246,8 +247,8 @@ def _cut_off(until: float) -> Iterator[None]:
 
 
 def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinned: bool = False) -> T:
-    """Returns what `attempt` returns, repeating it while its failures are transient. Raises StorageError for others (or
-    RequestRangeNotSatisfiable) and at the deadline. `activity` ("reading") and `url` are for messages; `size` bytes
+    """Returns what `attempt` returns, repeating it while its failures are transient. Raises StorageError for refusals
+    and at the deadline; errors of other kinds pass. `activity` ("reading") and `url` are for messages; `size` bytes
     extend the deadline. With `pinned`, `attempt` asks for one generation: raises Changed if there is another."""
     from google.api_core.retry import exponential_sleep_generator, retry_target
 
@@ -284,7 +285,7 @@ def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinne
 
 
 def _final_error(url: str, activity: str, error: Exception, pinned: bool) -> Exception | None:
-    """Returns the error to raise for a permanent failure; None for a transient one. May ask the server what exists."""
+    """Returns the error to raise, `error` itself if it is unknown; None for a transient failure. May ask the server."""
     from google.api_core import exceptions as api
     from google.auth import exceptions as auth
 

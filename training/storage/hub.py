@@ -28,7 +28,8 @@ def is_on_hub(path: str) -> bool:
 
 
 def model_folder(path: str) -> str:
-    """Returns `path`; for a name on the Hub, downloads it and returns its folder. Raises BadInput if it is absent."""
+    """Returns `path`, or the folder to which it downloads the Hub's model so named. Raises BadInput if the Hub gives
+    none."""
     return _folder(path, "model.path", "model", MODEL_FILES)
 
 

@@ -126,7 +126,7 @@ def is_remote(url: str) -> bool:
 
 
 def join(base: str, *names: str) -> str:
-    """Returns `base/name/...`; names are relative."""
+    """Returns `base/name/...`; names are relative, and empty ones are left out."""
     parts = [name.strip("/") for name in names if name.strip("/")]
     return "/".join([base.rstrip("/") or "/", *parts]) if base.rstrip("/") else "/" + "/".join(parts)
 
@@ -137,7 +137,7 @@ def name_of(url: str) -> str:
 
 
 def split_remote(url: str) -> tuple[str, str]:
-    """Splits `gs://bucket/a/b` into ("bucket", "a/b"). Raises BadInput."""
+    """Splits `gs://bucket/a/b` into ("bucket", "a/b"); the name may be "". Raises BadInput without a bucket."""
     bucket, _, name = url.removeprefix(REMOTE).partition("/")
     if not bucket:
         raise BadInput(f"{url}: expected gs://bucket/name")

@@ -128,7 +128,7 @@ class HostProgress:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begun
 
     def finish_step(self, step: int) -> None:
-        """Records that `step` steps are done (the result of the last one was read), and the time."""
+        """Notes, for the line, that `step` steps are done (the result of the last one was read), and when."""
         self.figures = replace(self.figures, step=step)
         self._finished.append(self._now())
 

@@ -61,7 +61,7 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
 
 
 def encode(line: ProgressLine) -> str:
-    """Returns the line's JSON object on one line, without what is missing; a loss that is not finite is missing."""
+    """Returns the line as JSON on one line, without fields that are 0, empty or None, or a loss that is not finite."""
     values = {name: value for name, value in asdict(line).items() if value or name == "step"}
     if line.loss is not None and not math.isfinite(line.loss):
         del values["loss"]

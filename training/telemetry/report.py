@@ -351,7 +351,7 @@ def _render_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _read_json(folder: str, name: str, storage: Storage) -> dict[str, Any] | None:
-    """Returns the JSON object in the file `name` of a folder; None if there is no such file."""
+    """Returns the JSON object in a folder's file; None if there is none. Raises ValueError if it is not JSON."""
     try:
         document: dict[str, Any] = json.loads(storage.read(join(folder, name)))
     except NotFound:

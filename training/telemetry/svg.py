@@ -75,7 +75,7 @@ def line_chart(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
 
 
 def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int) -> str:
-    """Draws one bar, divided in proportion to the amounts (seconds), with a legend. `width` is in pixels."""
+    """Draws a bar of `width` pixels, divided by the amounts (seconds), with a legend; an empty chart if all are 0."""
     total = sum(amount for _, amount in amounts)
     if total <= 0:
         return _empty_chart(title, width)

@@ -22,7 +22,8 @@ MOST_WAITING = 10_000  # lines in memory: hours of training, in 3 MB
 
 
 def join_thread(thread: Thread, seconds: float, is_hurried: Callable[[], bool], clock: Callable[[], float]) -> bool:
-    """Waits `seconds` for a thread, at most HURRIED_SECONDS once `is_hurried`. Returns whether the thread has ended."""
+    """Waits at most `seconds` for a thread, and at most HURRIED_SECONDS once `is_hurried` returns True: the machine is
+    being taken away. Returns whether the thread has ended."""
     deadline = clock() + seconds
     was_hurried = False
     while thread.is_alive() and clock() < deadline:
