@@ -60,7 +60,8 @@ def read(url: str, rows: str = "packed") -> Tokenizer:
 
 
 def _end_of_text(url: str) -> str | None:
-    """Returns the eos_token of a folder's tokenizer_config.json; None without one."""
+    """Returns the eos_token of a folder's tokenizer_config.json; None without one. Raises ValueError or AttributeError
+    if that is no JSON object, and StorageError."""
     try:
         token = json.loads(storage.read(storage.join(url, CONFIG))).get("eos_token")
     except storage.NotFound:
@@ -165,7 +166,7 @@ class PairEncoder:
 
 
 def library() -> Any:
-    """Imports the `tokenizers` package. Raises BadInput if it is missing."""
+    """Imports and returns the `tokenizers` package. Raises BadInput if it is missing."""
     try:
         import tokenizers
     except ImportError:

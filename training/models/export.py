@@ -43,9 +43,9 @@ def write_model_folder(
     run: TrainerConfig | None = None,
     merge: bool = False,
 ) -> None:
-    """Writes a model folder. `weights`, `snapshot_state`: of Backend; tensors of the optimizer are left out. `config`:
-    values of config.json. `tokenizer`: a folder, of which only `TOKENIZER_FILES` are copied. If `run` has LoRA and a
-    starting model, writes its two files, or with `lora.merge` or `merge` the merged model."""
+    """Writes a model folder. `weights`, `snapshot_state`: of Backend, whose copy it waits for; tensors of the optimizer
+    are left out. `config`: values of config.json. `tokenizer`: a folder, of which only `TOKENIZER_FILES` are copied. If
+    `run` has LoRA and a starting model, writes peft's two files, or with `lora.merge` or `merge` the merged model."""
     tokenizer = tokenizer_folder(tokenizer)
     for name in TOKENIZER_FILES:
         if storage.stat(join(tokenizer, name)):
@@ -70,8 +70,8 @@ def write_model_folder(
 
 def export_checkpoint(run: str, out: str, step: int | None = None, *, merge: bool = False) -> int:
     """Writes the model of a run's checkpoint, the newest unless `step` is given, to the folder `out`; with `merge`, a
-    whole model also of a run with LoRA. Returns its step. Raises BadInput if the checkpoint or the tokenizer is absent
-    or damaged."""
+    whole model also of a run with LoRA. Returns its step. Raises BadInput if checkpoint or tokenizer are absent or
+    damaged; StorageError."""
     place, steps = find_checkpoints(run)
     chosen = choose_step(place, steps, step)
 
@@ -141,7 +141,7 @@ def _write_adapter(
 def _merge_additions(
     lora: Lora, weights: Mapping[str, TensorSpec], buffers: Mapping[str, memoryview], copy: Copy
 ) -> None:
-    """Adds each layer's low-rank product to its weight in `buffers`. `weights`: of the whole network."""
+    """Adds each layer's low-rank product, read by `copy`, to its weight in `buffers`. `weights`: of all tensors."""
     turned = _are_turned(weights)
     for layer in sorted(name.removesuffix(_A) for name in weights if name.endswith(_A)):
         parts = {layer + end: bytearray(weights[layer + end].size) for end in (_A, _B)}
@@ -161,7 +161,7 @@ def _are_turned(weights: Mapping[str, TensorSpec]) -> bool:
 
 
 def _shortest(layers: set[str], weights: Mapping[str, TensorSpec]) -> list[str]:
-    """Returns the last parts of the layers' names, or whole names where another matrix has the same last part."""
+    """Returns, sorted, the last parts of the layers' names; their whole names if another matrix has one of these."""
     ends = {layer.rpartition(".")[2] for layer in layers}
     matrices = {name.removesuffix(".weight") for name, spec in weights.items() if len(spec.shape) == 2}
     others = [name for name in matrices - layers if not name.endswith((".lora_A", ".lora_B"))]

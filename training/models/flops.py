@@ -78,5 +78,5 @@ def peak_flops(accelerator_type: str | None, device_kind: str) -> float | None:
 
 
 def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
-    """Returns the share of the peak (FLOP/s) that was used, between 0 and 1; None without a known peak or model."""
+    """Returns the share of `peak`, in FLOP/s, that `flops` in `seconds` are, 0 to 1; None if one is unknown or 0."""
     return round(flops / seconds / peak, 4) if peak and flops and seconds > 0 else None

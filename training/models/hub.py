@@ -40,7 +40,8 @@ def push_model(
 ) -> tuple[int, str]:
     """Uploads the model of a run's checkpoint, the newest unless `step` is given, and a README.md if the repository has
     none. `repository`, ORGANISATION/NAME, is created if it does not exist, `private` or not. Returns the step and the
-    URL of the commit. Raises BadInput without a token or such a checkpoint, and TrainError if the Hub refuses."""
+    URL of the commit. Raises BadInput without a token or such a checkpoint; TrainError if the Hub refuses, or fails
+    twice."""
     token = os.environ.get(TOKEN)
     if not token:
         raise BadInput(
@@ -72,7 +73,7 @@ def push_model(
 
 
 def last_figures(run: str, step: int) -> dict[str, float]:
-    """Returns the figures of the run's last evaluation up to `step`; {} without one."""
+    """Returns name, without "eval_", -> finite figure of the run's last evaluation up to `step`; {} without one."""
     figures: dict[str, float] = {}
     for line in read_history(run):
         own = {name.removeprefix("eval_"): value for name, value in line.items() if name.startswith("eval_")}

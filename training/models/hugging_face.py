@@ -92,8 +92,8 @@ def is_of_head(name: str, base: str) -> bool:
 
 
 def dropout_rates(values: Mapping[str, object], rate: float | None) -> dict[str, float]:
-    """Returns the names of dropout rates of a network with this configuration, each with `rate`; {} for None, which
-    keeps the network's own."""
+    """Returns the names of dropout rates of a network with this configuration, and "classifier_dropout", each with
+    `rate`; {} for None, which keeps the network's own."""
     # Decoders' classifiers of words drop 0.1 by this name, which their configurations lack.
     names = {"classifier_dropout", *(name for name in DROPOUT_RATES if name in values)}
     return {} if rate is None else dict.fromkeys(sorted(names), rate)
@@ -174,7 +174,8 @@ def _prefix(values: Mapping[str, Any], path: str | None) -> str:
 
 
 def _with_fresh_head(values: dict[str, Any], needs: ModelRequirements, model: Model) -> dict[str, Any]:
-    """Returns `values` with the architecture, labels and problem type of a head. Raises as `_prefix`."""
+    """Returns `values` with the architecture, labels (None: one number) and problem type of the needed head. Raises
+    BadInput if nothing tells how names of the family's networks begin."""
     names = ("LABEL_0",) if needs.labels is None else needs.labels  # one number a text has transformers' default name
     own = {
         "architectures": [f"{_prefix(values, model.path)}{needs.head.network}"],
@@ -186,7 +187,7 @@ def _with_fresh_head(values: dict[str, Any], needs: ModelRequirements, model: Mo
 
 
 def _named_config(model: Model, needs: ModelRequirements, dropout: float | None) -> dict[str, Any]:
-    """Returns the values of config.json for the BERT or RoBERTa of the section's name and sizes."""
+    """Returns the values of config.json for the masked-LM BERT or RoBERTa of the section's name and sizes."""
     dropout = DROPOUT if dropout is None else dropout
     hidden, layers, heads, intermediate, positions = model.shape
     common = {
@@ -216,7 +217,7 @@ def has_weights(folder: str) -> bool:
 
 
 def usable_positions(family: str, positions: int | None, pad: int) -> int | None:
-    """Returns how many tokens a row of a network can have; None for any number."""
+    """Returns how many tokens a row can have: `positions` of config.json, less pad + 1 in some families; None: any."""
     return positions and positions - (pad + 1 if family in POSITIONS_AFTER_PAD else 0)
 
 
@@ -244,8 +245,8 @@ def check_capacity(network_config: Any, requirements: ModelRequirements) -> None
 
 @contextlib.contextmanager
 def local_copy(folder: str) -> Iterator[str]:
-    """Yields a local model folder: `folder` itself, or a copy of the `MODEL_FILES` of one in a bucket, deleted after
-    the block."""
+    """Yields a local model folder: `folder`, the Hub's cache, to which it downloads a name on the Hub, or a copy of a
+    bucket's `MODEL_FILES`, deleted after the block. Raises BadInput, StorageError."""
     folder = model_folder(folder)
     if not storage.is_remote(folder):
         yield folder

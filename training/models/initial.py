@@ -32,7 +32,7 @@ def initial_weight(
     pad: int | None = None,
 ) -> npt.NDArray[np.float32]:
     """Returns the fp32 initial value of the parameter with PyTorch's `name` and `shape`: 0 for a bias, 1 for a norm,
-    else normal with standard deviation `deviation`, and 0 for the embedding of the padding token, number `pad`."""
+    else normal with standard deviation `deviation`, and 0 for the embedding of token `pad` (None: no token's)."""
     if name.rpartition(".")[2] == "bias":
         return np.zeros(shape, np.float32)
     if len(shape) == 1:  # of a norm

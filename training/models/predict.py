@@ -36,7 +36,7 @@ def pipeline_of(folder: str) -> str:
 
 
 def go_on(folder: str, text: str, tokens: int = 40) -> str:
-    """Returns `text` with at most so many further tokens, each the most probable one."""
+    """Returns `text` and at most `tokens` more tokens, each the most probable one. Does not look for weights."""
     with local_copy(folder) as local_folder:
         generated = open_pipeline("text-generation", local_folder)(text, max_new_tokens=tokens, do_sample=False)
         return str(generated[0]["generated_text"])

@@ -47,6 +47,7 @@ class LabelledRows(Task):
 
     @classmethod
     def empty_batch(cls, config: TrainerConfig, rows: int, length: int, labels: int = 0) -> Arrays:
+        """Returns zeros as `Task.empty_batch`: a label for each row, row and one of `labels`, or token."""
         kind = TASKS[config.task].rows
         of_tokens, of_sets = kind == "token-labelled", kind == "set-labelled"
         shape = (rows, length) if of_tokens else (rows, labels) if of_sets else (rows,)
@@ -62,6 +63,7 @@ class LabelledRows(Task):
         """Raises BadInput for a label that the task can't have."""
 
     def host_batch(self, dataset: Dataset, batch: LabelledBatch) -> HostBatch:
+        """Returns what a step takes of a batch. Raises BadInput for a label that the task can't have."""
         self.check_batch(dataset, batch)
         return super().host_batch(dataset, batch)
 
@@ -79,8 +81,8 @@ class Classification(LabelledRows):
     labels: tuple[str, ...]
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
-        """Opens the data. Raises BadInput also for too few labels, a class weight of an unknown one, or an evaluation
-        set with other labels."""
+        """Opens the data. Raises BadInput also for too few labels, a class weight of an unknown one, or other labels in
+        the evaluation set."""
         super().__init__(config, cluster)
         self.labels = tuple(self.data.train.manifest.labels)
         if len(self.labels) < self.least_labels:
@@ -114,10 +116,12 @@ class Classification(LabelledRows):
         return replace(found, arrays={**found.arrays, "weights": weights})
 
     def figures(self, total: StepResult) -> dict[str, float]:
+        """Returns the loss, and of the confusion matrix the accuracy and the weighted F1."""
         confusion = np.array(self.confusion(total.counts))
         return {"loss": total.loss, "accuracy": accuracy(confusion), "weighted_f1": weighted_f1(confusion)}
 
     def confusion(self, counts: npt.NDArray[Any] | None) -> list[list[float]] | None:
+        """Returns `counts` as the rows (true classes) of the confusion matrix; None for None."""
         rows: list[list[float]] | None = None if counts is None else counts.reshape(len(self.labels), -1).tolist()
         return rows
 
@@ -126,6 +130,7 @@ class TokenClassification(Classification):
     """Classes of words. Only the first token of a word has a label; others, and special tokens, have weight 0."""
 
     def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
+        """Raises BadInput for a number that is no class, at tokens that have a label."""
         labels = np.where(batch.weights > 0, batch.labels, 0)
         check_labels(dataset.url, labels, batch.records, len(self.labels), self._config.task)
 
@@ -189,7 +194,7 @@ def check_labels(
     url: str, labels: npt.NDArray[Any], records: npt.NDArray[np.int64], classes: int, task: str = "classification"
 ) -> None:
     """Raises BadInput for a label that no class has: on a device it would be another row of the matrix, or nan.
-    `labels`: (rows,), or (rows, numbers)."""
+    `labels`: (rows,), or (rows, numbers); `url`, `records` and `task`: for the message."""
     for row, *place in np.argwhere((labels < 0) | (labels >= classes))[:1]:
         raise BadInput(
             f"{url}: record {records[row]} has label {labels[(row, *place)]}, and the dataset has {classes} labels, 0 "

@@ -32,7 +32,7 @@ class Task(ABC):
     labels: tuple[str, ...] | None = None  # names of the classes
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
-        """Opens the data, as `open_data`. Raises BadInput for anything that does not fit together."""
+        """Opens the data, as `open_data`, but not `source`. Raises BadInput for anything that does not fit together."""
         self._config = config
         self.data = open_data(config)
         self._slice = training_slice(config, self.data, cluster.worker, cluster.hosts)
@@ -59,13 +59,15 @@ class Task(ABC):
 
     def batches(self, start: int) -> Generator[HostBatch, None, None]:
         """Yields this host's rows of batch `start`, `start` + 1, ..., read ahead by a thread once the first is asked
-        for. Raises BadInput as `host_batch`. Close it in the end; that closes `source`."""
+        for. Raises BadInput for a label that the task can't have or a damaged shard, and StorageError. Close it in the
+        end; that closes `source`."""
         with contextlib.closing(self.source):
             depth = self._config.train.prefetch
             yield from prefetch(lambda number: self.training_batch(self.source.batch(number)), start, depth)
 
     def evaluation_batches(self) -> Iterator[HostBatch]:
-        """Yields this host's rows of the whole evaluation set, each record once and the same each time."""
+        """Yields this host's rows of the whole evaluation set (only if there is one), each record once and the same
+        each time; rows of weight 0 complete batches. Raises BadInput, StorageError."""
         assert self.data.evaluation is not None
         batches = self.evaluation_of(self.data.evaluation, evaluation_slice(self._config, self._slice))
         return map(partial(self.host_batch, self.data.evaluation), batches)
@@ -130,7 +132,7 @@ class RunData:
 
 def open_data(config: TrainerConfig) -> RunData:
     """Reads manifests and the tokenizer, and lists the evaluation set's shards: a missing one is found before the first
-    step, not at the first evaluation. Raises BadInput for anything that does not fit together."""
+    step, not at the first evaluation. Raises BadInput for anything that does not fit together, and StorageError."""
     rows = TASKS[config.task].rows
     tokenizer = tokenizers.read(config.data.tokenizer, rows)
 

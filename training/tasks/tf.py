@@ -34,7 +34,7 @@ def evaluation_rows(config: TrainerConfig, host_slice: HostSlice, data: RunData)
 
 
 def masked_lm(network: Any, batch: Mapping[str, Any], training: bool) -> tuple[Any, None]:
-    """Returns the sums at the masked positions, the only ones at which the head is computed; and None."""
+    """Returns (3,), sums of loss, weights and hits at masked positions, where alone the head is computed; and None."""
     ids = batch["input_ids"]  # (rows, sequence)
     body = getattr(network, network.base_model_prefix)
     hidden = body(input_ids=ids, attention_mask=tf.ones_like(ids), training=training)[0]  # (rows, sequence, width)
@@ -46,7 +46,8 @@ def masked_lm(network: Any, batch: Mapping[str, Any], training: bool) -> tuple[A
 
 
 def classification(network: Any, batch: Mapping[str, Any], training: bool) -> tuple[Any, Any]:
-    """Returns the sums over rows, or tokens; and the confusion matrix of weights, (true class, predicted class)."""
+    """Returns (3,), sums of loss, weights and hits (training.batch.SUMS) over rows or tokens; and the confusion matrix
+    of weights, (true class, predicted class)."""
     logits, labels = logits_of(network, batch, training), batch["labels"]
     if logits.shape.rank > 2:  # (rows, tokens, labels)
         logits, labels = tf.reshape(logits, [-1, logits.shape[-1]]), tf.reshape(tf.maximum(labels, 0), [-1])
@@ -58,7 +59,8 @@ def classification(network: Any, batch: Mapping[str, Any], training: bool) -> tu
 
 
 def multi_label(network: Any, batch: Mapping[str, Any], training: bool) -> tuple[Any, Any]:
-    """Returns the sums over rows and labels; and (3,), the totals of training.tasks.labels.MultiLabel."""
+    """Returns (3,), sums of loss, weights, hits over rows and labels; and (3,), the totals of
+    tasks.labels.MultiLabel."""
     logits = tf.cast(logits_of(network, batch, training), tf.float32)  # (rows, labels)
     labels, weights = tf.cast(batch["labels"], tf.float32), batch["weights"][:, None]  # (rows, labels), (rows, 1)
     losses = tf.nn.sigmoid_cross_entropy_with_logits(labels, logits)

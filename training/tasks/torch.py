@@ -18,7 +18,8 @@ _WHOLE_LOGITS = 1 << 27
 
 
 def masked_lm(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
-    """Returns the sums at the masked positions, the only ones at which the head is computed; and None."""
+    """Returns (3,), sums of loss, weights and hits (training.batch.SUMS) at masked positions; and None. Computes the
+    head there alone, unless the network `applies_whole_head`."""
     ids = batch["input_ids"].long()  # (rows, sequence)
     # Rows have no padding. Without any mask the model would look for some, which costs a device-to-host round trip each
     # step.
@@ -37,9 +38,9 @@ def masked_lm(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
 
 
 def causal_lm(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
-    """Returns the sums over all tokens; and None. Computes a large number of logits in pieces of a row, one after the
-    other. Without an attention mask, transformers takes positions that begin again as borders of documents, and adds
-    them to the causal mask; `check_borders` of training.models.torch.network proves it for a network."""
+    """Returns (3,), sums of loss, weights and hits over all tokens; and None. If it `has_plain_head`, computes a large
+    number of logits in pieces of rows, one after the other. Without an attention mask, transformers takes positions
+    that begin again as borders of documents, and adds them to the causal mask: `network.check_borders` tests it."""
     rows = {
         "input_ids": batch["input_ids"].long(), "position_ids": batch["position_ids"].long(), "use_cache": False,
     }  # fmt: skip
@@ -90,7 +91,8 @@ class _Pieces(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
 
 
 def classification(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the sums over rows, or tokens; and the confusion matrix of weights, (true class, predicted class)."""
+    """Returns (3,), sums of loss, weights and hits (training.batch.SUMS) over rows or tokens; and the confusion matrix
+    of weights, (true class, predicted class)."""
     logits, labels = logits_of(network, batch), batch["labels"].long()
     if logits.ndim > 2:  # (rows, tokens, labels)
         logits, labels = logits.flatten(0, 1), labels.clamp(min=0).flatten()
@@ -104,7 +106,8 @@ def classification(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tens
 
 
 def multi_label(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns the sums over rows and labels; and (3,), the totals of training.tasks.labels.MultiLabel."""
+    """Returns (3,), sums of loss, weights, hits over rows and labels; and (3,), the totals of
+    tasks.labels.MultiLabel."""
     logits, labels = logits_of(network, batch), batch["labels"].float()  # (rows, labels) each
     weights = batch["weights"].unsqueeze(1).expand_as(labels)  # (rows, labels)
     losses = functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
@@ -145,7 +148,7 @@ def cross_entropy_sums(network: Any, logits: Tensor, labels: Tensor, weights: Te
 
 
 def first_largest(logits: Tensor) -> Tensor:
-    """Returns `argmax` over the last axis; torch's own takes the TPU compiler 8 s longer."""
+    """Returns `argmax` over the last axis, int32; torch's own takes the TPU compiler 8 s longer."""
     places = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     is_largest = logits == logits.amax(-1, keepdim=True)
     return torch.where(is_largest, places, torch.full_like(places, logits.shape[-1])).amin(-1)

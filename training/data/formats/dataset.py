@@ -84,7 +84,7 @@ class Feature(_Strict):
     shape: list[Literal["length"] | Annotated[int, Field(ge=1, le=1 << 20)]] = Field(max_length=1)
 
     def count(self, length: int) -> int:
-        """Returns how many numbers a record of `length` tokens has."""
+        """Returns how many numbers of this feature a record of `length` tokens has."""
         return next((length if size == "length" else size for size in self.shape), 1)
 
 
@@ -139,6 +139,7 @@ class Dataset:
         return {length: count for length, count in sorted(counts.items()) if count}
 
     def shard_url(self, shard: Shard) -> str:
+        """Returns the URL of a shard: in the folder of another dataset if it lies there, as in a mixture."""
         return storage.join(shard.folder or self.url, shard.name)
 
     @property
@@ -152,8 +153,8 @@ class Dataset:
     def require(
         self, *, rows: str | None = None, tokenizer_hash: str | None = None, sequence_length: int | None = None
     ) -> None:
-        """Raises BadInput unless the dataset has records and fits the given values. None is not checked; a dataset
-        whose tokenizer is unknown fits every hash."""
+        """Raises BadInput unless the dataset has records, the given kind of rows, tokenizer hash and length of the
+        longest row. None is not checked; a dataset whose tokenizer is unknown fits every hash."""
         manifest = self.manifest
         if rows is not None and manifest.rows != rows:
             raise BadInput(
@@ -251,8 +252,9 @@ def _inconsistency(manifest: DatasetManifest) -> str | None:
 
 
 def find_shards(dataset: Dataset) -> Mapping[str, Stat]:
-    """Lists the folders and returns the URL of each shard -> its state in storage. Raises BadInput for a shard that is
-    missing, truncated, empty or replaced: compares sizes, and on gs:// also the CRC-32C, which the listing contains."""
+    """Lists the folders of a dataset's shards and returns each shard's URL -> its state in storage. Raises
+    StorageError, and BadInput for a shard that is missing, truncated, empty or replaced: compares sizes, and on gs://
+    also the CRC-32C, which the listing contains."""
     folders = {shard.folder or dataset.url for shard in dataset.shards}
     stats = {
         storage.join(folder, storage.name_of(stat.url)): stat for folder in folders for stat in storage.listing(folder)
@@ -272,7 +274,8 @@ def find_shards(dataset: Dataset) -> Mapping[str, Stat]:
 
 
 def tokenizer_hash(content: bytes) -> str:
-    """Returns the SHA-256 of a tokenizer.json without its truncation and padding, which `save_pretrained` may add."""
+    """Returns the SHA-256, in hex, of a tokenizer.json without its truncation and padding, which `save_pretrained` may
+    add. Raises ValueError, AttributeError or RecursionError if it is no JSON object."""
     parsed = {key: value for key, value in json.loads(content.decode()).items() if key not in ("truncation", "padding")}
     return hashlib.sha256(json.dumps(parsed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -283,8 +286,8 @@ def _hash(body: Mapping[str, Any]) -> str:
 
 
 def open_dataset(url: str) -> Dataset:
-    """Opens the dataset in a folder: by its dataset.json, or else as the public recipe's layout. Raises BadInput when
-    the folder holds no dataset or a damaged one, and StorageError."""
+    """Opens the dataset in a folder: by its dataset.json alone, whatever its shards, or else as the public recipe's
+    layout, which needs numpy. Raises BadInput when the folder holds no dataset or a damaged one; StorageError."""
     try:
         data = storage.read(storage.join(url, MANIFEST))
     except storage.NotFound as error:
@@ -319,7 +322,7 @@ def check_dataset(url: str, *, rows: str, tokenizer: str | None, sequence_length
 
 def _read_tokenizer_hash(tokenizer: str) -> str:
     """Returns the hash of the tokenizer.json in a folder (not a name on the Hub). Raises BadInput if that file is
-    missing or invalid."""
+    missing or invalid, and StorageError."""
     url = storage.join(tokenizer, "tokenizer.json")
     try:
         return tokenizer_hash(storage.read(url))

@@ -32,7 +32,7 @@ class NotAnExample(ValueError):
 
 
 def encode(features: Mapping[str, Feature]) -> bytes:
-    """Encodes an Example: bytes as a BytesList of one value, integers as an Int64List."""
+    """Encodes an Example, sorted by name: bytes as a BytesList of one value, integers as an Int64List."""
     entries = []
     for name in sorted(features):
         value = features[name]
@@ -45,7 +45,7 @@ def encode(features: Mapping[str, Feature]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Decoded]:
-    """Decodes the features of an Example: name -> values, [] for floats or no list. Raises NotAnExample."""
+    """Decodes an Example: name -> list of bytes, or (n,) int64; [] for floats or no list. Raises NotAnExample."""
     entries = [
         entry
         for number, wire, features, _ in read_fields(data)
@@ -120,8 +120,7 @@ def _feature(data: bytes) -> Decoded | None:
 
 
 def read_fields(data: bytes) -> list[tuple[int, int, bytes, int]]:
-    """Returns the fields of a protobuf message: number, wire type, payload, and value of a varint (else 0). Raises
-    NotAnExample."""
+    """Returns a message's fields: number, wire type, payload, value of a varint (else 0). Raises NotAnExample."""
     fields = []
     start, end = 0, len(data)
     while start < end:

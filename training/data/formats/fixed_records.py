@@ -57,7 +57,7 @@ def record_layout(features: Mapping[str, Feature], length: int) -> RecordLayout:
 
 
 def encode_records(layout: RecordLayout, values: Mapping[str, npt.NDArray[np.generic]]) -> bytes:
-    """Encodes rows as records of a shard. values: feature -> (n, length), or (n,) for one number per record."""
+    """Encodes rows as records of a shard. values: feature -> (n, count), or (n,) for one number per record."""
     count = len(next(iter(values.values())))
     rows = np.empty((count, layout.size), np.uint8)  # (n, size)
     rows[:, : -tfrecord.FOOTER] = np.frombuffer(layout.template, np.uint8)

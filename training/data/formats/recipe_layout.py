@@ -48,9 +48,9 @@ def encode_shard(rows: npt.NDArray[np.integer]) -> bytes:
 
 
 def open_folder(url: str) -> Dataset | None:
-    """Opens the dataset in a folder without a manifest; None if no file has the name of a recipe's shard. Reads the
-    first record, and the ends of local shards. Raises BadInput for several datasets, no records, or a first record
-    without ids."""
+    """Opens the dataset in a folder without a manifest; None if no file has the name of a recipe's shard. Its manifest
+    says no tokenizer (hash UNKNOWN, vocabulary 1). Reads the first record, and the ends of local shards. Raises
+    StorageError, and BadInput for several datasets, no records, or a first record that is damaged or has no ids."""
     stats = [(NAME.match(storage.name_of(stat.url)), stat) for stat in storage.listing(url)]
     named = sorted(
         ((match, stat) for match, stat in stats if match), key=lambda pair: (pair[0]["name"], int(pair[0]["number"]))

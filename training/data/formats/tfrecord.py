@@ -64,7 +64,7 @@ def join(records: Iterable[bytes]) -> bytes:
 
 def walk(data: bytes, shard: str, *, first: int = 0, offset: int = 0) -> Iterator[tuple[int, bytes]]:
     """Yields (byte offset of the frame, payload) of every record of `data`, which starts at byte `offset` of the shard
-    with record number `first`. Raises Corrupt at the first bad header or payload."""
+    with record number `first`. Raises Corrupt, which names `shard`, at the first bad header or payload."""
     position, number = 0, first
     while position < len(data):
         end = _end(data, position, shard, number, offset)

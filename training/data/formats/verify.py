@@ -22,9 +22,9 @@ PIECE_BYTES = 8 << 20
 
 
 def problems(dataset: Dataset, vocabulary: int | None = None) -> Iterator[str]:
-    """Reads all shards and yields a line for each problem, also for a shard that is missing or not in the manifest.
-    Ids of `vocabulary` or more are a problem; the default is the manifest's, and no limit in the recipe's
-    layout. Raises BadInput for a mixture."""
+    """Reads all shards and yields a line for each problem, also for a shard that is missing, can't be read, or is not
+    in the manifest. Ids of `vocabulary` or more are a problem; the default is the manifest's, and no limit in the
+    recipe's layout. Raises BadInput for a mixture, and StorageError if the folder can't be listed."""
     if any(shard.folder for shard in dataset.shards):
         raise BadInput(f"{dataset.url} is a mixture: verify its parts, which `tpu-train dataset show` names")
     stats = {storage.name_of(stat.url): stat for stat in storage.listing(dataset.url)}

@@ -42,9 +42,9 @@ class PackedBatches(Generic[B]):
     """Endless training batches. Thread-safe; `close` ends its threads."""
 
     def __init__(self, dataset: Dataset, host_slice: HostSlice, seed: int, rows: Rows, convert: Convert[B]) -> None:
-        """Checks every shard with one listing and starts the reader's threads; reads no record yet. Raises BadInput
-        when rows are of another kind, hosts can't share a batch, the tokenizer has too few ids, or a shard is not the
-        manifest's."""
+        """Checks every shard with one listing and starts the reader's threads; reads no record yet. `convert` makes a
+        batch of what `Reader.rows` returns. Raises StorageError, and BadInput unless the dataset's rows are of the kind
+        `rows`, hosts can share a batch, the tokenizer has its ids, and its shards are the manifest's."""
         source = _open(dataset, host_slice, rows)
         self._batch_size, self._convert = host_slice.global_batch_size, convert
         self._reader = training_reader(source, host_slice, seed, _threads(dataset))
@@ -85,8 +85,8 @@ def fill_rows(batch: B, rows: int, fillers: Mapping[str, Any]) -> B:
 
 
 def _open(dataset: Dataset, host_slice: HostSlice, rows: Rows) -> RecordSource:
-    """Opens the dataset's record source. Raises BadInput when its rows are of another kind, hosts can't share a batch,
-    or its manifest has more ids than the given tokenizer."""
+    """Opens the dataset's record source. Raises as `open_source`, and BadInput when its rows are of another kind, hosts
+    can't share a batch, or its manifest has more ids than the given tokenizer."""
     dataset.require(rows=rows)
     host_slice.rows()
     vocabulary = host_slice.tokenizer.vocabulary
@@ -99,8 +99,8 @@ def _open(dataset: Dataset, host_slice: HostSlice, rows: Rows) -> RecordSource:
 
 
 def _threads(dataset: Dataset) -> int:
-    """Returns how many threads read a dataset, or twice as many as read each length bucket: more from Cloud Storage
-    than from a disk."""
+    """Returns how many threads read a dataset: more from Cloud Storage than from a disk. A length bucket is read by
+    half as many."""
     return 16 if storage.is_remote(dataset.url) else 2
 
 
@@ -119,20 +119,20 @@ class MlmBatches(PackedBatches[MlmBatch]):
     """Endless training batches. Thread-safe; `close` ends its threads."""
 
     def __init__(self, dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int) -> None:
-        """Checks the shards and starts threads as `PackedBatches`; `seed` decides the order and the masks."""
+        """Checks shards, starts threads and raises as `PackedBatches`; `seed` decides the order and the masks."""
         masker = Masker(masking, host_slice.tokenizer, seed)
         super().__init__(dataset, host_slice, seed, "packed", partial(_mask, masker, None))
 
 
 def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int = 0) -> Iterator[MlmBatch]:
     """Yields this host's rows of each batch of one pass in record order, the last one filled with rows of weight 0.
-    `seed` and the record alone decide the masks, so that runs can be compared."""
+    `seed` and the record alone decide the masks, so that runs can be compared. Raises BadInput, StorageError."""
     masker = Masker(masking, host_slice.tokenizer, seed)
     return packed_evaluation(dataset, host_slice, "packed", partial(_mask, masker, EVALUATION_EPOCH))
 
 
 def _mask(masker: Masker, epoch: int | None, epochs: Ints, records: Ints, arrays: Arrays) -> MlmBatch:
-    """Masks packed rows, as of `epoch` if it is given; another epoch gives other masks."""
+    """Masks packed rows, as of `epoch`, or else of each row's own in `epochs`; other epochs give other masks."""
     masked = masker(arrays["input_ids"].astype(np.int32), epochs if epoch is None else epoch, records)
     return MlmBatch(**vars(masked), records=records, replaced=arrays[REPLACED][:, 0])
 
@@ -160,7 +160,8 @@ class DocumentBatches(PackedBatches[DocumentBatch]):
 
 
 def document_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[DocumentBatch]:
-    """Yields this host's rows of each batch of one pass in record order; rows of weight 0 fill the last one."""
+    """Yields this host's rows of each batch of one pass in record order; rows of weight 0 fill the last one. Raises
+    BadInput, StorageError."""
     return packed_evaluation(dataset, host_slice, "documents", follow)
 
 
@@ -217,7 +218,7 @@ class JoinedLengths:
         return self.sources[-1].empty(count)
 
     def read(self, first: int, last: int, block: int) -> Arrays:
-        """Reads records [first, last) as `RecordSource.read`; those of another row length replace no bad ones."""
+        """Reads records [first, last) as `RecordSource.read`; only one of the same row length replaces a bad one."""
         if len(self.sources) == 1:
             return self.sources[0].read(first, last, block)
         arrays, start = self.empty(last - first), 0  # (n, length) and (n, 1); first record of the source
@@ -239,7 +240,7 @@ class LabelledBatches:
 
     def __init__(self, dataset: Dataset, host_slice: HostSlice, seed: int) -> None:
         """Checks every shard with one listing per length and starts each bucket's reader threads; reads no record yet.
-        Raises BadInput when rows have no labels, hosts can't share a batch, or a shard is missing or not the
+        Raises StorageError, and BadInput when rows have no labels, hosts can't share a batch, or a shard is not the
         manifest's."""
         dataset.require_labels()
         host_slice.rows()  # raises before any shard is listed
@@ -285,7 +286,7 @@ def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[Lab
 
 def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[JoinedLengths]:
     """Opens the length buckets, ascending; each has enough records for a global batch, if the dataset has. Raises
-    BadInput for a missing shard or one that is not the manifest's."""
+    BadInput for a missing shard or one that is not the manifest's, and StorageError."""
 
     def open_length(length: int) -> FixedShards:
         return FixedShards(

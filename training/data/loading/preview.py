@@ -81,8 +81,8 @@ def render(batch: MlmBatch, tokens: SpecialTokens, piece: Callable[[int], tuple[
 
 
 def render_documents(batch: DocumentBatch, count: int, piece: Callable[[int], tuple[str, str]]) -> Iterator[str]:
-    """Yields a heading and a paragraph for each of the first `count` rows, without their padding: tokens that no token
-    before predicts are dim. `piece` is the result of `pieces`."""
+    """Yields a heading and a paragraph for each of the first `count` rows, without padding and documents of one token:
+    tokens that no token before predicts are dim. `piece` is the result of `pieces`."""
     for row, record in enumerate(batch.records[:count]):
         text, learnt = "", 0
         for place, id in enumerate(batch.input_ids[row].tolist()):

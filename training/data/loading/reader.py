@@ -83,7 +83,8 @@ class Reader:
         )
 
     def close(self) -> None:
-        """Ends the threads after the requests that they have begun, without waiting; cancels the others."""
+        """Ends the threads after the requests that they have begun, without waiting. Cancels the others: `rows` that
+        waits for one raises CancelledError."""
         self._workers.close()
 
     def _window(self, epoch: int, number: int) -> _Window:
@@ -175,7 +176,7 @@ T = TypeVar("T")
 
 
 def training_reader(source: RecordSource, host_slice: HostSlice, seed: int, threads: int) -> Reader:
-    """Returns a reader of a host's rows in training order. Raises BadInput if hosts can't share a batch evenly."""
+    """Starts a reader of a host's rows in training order. Raises BadInput if hosts can't share a batch evenly."""
     batch = host_slice.global_batch_size
     order = training_order(source.records, source.record_bytes, seed=seed, batch=batch)
     return Reader(source, order, batch, *host_slice.rows(), threads=threads)
@@ -218,7 +219,8 @@ class DaemonPool:
             thread.start()
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Queues the function for a thread, which skips it if the future is cancelled, and returns its future."""
+        """Queues the function for a thread, which skips it if the future is cancelled, and returns its future. After
+        `close` no thread takes it, so the future never ends."""
         future = Future[T]()
 
         def task() -> None:

@@ -57,7 +57,7 @@ class HostSlice:
     on_corrupt: OnCorrupt = "stop"  # what to do about a damaged record
 
     def rows(self) -> tuple[int, int]:
-        """Returns this host's rows, [first, last), of each global batch. Raises BadInput if it is not divisible."""
+        """Returns this host's rows, [first, last), of each global batch. Raises BadInput if hosts can't share it."""
         assert 0 <= self.host < self.hosts
         if self.global_batch_size < 1 or self.global_batch_size % self.hosts:
             raise BadInput(
@@ -79,9 +79,9 @@ class RecordSource(Protocol):
         ...
 
     def read(self, first: int, last: int, block: int) -> Arrays:
-        """Reads records [first, last) and checks them. The column REPLACED marks those that replace bad ones, which
-        come from the same `block` records, if one of them is good. `first` is a multiple of `block`. Raises BadInput
-        for a damaged record (Corrupt) or a shard that has changed since it was listed; and StorageError."""
+        """Reads and checks records [first, last). The column REPLACED marks those that replace bad ones, from the same
+        `block` records if one of them is good. `first` is a multiple of `block`. Raises BadInput for a bad record
+        (Corrupt) that may not or can't be replaced, or a shard that changed since it was listed; and StorageError."""
         ...
 
 
@@ -90,7 +90,7 @@ class ShardSource(RecordSource, ABC):
 
     def __init__(self, dataset: Dataset, length: int, vocabulary: int, on_corrupt: OnCorrupt) -> None:
         """Checks every shard's size with one listing; reads no record yet. Only shards with rows of `length` tokens are
-        read; ids from `vocabulary` on are refused. Raises BadInput."""
+        read, where ids from `vocabulary` on are refused. Raises BadInput, StorageError."""
         self.dataset, self.length, self.vocabulary, self.on_corrupt = dataset, length, vocabulary, on_corrupt
         self.shards = [shard for shard in dataset.shards if shard.length == length and shard.records]
         self.stats = find_shards(dataset)  # by the shard's URL
@@ -99,9 +99,10 @@ class ShardSource(RecordSource, ABC):
 
     @abstractmethod
     def _load(self, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
-        """Reads the features of records [first, last), and the error of each bad row, 0 for `first`."""
+        """Returns the features of records [first, last), and the error of each bad one by its row, 0 for `first`."""
 
     def read(self, first: int, last: int, block: int) -> Arrays:
+        """Reads as `RecordSource.read`; replaces bad records only if `on_corrupt` is "skip"."""
         assert 0 <= first < last <= self.records
         return read_replacing(self._load, first, last, block=block, records=self.records, on_corrupt=self.on_corrupt)
 
@@ -111,8 +112,7 @@ class ShardSource(RecordSource, ABC):
         return self.shards[shard_number], record - self._starts[shard_number]
 
     def split_by_shard(self, first: int, last: int) -> Iterator[tuple[Shard, int, int]]:
-        """Yields (shard, first, last) for each shard that holds some of the records [first, last), by their numbers in
-        that shard."""
+        """Yields (shard, first, last), numbers of records in it, for each shard with some of records [first, last)."""
         while first < last:
             shard, number = self.locate(first)
             stop = min(shard.records, number + last - first)
@@ -123,7 +123,7 @@ class ShardSource(RecordSource, ABC):
         return self.dataset.shard_url(shard)
 
     def read_bytes(self, shard: Shard, start: int, end: int, record: int) -> bytes:
-        """Reads bytes [start, end) of a shard. Raises BadInput, with `record`, if it changed since it was listed."""
+        """Reads bytes [start, end) of a shard. Raises BadInput, naming `record`, if it changed since it was listed."""
         try:
             data = storage.read(self.url(shard), start, end, generation=self.stats[self.url(shard)].generation)
         except (storage.Changed, storage.NotFound) as error:
@@ -136,9 +136,9 @@ class ShardSource(RecordSource, ABC):
 
 
 def read_replacing(load: Load, first: int, last: int, *, block: int, records: int, on_corrupt: OnCorrupt) -> Arrays:
-    """Reads records [first, last) with REPLACED; if `on_corrupt` is "skip", replaces a bad one by a good one of the
-    same block, or of the next block that has one. `first` begins a block of `block` records; the source has `records`.
-    Raises BadInput when a record is bad, and `on_corrupt` is "stop" or no record is good."""
+    """Reads records [first, last) by `load`, and adds REPLACED; if `on_corrupt` is "skip", replaces a bad one by a good
+    one of the same block, or of the next block that has one. `first` begins a block of `block` records; the source has
+    `records`. Raises BadInput when a record is bad, and `on_corrupt` is "stop" or no record is good."""
     arrays, bad = load(first, last)
     if bad and on_corrupt == "stop":
         raise bad[min(bad)]
@@ -175,8 +175,9 @@ def _replace_bad(load: Load, rows: Arrays, bad: Mapping[int, BadInput], first: i
 
 
 def open_source(dataset: Dataset, *, vocabulary: int | None = None, on_corrupt: OnCorrupt = "stop") -> RecordSource:
-    """Opens the record source for a dataset's layout. `vocabulary`, `on_corrupt`: as for `FixedShards`, `RecipeShards`.
-    Raises BadInput when a shard is missing or is not the one that the manifest lists."""
+    """Opens the record source for a dataset's layout (of several row lengths only the longest); reads no record yet.
+    Reading refuses ids from `vocabulary` on (None: the manifest's, and no limit in the recipe's layout). Raises
+    BadInput when a shard is missing or is not the one that the manifest lists, and StorageError."""
     layout = RecipeShards if dataset.manifest.layout == "recipe" else FixedShards
     return layout(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
 
@@ -226,7 +227,7 @@ class FixedShards(ShardSource):
         )
 
     def _load(self, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
-        """Reads the features of records [first, last), and the error of each bad row, numbered from 0."""
+        """Returns the features of records [first, last), and the error of each bad one by its row, 0 for `first`."""
         size = self.record_bytes
         data = b"".join(
             self.read_bytes(shard, begin * size, end * size, begin)
@@ -256,7 +257,7 @@ _INDEX_LOCK = threading.Lock()
 
 
 class RecipeShards(ShardSource):
-    """The records of a folder in this layout."""
+    """The records of a folder in the public recipe's layout."""
 
     def __init__(self, dataset: Dataset, *, vocabulary: int | None = None, on_corrupt: OnCorrupt = "stop") -> None:
         """Checks the shards as `ShardSource`; raises BadInput. Without `vocabulary`, accepts ids up to 2**31 - 1."""
@@ -267,8 +268,8 @@ class RecipeShards(ShardSource):
         return {"input_ids": np.empty((count, self.length), np.int32), REPLACED: np.empty((count, 1), np.bool_)}
 
     def _load(self, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
-        """Reads the ids of records [first, last), and the error of each damaged one, 0 for `first`. Raises BadInput for
-        an intact record that does not fit the dataset."""
+        """Returns the ids of records [first, last), and the error of each damaged one by its row, 0 for `first`. Raises
+        BadInput for an intact record that does not fit the dataset."""
         rows = np.zeros((last - first, self.length), np.int32)  # (n, length)
         bad: dict[int, BadInput] = {}
         row = 0
@@ -302,8 +303,8 @@ class RecipeShards(ShardSource):
         return index.result()
 
     def _read_offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
-        """Reads `offsets` from the whole shard. Raises BadInput for a damaged header, also with `skip`, or another
-        number of records than in the shard's name."""
+        """Computes `offsets` from the whole shard. Raises BadInput for a damaged header, also if `on_corrupt` is
+        "skip", or another number of records than in the shard's name."""
         try:
             offsets = np.array(tfrecord.index(self.read_bytes(shard, 0, shard.bytes, 0), self.url(shard)), np.int64)
         except tfrecord.Corrupt as error:

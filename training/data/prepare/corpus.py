@@ -150,7 +150,7 @@ class Corpus:
             return datasets.load_dataset_builder(path, config or None), split or "train"
 
     def _streamed(self) -> Any:
-        """Returns a dataset of the `datasets` library, of which no row was read. Turns any failure into BadInput."""
+        """Returns a dataset of the `datasets` library, of which no row is read yet. Turns any failure into BadInput."""
         builder, split = self._builder
         with self._any_failure():
             return builder.as_streaming_dataset(split=split)
@@ -173,7 +173,7 @@ class Corpus:
 
 
 def text_of(row: Mapping[str, Any], field: str, place: str) -> str:
-    """Returns the text of the row at `place` (for messages). Raises BadInput when it has none."""
+    """Returns a row's text, without half surrogate pairs. `place`: for messages. Raises BadInput if it is no text."""
     if row.get(field) is None:
         raise BadInput(f"{place} has no {field!r}, it has: {', '.join(map(repr, row))}. Name the text with --field")
     text = row[field]
@@ -192,8 +192,8 @@ def replace_surrogates(text: str) -> str:
 
 
 def is_in_split(text: str, split: str, percent: float | None) -> bool:
-    """Returns whether a document is in a split. About `percent` of all documents are in the evaluation split, the
-    others in the training split; None: every document is in every split."""
+    """Returns whether a document is in a split, by its text alone. About `percent` of all documents are in the
+    evaluation split, the others in the training split; None: every document is in every split."""
     if percent is None:
         return True
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
@@ -277,8 +277,8 @@ def _labelled_words(place: str, text: list[list[str]], field: str, label: str) -
 
 
 def _table(url: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a .csv or .tsv file. Raises BadInput for a column named twice, or a row with more or fewer
-    columns."""
+    """Yields the rows of a .csv or .tsv file. Raises BadInput for a column named twice, a row with more or fewer
+    columns, or an open quotation mark. Until it ends, csv's limit for a cell is larger in the whole process."""
     tabs: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if url.endswith(".tsv") else {}
     reader = csv.DictReader((line + "\n" for line in lines(url)), **tabs)
     limit = csv.field_size_limit(_LONGEST_CELL)  # of the process; 131,072 by default
@@ -319,7 +319,7 @@ def _parquet(url: str, columns: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _paragraphs(text: Iterable[str]) -> Iterator[str]:
-    """Yields paragraphs: consecutive lines, joined; blank lines separate them."""
+    """Yields paragraphs: consecutive lines, joined by line ends; blank lines separate them."""
     for has_text, together in itertools.groupby(text, key=lambda line: bool(line.strip())):
         if has_text:
             yield "\n".join(together)

@@ -77,7 +77,7 @@ class WrittenDataset:
 
 
 def id_features(vocabulary: int) -> dict[str, Feature]:
-    """Returns the feature of rows of token ids."""
+    """Returns the feature of rows of token ids, input_ids, in the narrowest dtype for so many ids."""
     return {"input_ids": Feature(dtype=fixed_records.id_dtype(vocabulary), shape=["length"])}
 
 
@@ -92,8 +92,9 @@ def records_per_shard(length: int, vocabulary: int) -> int:
 
 
 def find_existing(url: str, plan: DatasetPlan, overwrite: bool) -> Dataset | None:
-    """Returns the dataset in a folder if it is the planned one; None if it has to be made, or continued. Raises
-    BadInput when the folder holds something else; with `overwrite`, deletes the files of another dataset instead."""
+    """Returns the dataset in a folder if it is the planned one, without a look at its shards; None if it has to be
+    made, or continued. Raises BadInput when the folder holds something else; with `overwrite`, deletes the files of
+    another dataset instead."""
     refuse = "use another --out, or --overwrite to replace it"
     try:
         dataset = load_manifest(storage.read(storage.join(url, MANIFEST)), url)
@@ -172,7 +173,7 @@ def begin_dataset(url: str, plan: DatasetPlan) -> list[Mark]:
 
 
 def write_mark(url: str, mark: Mark) -> None:
-    """Records the end of a written shard, so that another run continues after it."""
+    """Writes the end of a shard, written before, to `.preparing/` of the folder: another run continues after it."""
     value = {"number": mark.number, "shard": mark.shard.model_dump(), "document": mark.document, "tokens": mark.tokens}
     storage.write(storage.join(url, PREPARING, f"{mark.shard.name}.json"), json.dumps(value).encode())
 
@@ -190,8 +191,8 @@ def write_packed(url: str, plan: DatasetPlan, number: int, rows: Ids) -> Shard:
 def write_columns(
     url: str, plan: DatasetPlan, features: Mapping[str, Feature], name: str, columns: Mapping[str, npt.NDArray[Any]]
 ) -> Shard:
-    """Writes rows of the compact layout as shard <split>-<name> of the folder `url`. `columns`: feature -> (n, length)
-    or (n,); those that are no feature are left out. Raises BadInput for an id beyond the vocabulary."""
+    """Writes rows of the compact layout as <split>-<name>.tfrecord in the folder `url`. `columns`: feature -> (n,
+    count) or (n,); those that are no feature are left out. Raises BadInput for an id beyond the vocabulary."""
     ids = columns["input_ids"]
     _check_vocabulary(plan, ids)
     layout = fixed_records.record_layout(features, ids.shape[1])
@@ -210,7 +211,7 @@ def _check_vocabulary(plan: DatasetPlan, rows: Ids) -> None:
 
 
 def write_shard(url: str, name: str, length: int, records: int, data: bytes) -> Shard:
-    """Writes the bytes of a shard. Returns its entry in the manifest."""
+    """Writes the bytes of a shard to the file `name` of a folder. Returns the shard's entry in the manifest."""
     storage.write(storage.join(url, name), data)
     return Shard(name=name, length=length, records=records, bytes=len(data), crc32c=google_crc32c.value(data))
 
@@ -257,9 +258,10 @@ def parse_part(text: str) -> tuple[str, int]:
 
 
 def write_mixture(url: str, parts: Mapping[str, int]) -> Dataset:
-    """Writes and returns a mixture in the folder `url`; keeps one that is the same. `parts`: a dataset's folder -> how
-    often an epoch has each of its records. Raises BadInput if there are fewer than two, they differ in rows, features,
-    labels or tokenizers, have the public recipe's layout, or the folder holds another dataset; and StorageError."""
+    """Writes the dataset.json of a mixture, a list of its parts' shards, to the folder `url`; keeps one that is the
+    same. Returns the mixture. `parts`: a dataset's folder -> how often an epoch has each record. Raises BadInput if
+    there are fewer than two, they differ in rows, features, labels or tokenizers, have the public recipe's layout, or
+    the folder holds another dataset; and StorageError."""
     if len(parts) < 2:
         raise BadInput("a mixture has at least two different parts: give --part again")
     folders = [folder if storage.is_remote(folder) else os.path.abspath(folder) for folder in parts]

@@ -72,7 +72,7 @@ class LabelSets(ClassLabels):
         return [len(self.names)]
 
     def encode(self, label: Any, place: str) -> Any:
-        """Returns 1 for each class that the list names, else 0. Raises as `ClassLabels.encode`."""
+        """Returns a list: for each class 1 if the label names it, else 0. Raises as `ClassLabels.encode`."""
         numbers = {ClassLabels.encode(self, name, place) for name in label}
         return [number in numbers for number in range(len(self.names))]
 
@@ -114,7 +114,7 @@ LabelKind = ClassLabels | FloatLabels
 
 
 def default_lengths(longest: int) -> tuple[int, ...]:
-    """Returns the longest length, its half, and so on down to 16 (a shorter bucket is not worth a compilation)."""
+    """Returns, ascending, the longest length, its half, and so on down to 16 (less is not worth a compilation)."""
     lengths = [longest]
     while lengths[0] // 2 >= 16:
         lengths.insert(0, lengths[0] // 2)

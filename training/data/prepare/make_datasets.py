@@ -105,7 +105,8 @@ def _check(options: DatasetOptions) -> None:
 
 
 def _plan(options: DatasetOptions, split: str, tokenizer: Tokenizer, **more: Any) -> DatasetPlan:
-    """Returns the plan of a split; reads a local corpus for its fingerprint. `more`: keys of its origin."""
+    """Returns the plan of a split; reads a local corpus for its fingerprint. `more`: keys of its origin. Raises
+    BadInput, StorageError."""
     corpus, vocabulary = options.corpora[split], tokenizer.special.vocabulary
     return DatasetPlan(
         split=split,
@@ -132,7 +133,8 @@ def _make_unlabelled(
     encode: Encode,
     progress: Callable[[str, PackingProgress], None],
 ) -> WrittenDataset:
-    """Makes one split of packed rows, or of rows of whole documents or chats. Raises BadInput, StorageError."""
+    """Makes one split of packed rows, or of rows of whole documents or chats; continues an interrupted one, and returns
+    a complete one as it is. Calls `progress` with the split's URL after each shard. Raises BadInput, StorageError."""
     corpus = options.corpora[split]
     template = open_template(tokenizer.url) if options.chat else None
     origin: dict[str, Any] = {}
@@ -159,7 +161,8 @@ def _make_labelled(
     lengths: tuple[int, ...],
     labels: LabelKind,
 ) -> WrittenDataset:
-    """Makes one split of labelled rows. `encode`: for whole texts. Raises BadInput, StorageError."""
+    """Makes one split of labelled rows, or returns it if it is complete. `encode`: for single texts; pairs and words
+    have encoders of their own. Raises BadInput, StorageError."""
     corpus = options.corpora[split]
     origin = {"label": options.label, "labels": list(labels.names), "lengths": list(lengths)}
     if labels.is_list:
@@ -202,8 +205,8 @@ def parse_lengths(lengths: str | None, longest: int) -> tuple[int, ...]:
 
 
 def _labels(options: DatasetOptions) -> LabelKind:
-    """Returns how labels are stored. Takes the names of classes from --labels, else from the corpus's description, else
-    from all rows. Raises BadInput for impossible names, or --labels with a regression; StorageError."""
+    """Returns how labels are stored, and classes' names: from --labels, else the training corpus's description, else
+    all its rows, sorted. Raises BadInput for impossible names, or --labels with a regression; StorageError."""
     if options.task == "regression":
         if options.labels is not None:
             raise BadInput(

@@ -102,8 +102,8 @@ class _Stream:
         return sum(len(ids) for _, ids in self.batches)
 
     def take(self, count: int) -> tuple[Ids, int, int]:
-        """Removes and returns the next `count` ids; also returns, of the batch in which they end, the number of its
-        first document and how many of its ids are used now."""
+        """Removes and returns the next `count` units; also returns, of the batch in which they end, the number of its
+        first document and how many of its units are used now."""
         taken, missing = [], count
         for number, (document, ids) in enumerate(self.batches):
             part = ids[:missing]
@@ -295,7 +295,8 @@ class WholeChats(WholeDocuments):
         return [self._mark(*pair) for pair in zip(encodings, (spans for _, spans in rendered), strict=True)]
 
     def cut(self, document: Ids, length: int) -> list[Ids]:
-        """Returns the beginning of a chat that a row holds; [] if no answer is in it. Counts both, for `note`."""
+        """Returns a chat's beginning that fits a row; [] if no answer is in it. Counts cut and omitted ones, for
+        `note`."""
         self._cut += document.shape[1] > length
         kept = document[:, :length]
         self._dropped += not kept[1, 1:].any()
@@ -345,7 +346,8 @@ class WholeChats(WholeDocuments):
 
 
 def open_template(url: str) -> Any:
-    """Returns transformers' tokenizer of a folder. Raises BadInput without transformers or a chat template."""
+    """Returns transformers' tokenizer of a folder or a name on the Hub. Raises BadInput if it can't be had, or without
+    transformers or a chat template; and StorageError."""
     try:
         from transformers import AutoTokenizer
     except ImportError:

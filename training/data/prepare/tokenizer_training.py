@@ -35,7 +35,7 @@ RESERVED = re.compile("[\t\r\n\0▅]")  # characters with a meaning of their own
 def train_tokenizer(documents: Callable[[], Iterable[str]], vocabulary: int, algorithm: Algorithm) -> bytes:
     """Trains a tokenizer with at most `vocabulary` ids, special tokens included. Returns the content of tokenizer.json.
     `documents` is called to read the corpus, and must give the same documents each time. Raises BadInput when there is
-    no text, or its characters need more ids."""
+    no text, its characters need more ids, or `tokenizers` is not installed."""
     tokenizers = library()
     train = _train_unigram if algorithm == "unigram" else _train_wordpiece
     trained = train(tokenizers, vocabulary, documents)

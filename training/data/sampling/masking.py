@@ -53,10 +53,10 @@ class SpecialTokens:
 def special_tokens(
     tokenizer: Mapping[str, Any], url: str, rows: str = "packed", end: str | None = None
 ) -> SpecialTokens:
-    """Returns the special tokens in the parsed content of the tokenizer.json at `url`. Packed rows need a mask token,
-    rows of documents an end-of-text token (`end`, if the tokenizer's configuration names it), all others padding.
-    Raises BadInput without one of these; ValueError, KeyError, TypeError or AttributeError when it is not the content
-    of a tokenizer.json."""
+    """Returns the special tokens in the parsed content of the tokenizer.json at `url`. Rows of documents need an
+    end-of-text token (`end`, if the tokenizer's configuration names it), which is also the padding if there is no
+    other; packed rows a mask and a padding token; labelled rows padding. Raises BadInput without one of these;
+    ValueError, KeyError, TypeError or AttributeError when it is not the content of a tokenizer.json."""
     added = tokenizer.get("added_tokens", [])
     special = {token["content"]: token["id"] for token in added if token.get("special")}
     vocabulary = tokenizer["model"]["vocab"]

@@ -164,7 +164,7 @@ def _block_records(records: int, record_bytes: int, block_bytes: int) -> int:
 
 @lru_cache(maxsize=4)
 def block_permutation(seed: int, epoch: int, count: int) -> Ints:
-    """Returns the permutation of all blocks in an epoch, computed once for all its windows. (count,)"""
+    """Returns the permutation of all blocks in an epoch, read-only, computed once for all its windows. (count,)"""
     permuted: Ints = np.argsort(stream(seed, "blocks", epoch, count), kind="stable").astype(np.int64)
     permuted.setflags(write=False)
     return permuted
@@ -256,20 +256,20 @@ def batch_lengths(records_of_length: Mapping[int, int], at_least: int) -> tuple[
 
 
 def batch_of_step(records: tuple[int, ...], batch: int, seed: int, k: int) -> tuple[int, int]:
-    """Returns the bucket of step k, and the number of that bucket's batch. records: of each bucket."""
+    """Returns the bucket of step k, and which of that bucket's batches it takes, from 0. records: of each bucket."""
     epoch, index = epoch_of_step(records, batch, k)
     bucket = int(epoch_order(records, batch, seed, epoch)[index])
     return bucket, batches_before(records, batch, seed, epoch, index, bucket)
 
 
 def batches_before(records: tuple[int, ...], batch: int, seed: int, epoch: int, index: int, bucket: int) -> int:
-    """Counts the batches that a bucket has given before step number `index` of an epoch."""
+    """Counts all of a bucket's batches before step number `index` of `epoch`. records: of each bucket."""
     taken = epoch_order(records, batch, seed, epoch)[:index]
     return epoch * records[bucket] // batch + int(np.count_nonzero(taken == bucket))
 
 
 def epoch_of_step(records: tuple[int, ...], batch: int, k: int) -> tuple[int, int]:
-    """Returns the epoch of step k, and the step's index in it."""
+    """Returns the epoch of step k, and the step's index in it. records: of each bucket."""
     epoch = max(0, k * batch // sum(records) - 1)
     while _first_step(records, batch, epoch + 1) <= k:
         epoch += 1
@@ -288,5 +288,5 @@ def epoch_order(records: tuple[int, ...], batch: int, seed: int, epoch: int) -> 
 
 
 def _first_step(records: tuple[int, ...], batch: int, epoch: int) -> int:
-    """Returns the first step of an epoch."""
+    """Returns the first step of an epoch. records: of each bucket."""
     return sum(epoch * count // batch for count in records)

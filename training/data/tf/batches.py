@@ -41,7 +41,8 @@ CONCURRENT_BLOCKS = 16  # blocks read at a time
 
 
 def training_batches(source: TensorRecordSource, order: Order, host_slice: HostSlice, start: int) -> Any:
-    """Returns a tf.data dataset of this host's rows of batches from number `start` on: columns, `records`, `epoch`."""
+    """Returns an endless tf.data dataset of this host's rows of batches from number `start` on. An element has the
+    source's columns, `records` and `epoch`, (rows, ...) each."""
     first, last = host_slice.rows()
     batch_size = host_slice.global_batch_size
     rows = _read_rows(source, order, batch_size, first, last, start * batch_size)
@@ -49,8 +50,8 @@ def training_batches(source: TensorRecordSource, order: Order, host_slice: HostS
 
 
 def evaluation_batches(source: TensorRecordSource, host_slice: HostSlice) -> Any:
-    """Returns a tf.data dataset of this host's rows of one pass in record order. Filler rows, whose record is -1,
-    complete the last batch."""
+    """Returns a tf.data dataset of this host's rows of one pass in record order, with elements as of
+    `training_batches`. Filler rows, whose record is -1, complete the last batch."""
     (first, last), batch_size = host_slice.rows(), host_slice.global_batch_size
     order = evaluation_order(source.records, source.record_bytes)
     rows = _read_rows(source, order, batch_size, first, last, 0, epochs=1)
@@ -110,7 +111,8 @@ def _read_rows(
 
 def mlm_batches(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int, start: int = 0) -> Any:
     """Returns an endless tf.data dataset of this host's rows of the global batches from number `start` on, masked anew
-    in each epoch. Raises BadInput unless rows are packed and hosts can share a batch evenly."""
+    in each epoch. Raises BadInput unless rows are packed, hosts can share a batch evenly and shards are the manifest's.
+    Reading raises TensorFlow's errors, for `translate_errors`."""
     source = _open_source(dataset, host_slice)
     order = training_order(source.records, source.record_bytes, seed=seed, batch=host_slice.global_batch_size)
     mask_batch = partial(_mask_columns, epoch=None, seed=seed, masking=masking, tokens=host_slice.tokenizer)
@@ -135,14 +137,14 @@ def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, se
 
 
 def _open_source(dataset: Dataset, host_slice: HostSlice) -> TensorRecordSource:
-    """Opens the source. Raises BadInput unless rows are packed and hosts can share a batch evenly."""
+    """Opens the source. Raises BadInput unless rows are packed, hosts share a batch and shards are the manifest's."""
     dataset.require(rows="packed")
     host_slice.rows()  # raises for an indivisible batch before any shard is read
     return open_source(dataset, vocabulary=host_slice.tokenizer.vocabulary, on_corrupt=host_slice.on_corrupt)
 
 
 def _mask_columns(batch: Columns, epoch: int | None, seed: int, masking: Masking, tokens: SpecialTokens) -> Columns:
-    """Returns the fields of an `MlmBatch`, masked as of `epoch` if it is given."""
+    """Returns the fields of an `MlmBatch`, masked as of `epoch`, or else of each row's own."""
     ids, records = tf.cast(batch["input_ids"], tf.int32), batch["records"]
     epochs = batch["epoch"] if epoch is None else epoch
     masked = mask(ids, epochs, records, seed=seed, masking=masking, tokens=tokens)
@@ -151,7 +153,8 @@ def _mask_columns(batch: Columns, epoch: int | None, seed: int, masking: Masking
 
 def labelled_batches(dataset: Dataset, host_slice: HostSlice, seed: int, start: int = 0) -> Any:
     """Returns an endless tf.data dataset of this host's rows of the global batches from number `start` on; each batch
-    has rows of one length bucket. Raises BadInput without labels, or if hosts can't share a batch evenly."""
+    has rows of one length bucket. Raises BadInput without labels, or if hosts can't share a batch evenly, or shards are
+    not the manifest's. Reading raises TensorFlow's errors, for `translate_errors`."""
     sources, batch_size = _open_buckets(dataset, host_slice), host_slice.global_batch_size
     records = tuple(source.records for source in sources)
     epoch, index = epoch_of_step(records, batch_size, start)
@@ -168,7 +171,8 @@ def labelled_batches(dataset: Dataset, host_slice: HostSlice, seed: int, start: 
 
 
 def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Any:
-    """Returns a tf.data dataset of this host's rows of all records once, bucket by bucket. Raises BadInput."""
+    """Returns a tf.data dataset of this host's rows of all records once, bucket by bucket; rows of weight 0 fill the
+    last batch of each. Raises BadInput."""
     joined, bucket_start = None, 0
     for source in _open_buckets(dataset, host_slice):
         convert = _converter(bucket_start, host_slice.tokenizer.pad, dataset.manifest.rows)

@@ -95,7 +95,7 @@ class ShardIndex:
         return tf.searchsorted(self.starts, record[None], side="right", out_type=tf.int64)[0] - 1
 
     def join_pieces(self, first: Any, last: Any, read: Callable[[Any, Any, Any], Any]) -> Any:
-        """Returns the joined strings read(shard, first, last record in it) of the shards that hold [first, last)."""
+        """Joins the strings read(shard, first, last in it) of each shard that holds some of records [first, last)."""
 
         def read_piece(shard: Any) -> Any:
             start = self.starts[shard]
@@ -111,8 +111,7 @@ class ShardIndex:
         return joined
 
     def read_bytes(self, shard: Any, start: Any, end: Any) -> Any:
-        """Returns bytes [start, end) of shard number `shard`, a string tensor. Fails if its file has another size than
-        in the manifest."""
+        """Returns bytes [start, end) of shard number `shard`, a string. Fails if its size is not the manifest's."""
         size = self.sizes[shard]
         dataset = tf.data.FixedLengthRecordDataset(
             self.urls[shard], end - start, header_bytes=start, footer_bytes=size - end, buffer_size=end - start
@@ -126,8 +125,8 @@ class ShardIndex:
 def replace_bad_records(
     index: ShardIndex, load: Load, records: int, on_corrupt: OnCorrupt, offset: Offset
 ) -> Callable[[Any, Any], Columns]:
-    """Returns a function from (first, last) to the columns of these records, as the numpy `read_replacing`. The
-    pipeline fails at the first bad record, or, if `on_corrupt` is "skip", only if none of `records` is good."""
+    """Returns a function from (first, last) to these records' columns, as the numpy `read_replacing`. The pipeline
+    fails at the first bad record or, if `on_corrupt` is "skip", only if all of the source's `records` are bad."""
 
     def read(first: Any, last: Any) -> Columns:
         columns, good = load(first, last)
@@ -191,7 +190,8 @@ def _describe_record(index: ShardIndex, record: Any, offset: Offset, on_corrupt:
 def open_source(
     dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt, length: int | None = None
 ) -> TensorRecordSource:
-    """Returns the source for a dataset of either layout, as the numpy `open_source`. Raises BadInput."""
+    """Returns the source for a dataset of either layout; in the recipe's, reads all shards. `length`: of the rows, the
+    longest if None. Raises BadInput for a missing shard or one that is not the manifest's, and StorageError."""
     if dataset.manifest.layout == "recipe":
         return recipe_shards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
     length = length or dataset.sequence_length

@@ -45,8 +45,7 @@ class SelfAttention(torch.nn.Module):  # type: ignore[misc]  # torch is not here
         self.heads, self.barrier = theirs.num_attention_heads, recompute_behind
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """Returns (rows, sequence, width) from the same; `attention_mask`, (rows, 1, 1, sequence), is added to
-        scores."""
+        """Returns attended `hidden_states`, and None; `attention_mask`, (rows, 1, 1, sequence), is added to scores."""
         parts = (self.query(hidden_states), self.key(hidden_states), self.value(hidden_states), attention_mask)
         return (_Attend.apply(self, *parts) if self.barrier else self.attend(*parts)), None
 
@@ -86,8 +85,8 @@ class _Attend(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
-        """Computes the probabilities a second time. The sum over a line of theirs times their gradient, which softmax's
-        gradient needs, is that of the result times its gradient (FlashAttention, https://arxiv.org/abs/2205.14135)."""
+        """Computes the probabilities a second time. Softmax's gradient needs the sum, over a line, of probabilities
+        times their gradient: that of result times gradient (FlashAttention, https://arxiv.org/abs/2205.14135)."""
         module, (query, *others) = context.module, context.saved_tensors
         copies = [tensor.detach().clone() for tensor in (gradient, query)]
         module.barrier(copies)

@@ -123,6 +123,7 @@ class _RotateHalf(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(_context: Any, values: Tensor) -> Tensor:
+        """Returns the last axis's second half, negated, before its first."""
         first, second = values.chunk(2, -1)
         return torch.cat([-second, first], -1)
 

@@ -101,7 +101,7 @@ def _forward(
     sliding_window: int | None = None, softcap: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Computes a layer's attention by `module.long_attention`; has the signature of transformers' attention functions.
-    `attention_mask`: of `_find_segments`."""
+    `attention_mask`: of `_find_segments`. Returns (rows, length, heads, width), and None."""
     left = None if sliding_window is None else sliding_window - 1
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, left, 0, softcap)
     return module.long_attention(query, key, value, attention_mask, scores).transpose(1, 2), None
@@ -140,7 +140,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scores: 
 
 
 def loop_in_python(step: Step, carry: Tensors, stacked: Tensors, _turned: int) -> tuple[Tensors, Tensors]:
-    """Runs `step` on each slice of `stacked` in turn, as a `Loop` for runtimes without one of their own."""
+    """Runs `step` on each slice of `stacked` in turn; returns the last carry and the stacked results. A `Loop` for
+    runtimes without one of their own."""
     results: list[list[Tensor]] = []
     for slices in zip(*stacked, strict=True):
         carry, result = step(carry, list(slices))

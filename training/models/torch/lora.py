@@ -25,7 +25,8 @@ class LoraLinear(torch.nn.Module):  # type: ignore[misc]  # torch is not here wh
     """Replaces a linear layer, with the same weights under the same names: adds scale * B A x, which begins as 0."""
 
     def __init__(self, theirs: Any, lora: Lora, name: str, seed: int) -> None:
-        """Takes the weights of `theirs`: torch's Linear, or transformers' Conv1D, whose weight is (inputs, outputs)."""
+        """Takes the weights of `theirs`: torch's Linear, or transformers' Conv1D, whose weight is (inputs, outputs).
+        `name`, the layer's, and `seed` decide the random values of lora_A."""
         super().__init__()
         self.weight, self.bias = theirs.weight, theirs.bias
         self.is_turned = not isinstance(theirs, torch.nn.Linear)
@@ -47,9 +48,9 @@ class LoraLinear(torch.nn.Module):  # type: ignore[misc]  # torch is not here wh
 
 
 def add_lora(network: Any, lora: Lora, seed: int, *, has_fresh_head: bool) -> None:
-    """Freezes a network, and adds trained matrices to its linear layers: those that `lora.targets` names, or all of its
-    base model. A fresh head is trained whole, with the pooler before it. Raises BadInput for a target that names no
-    linear layer."""
+    """Freezes a network and adds trained matrices to its linear layers: those that `lora.targets` names, or all of its
+    base model. Trains a fresh head whole, with the pooler before it. Raises BadInput for a target that is no linear
+    layer."""
     from transformers.pytorch_utils import Conv1D
 
     base = network.base_model_prefix
@@ -68,8 +69,7 @@ def add_lora(network: Any, lora: Lora, seed: int, *, has_fresh_head: bool) -> No
 
 
 def freeze(network: Any, patterns: Sequence[str]) -> None:
-    """Freezes the parameters whose names match one of the patterns. Raises BadInput if one matches none, or nothing is
-    left to train."""
+    """Freezes parameters whose names match a pattern. Raises BadInput if one matches none, or none is left to train."""
     names = [name for name, _ in network.named_parameters()]
     for pattern in patterns:
         matching = [name for name in names if fnmatch(name, pattern)]

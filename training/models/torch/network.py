@@ -38,8 +38,9 @@ from training.registry import CAUSAL_LM, Head
 
 
 def build(model: Model, needs: ModelRequirements, *, dropout: float | None, seed: int) -> torch.nn.Module:
-    """Returns a network with the task's head, in training mode on the CPU. The same seed gives the same weights on
-    every host. Raises BadInput if model.path can't be trained, lacks weights, or is too small for the data."""
+    """Returns a network with the task's head, in training mode on the CPU; `dropout` None keeps the model's rates. The
+    same seed gives the same weights on every host. Raises BadInput if model.path can't be trained, lacks weights, or is
+    too small for the data."""
     values = build_model_config(model, needs, dropout)
     place = "model.config" if model.path is None else f"model.path {model.path}"
     if model.config is not None:
@@ -229,7 +230,7 @@ def _training_values(config: Any, dropout: float | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _one_line_errors(place: str) -> Iterator[None]:
-    """Turns an error of transformers about a model into a BadInput of one line, which begins with its `place`."""
+    """Turns an error of transformers, unless of memory, into a BadInput of one line, which begins with `place`."""
     try:
         yield
     except (TrainError, MemoryError):
@@ -374,6 +375,7 @@ def move(network: Any, device: Any, placeholder: Callable[[Any], Any] = torch.em
 
 
 def _set_parameter(network: Any, name: str, parameter: Any) -> None:
+    """Replaces the parameter with this dotted name in a network."""
     module, _, attribute = name.rpartition(".")
     setattr(network.get_submodule(module), attribute, parameter)
 
