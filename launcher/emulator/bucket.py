@@ -81,10 +81,12 @@ class Incoming:
             self._count(data)
 
     def write(self, data: bytes) -> None:
+        """Appends bytes to the temporary file and counts them."""
         self._file.write(data)
         self._count(data)
 
     def _count(self, data: bytes) -> None:
+        """Adds bytes to the size and the checksums."""
         self.size += len(data)
         self._crc.update(data)
         self._md5.update(data)
@@ -160,7 +162,7 @@ class Bucket:
 
     def open(self, name: str, generation: int | None, expected: int | None) -> tuple[StoredObject, BinaryIO]:
         """Returns the object and an open file of its bytes, which stays readable when the object is replaced. Raises
-        StorageApiError 404, or 412 unless it has the `expected` generation."""
+        StorageApiError 404, also for another `generation`, or 412 for another one than `expected` (None: any)."""
         with self._lock:
             stored = self.get(name, generation)
             require_generation(expected, stored)
@@ -196,7 +198,7 @@ class Bucket:
             return new
 
     def delete(self, name: str, generation: int | None, expected: int | None) -> None:
-        """Removes the object. Raises StorageApiError 404, or 412 unless it has the `expected` generation."""
+        """Removes the object. Raises StorageApiError 404, also for another `generation`, or 412, as `open`."""
         with self._lock:
             current = self.get(name, generation)
             require_generation(expected, current)

@@ -136,8 +136,8 @@ def inject(home: Path, fault: dict[str, Any]) -> dict[str, Any]:
 
 
 def enter_stock(home: Path, path: Path | None) -> None:
-    """Enters the stock of a file from now on; None: any number of every slice again. Raises BadInput for a wrong file,
-    or when the emulator does not run."""
+    """Makes the server use a file's stock from now on; None: any number of every slice again. Raises BadInput for a
+    wrong file, or when the emulator does not run."""
     content: dict[str, Any] | None = None
     if path is not None:
         try:
@@ -266,7 +266,7 @@ def _free_port(wanted: int | None, before: int) -> int:
 
 
 def _find_engine(state: EmulatorState | None) -> Engine:
-    """Returns the workstation's engine. Raises BadInput when none answers."""
+    """Returns a client of the workstation's engine (see `_engine_path`). Raises BadInput when none answers."""
     engine = Engine(_engine_path(state))
     try:
         engine.call("GET", "/version", timeout=10)

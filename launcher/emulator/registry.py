@@ -170,7 +170,7 @@ class EmulatedRegistry:
 
     def _answer_upload(self, request: HttpRequest, path: str, repository: str, identifier: str) -> HttpResponse:
         """Begins (POST), continues (PATCH, in one piece) or ends (PUT) an upload of a blob. A POST that names a blob of
-        another repository mounts it, or begins an upload if it isn't there."""
+        another repository mounts it, or begins an upload if it isn't there. `path`: `repository` without its host."""
         if request.method == "POST" and not identifier:
             return self._begin_upload(request, path, repository)
         upload = self._folder / "uploads" / identifier
@@ -196,6 +196,8 @@ class EmulatedRegistry:
         return _created(f"/v2/{path}/blobs/{digest}", digest)
 
     def _begin_upload(self, request: HttpRequest, path: str, repository: str) -> HttpResponse:
+        """Answers a POST: mounts the blob that it names from another repository, else begins an empty upload. `path`:
+        `repository` without its host, as in URLs."""
         digest, source = request.query.get("mount", ""), request.query.get("from", "")
         mounted = self._blob(repository.removesuffix(path) + source, digest) if source else None
         if mounted is not None:
@@ -219,7 +221,8 @@ class EmulatedRegistry:
         return digest, path.read_text(), (self._folder / "blobs" / match[1]).read_bytes()
 
     def _answer_manifest(self, request: HttpRequest, path: str, repository: str, version: str) -> HttpResponse:
-        """Answers PUT, GET and HEAD of a manifest by tag or digest; 404 if there is none, and for other methods."""
+        """Answers PUT, GET and HEAD of a manifest by tag or digest; 404 if there is none, and for other methods.
+        `path`: `repository` without its host, as in URLs."""
         if request.method == "PUT":
             return self._put_manifest(request, path, repository, version)
         found = self.manifest(repository, version)
@@ -232,7 +235,7 @@ class EmulatedRegistry:
 
     def _put_manifest(self, request: HttpRequest, path: str, repository: str, version: str) -> HttpResponse:
         """Stores a manifest or index under its digest, and under `version` if that is a tag. Answers 400 if it is
-        damaged or refers to content that the repository lacks."""
+        damaged or refers to content that the repository lacks. `path`: `repository` without its host, as in URLs."""
         data = request.body.read_all()
         try:
             fields = json.loads(data)

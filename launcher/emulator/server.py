@@ -185,6 +185,7 @@ class Server:
         return self._faulty("storage", lambda: refusal or self.storage.answer(request))
 
     def _host_storage(self, hostname: str, request: HttpRequest) -> HttpResponse:
+        """Answers a host's Cloud Storage request, once the host is not cut off from the network."""
         self.hosts.await_network(hostname)
         return self._storage(request)
 
@@ -196,7 +197,7 @@ class Server:
         return self._faulty("metadata", lambda: metadata.answer(self.store, hostname, request))
 
     def _faulty(self, service: str, answer: Callable[[], HttpResponse]) -> HttpResponse:
-        """Answers after the service's injected delay, or with an injected error instead."""
+        """Waits for the service's injected delay; then returns an injected error, using up one, or else `answer()`."""
         with self.store.read() as state:
             delay = faults.delay(state, service)
             may_fail = any(fault.kind == "errors" and fault.service == service for fault in state.faults)
@@ -285,8 +286,8 @@ class Server:
         }
 
     def inject(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Enters or executes the fault {"fault": KIND, ...}; "clear" removes all faults and restores their hosts.
-        launcher/cli/emulator.py describes the arguments. Raises ValueError for a wrong target."""
+        """Enters or executes the fault {"fault": KIND, ...} of launcher/cli/emulator.py; "clear" removes all faults and
+        restores their hosts. Returns the kind and the hosts concerned. Raises ValueError for a wrong target."""
         kind = arguments.pop("fault")
         if kind in (*_ON_READY, *_FLAGS):
             return self._inject_host(kind, arguments)

@@ -301,6 +301,7 @@ class Uploads:
         return bucket, made
 
     def _forget(self, bucket: Bucket, identifier: str) -> None:
+        """Deletes a resumable upload, with its bytes if this server has received some."""
         if incoming := self._open.pop(identifier, None):
             incoming.discard()
         (bucket.folder / "uploads" / f"{identifier}.json").unlink(missing_ok=True)

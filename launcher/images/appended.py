@@ -84,8 +84,9 @@ def find(spec: AppendSpec) -> str | None:
 
 
 def ensure(spec: AppendSpec, say: Callable[[str], None]) -> Image:
-    """Returns the image, named REPOSITORY@sha256:..., after making it in the registry unless it exists. Raises BadInput
-    for an unusable base or file, LaunchError if the registry refuses the credentials or does not answer."""
+    """Returns the image, named REPOSITORY@sha256:..., after making it, and its repository if `spec` says so, in the
+    registry unless it exists. Raises BadInput for an unusable base or file, LaunchError if the registry refuses the
+    credentials or does not answer."""
     target = parse_reference(spec.repository)
     with _open_registry(spec, target, writes=True) as registry:
         base = _read_base(registry, spec)
@@ -148,7 +149,8 @@ def _make_layers(spec: AppendSpec, base: _BaseImage) -> tuple[list[Layer], list[
 def _push(
     registry: Registry, target: Reference, tag: str, source: Reference, base: _BaseImage, layers: list[Layer]
 ) -> str:
-    """Sends what the registry lacks, the manifest last; returns the manifest's digest."""
+    """Sends what the registry lacks, the manifest last; returns the manifest's digest. Raises BadInput if the registry
+    does not mount the base's layers from their repository, `source`."""
     if source.path != target.path:
 
         def refuse() -> Any:

@@ -128,7 +128,7 @@ def refresh(plan: ImagePlan) -> ImagePlan:
 
 
 def confirm_push(plan: ImagePlan, ca_bundle: Path | None) -> bool:
-    """Asks the registry once whether it has the pushed image. Returns False for no, for no answer and for no push."""
+    """Asks the registry once whether it has the pushed image. Returns False for no, for an error and for no push."""
     if plan.pushed is None:
         return False
     try:
@@ -141,7 +141,8 @@ def confirm_push(plan: ImagePlan, ca_bundle: Path | None) -> bool:
 
 
 def record_push(tag: str, remote: str, image_id: str, digest: str) -> None:
-    """Records a push in place of this engine's last one to `remote`. The caller holds the lock of the image's log."""
+    """Writes to a local file that this engine's image `image_id` is in `remote` (repository:tag) as `digest`, in place
+    of its last push there. The caller holds the lock of the image's log."""
     push = _Push(remote, image_id, digest, os.environ.get("DOCKER_HOST", ""))
     kept = [earlier for earlier in _read_pushes(tag) if (earlier.remote, earlier.engine) != (remote, push.engine)]
     write_private(_pushes_path(tag), json.dumps([vars(entry) for entry in (*kept, push)], indent=1) + "\n")
@@ -285,10 +286,10 @@ def _stream(
     refused: str = _REFUSED,
     show: Callable[[str], None] = lambda line: None,
 ) -> list[str]:
-    """Runs a docker command; its lines go to the log and to `show`. Returns those that are not blank. If it fails,
-    raises LaunchError with `failure`, the last lines and `code`; with PERMISSION instead if these lines match `refused`
-    (the registry refuses the credentials), with BAD_INPUT and the advice `missing_repository` if that is given and the
-    registry has no such repository."""
+    """Runs a docker command, `seconds` at most (then CommandTimeout); its lines go to the log and to `show`. Returns
+    those that are not blank. If it fails, raises LaunchError with `failure`, the last lines and `code`; with PERMISSION
+    instead if these lines match `refused` (the registry refuses the credentials), with BAD_INPUT and the advice
+    `missing_repository` if that is given and the registry has no such repository."""
     lines: list[str] = []
 
     def keep(line: str) -> None:

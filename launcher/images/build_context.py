@@ -123,7 +123,8 @@ def _holds_private_key(path: Path) -> bool:
 
 
 def digest(entries: Iterable[Entry]) -> tuple[bytes, dict[str, str]]:
-    """Reads each entry once, and returns the SHA-256 of all, whatever their order, and `hash_file` of each by path."""
+    """Reads each entry once, and returns the SHA-256 of all, whatever their order, and `hash_file` of each by path.
+    Raises BadInput for one that can't be read."""
     whole, each = hashlib.sha256(), {}
     for path, source in sorted(entries):
         kind, content = read_entry(source)
@@ -140,7 +141,7 @@ def hash_file(kind: bytes, content: bytes) -> str:
 
 
 def assemble(entries: Iterable[Entry], destination: Path) -> None:
-    """Copies the entries into a new folder, with the modes that `digest` counts."""
+    """Copies the entries into a folder, which must not exist, with the modes that `digest` counts."""
     destination.mkdir(mode=0o755, parents=True)
     for path, source in entries:
         target = destination / path

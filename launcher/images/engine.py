@@ -24,7 +24,7 @@ def client() -> str:
 
 
 def require_engine() -> str:
-    """Returns the docker client after its engine has answered. Raises BadInput with the engine's address and advice."""
+    """Returns the docker client after its engine has answered. Raises CommandMissing, or BadInput with advice."""
     docker = client()
     try:
         answer = shell.run([docker, "version", "--format", "{{.Server.Version}}"], timeout=SECONDS)
@@ -108,13 +108,13 @@ def _address(docker: str) -> str:
 
 
 def find_image_id(docker: str, image: str) -> str | None:
-    """Returns the sha256:... of an image in the store; None when there is none of that name."""
+    """Returns the sha256:... of an image in the store; None when it has none of that name, or no engine runs."""
     return _inspect(docker, image, "{{.Id}}")
 
 
 def find_digests(docker: str, remote: str) -> list[str]:
-    """Returns the sha256:... that an image has in the repository of `remote` (repository:tag). With the containerd
-    image store it has one before anything was pushed (plan.py)."""
+    """Returns the sha256:... that an image has in the repository of `remote` (repository:tag), [] for none. With the
+    containerd image store it has one before anything was pushed (build.py)."""
     repository = remote.rpartition(":")[0].removeprefix("docker.io/")
     references = json.loads(_inspect(docker, remote, "{{json .RepoDigests}}") or "null") or []
     return [str(name).rpartition("@")[2] for name in references if str(name).startswith(f"{repository}@")]

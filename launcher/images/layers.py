@@ -62,7 +62,7 @@ def make_layers(entries: Sequence[Entry], folder: str, title: str) -> list[Layer
 
 
 def _group_by_layer(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Returns the files of each layer: small files, large files that share a layer, then one large file each."""
+    """Returns each layer's files: all small ones, large ones after the 16 largest, then each of these 16 alone."""
     sizes = {name: source.lstat().st_size for name, source in entries}
     large = sorted((entry for entry in entries if sizes[entry[0]] >= LARGE_BYTES), key=lambda e: (-sizes[e[0]], e[0]))
     alone, shared = large[:_MOST_LARGE], large[_MOST_LARGE:]
@@ -98,6 +98,7 @@ def _make_archive(entries: Sequence[Entry], folder: str) -> tuple[bytes, dict[st
 
 
 def _tar_entry(path: PurePosixPath, kind: bytes, mode: int) -> tarfile.TarInfo:
+    """Returns an archive's entry, of root and with time 0. `kind`: a type of tarfile's."""
     entry = tarfile.TarInfo(str(path))
     entry.type, entry.mode, entry.mtime, entry.uid, entry.gid = kind, mode, 0, 0, 0
     return entry

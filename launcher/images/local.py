@@ -121,16 +121,16 @@ def image(config: Config, say: Callable[[str], None]) -> Image:
 
 
 def published(config: Config) -> str | None:
-    """Returns the image's name by digest: image.reference, or that of the file's image if it was pushed, else None.
-    Asks the registry only for an image that is made without an engine. Builds and sends nothing."""
+    """Returns the image's name: image.reference, or by digest that of the file's image if it was pushed, else None.
+    Asks the registry only for an image made without an engine; sends nothing. Raises BadInput, LaunchError."""
     if config.image.reference or config.image.repository is None:
         return config.image.reference
     return make_plan(image_spec(config)).pushed if needs_engine(config) else appended.find(append_spec(config))
 
 
 def unpublished(config: Config, say: Callable[[str], None]) -> str:
-    """Returns the image for use on this machine: builds it if needed, and does not push it. An image with a base of the
-    user's own (image.base) is made in the registry all the same."""
+    """Returns the name of the image for use on this machine: builds it if needed, and does not push it. An image with a
+    base of the user's own (image.base) is made in the registry all the same. Raises as `image`."""
     if config.image.base:
         return image(config, say).reference
     return config.image.reference or ensure_image(replace(image_spec(config), repository=None), say).reference

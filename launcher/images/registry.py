@@ -203,7 +203,8 @@ class Registry:
         return self._repeat(lambda: self._request(method, url, headers or {}, body), expected)
 
     def _repeat(self, send: Callable[[], RegistryResponse], expected: Sequence[int]) -> RegistryResponse:
-        """Calls `send` until the status is expected, `tries` times at most, with pauses. Raises LaunchError."""
+        """Calls `send` until its status is expected, with pauses, `tries` times at most. Raises LaunchError then, and
+        at once for a status that a further try does not change."""
         for number in range(self._tries):
             pause = min(_FIRST_PAUSE * 2**number, _LONGEST_PAUSE)
             try:

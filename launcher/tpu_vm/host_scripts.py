@@ -89,6 +89,7 @@ def load_script(name: str) -> str:
 
 
 def _to_text(value: str | int | float | bool) -> str:
+    """Returns a shell variable's text: yes or no for a boolean."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value)

@@ -140,6 +140,7 @@ class SshClient:
             return self._keys[path]
 
     def _read_key(self, path: str) -> paramiko.PKey:
+        """Returns the private key in a file. Raises OSError, ValueError, TypeError, paramiko's errors."""
         # PKey.from_path reads and checks a key twice: for RSA of 3,072 bits, as gcloud makes it, a quarter of a second.
         if not Path(f"{path}-cert.pub").exists():
             with contextlib.suppress(paramiko.SSHException):

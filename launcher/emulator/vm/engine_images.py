@@ -46,9 +46,9 @@ class EngineImages:
     # -- names
 
     def resolve(self, name: str, *, only_pushed: bool) -> str:
-        """Returns the image id for a registry's name (without `only_pushed` for a digest alone: a tag is the
-        workstation's) and any other name unchanged. With it, raises EngineRefusal for a registry's name that was not
-        pushed."""
+        """Returns the id of the pushed image of a registry's name, any other name unchanged. Without `only_pushed`, for
+        the workstation, also leaves a tag, and a digest that was not pushed; with it, raises EngineRefusal for a
+        registry's name that was not pushed."""
         if not is_registry(name):
             return name
         image = self._pushed(parse_reference(name))
@@ -63,7 +63,7 @@ class EngineImages:
             return state.pushed.get(reference.repository, {}).get(version or reference.version)
 
     def _enter(self, repository: str, version: str, image: str, digest: str) -> None:
-        """Records an image id under a tag or digest, and under its digest."""
+        """Enters an image id in the state's `pushed`: under `version`, a tag or digest, and under `digest`."""
         with self.store.change() as state:
             state.pushed.setdefault(repository, {}).update({version: image, digest: image})
 
@@ -87,7 +87,7 @@ class EngineImages:
             return faults.engine_trouble(state, hostname, registry=is_registry(image))
 
     def refuse_when_broken(self, hostname: str, *, image: str = "") -> None:
-        """Raises EngineRefusal while a fault affects this engine or the registry of `image`."""
+        """Raises EngineRefusal while a fault affects a host's engine ("": the workstation's) or `image`'s registry."""
         if message := self._fault_message(hostname, image):
             raise EngineRefusal(500, message)
 

@@ -206,7 +206,7 @@ class EngineProxy:
         present: Callable[[Any], Any] = lambda value: value,
         view: EngineView | None = None,
     ) -> HttpResponse:
-        """Calls the engine and returns its JSON, changed by `present`. In errors, names lose the prefix of `view`."""
+        """Returns the engine's answer: JSON, changed by `present`, or its error, whose names lose `view`'s prefix."""
         method, query = request.method, request.query
         status, data = self.engine.raw(method, request.version + path, query, body, timeout=_CALL_SECONDS)
         if status < 300 and data.strip():
