@@ -177,6 +177,7 @@ def _rules_of_cluster() -> dict[str, Any]:
 
 
 def _on_exit(action: str, code: Exit, comment: str) -> Any:
+    """Returns the rule for pods whose container exits with `code`, below a comment."""
     condition = {"containerName": CONTAINER, "operator": "In", "values": [int(code)]}
     return Commented({"action": action, "onExitCodes": condition}, comment)
 

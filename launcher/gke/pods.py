@@ -106,6 +106,7 @@ def parse(document: Mapping[str, Any]) -> Pod:
 
 
 def _describe(condition: Mapping[str, Any]) -> str:
+    """Returns a condition's "reason: message", as far as it has them."""
     return ": ".join(part for part in (condition.get("reason", ""), condition.get("message", "")) if part)
 
 
@@ -159,6 +160,7 @@ def describe_waiting(waiting: Mapping[int, Pod | None]) -> str:
 
 
 def _why_waiting(pod: Pod | None) -> str:
+    """Returns why a host waits, in words, by its pod; None: the pod does not exist yet."""
     if pod is None:
         return "its pod does not exist yet"
     if pod.unschedulable:

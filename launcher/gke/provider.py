@@ -78,10 +78,12 @@ class Gke:
         return SliceState(self.config.slice.name, state, "", self.config.accelerator.name, tuple(addresses), detail)
 
     def known_ready(self) -> bool:
-        return False  # nothing is cached about a cluster
+        """Returns False: nothing is cached about a cluster."""
+        return False
 
     def identity(self) -> tuple[str, str]:
-        return "", ""  # its nodes belong to the cluster
+        """Returns "" for what a slice of its own has: the nodes belong to the cluster."""
+        return "", ""
 
     def create(self, clock: Clock | None = None) -> None:
         """Creates nothing: warns if the cluster has too few nodes, or this account may not list nodes. Raises
@@ -188,7 +190,8 @@ class Gke:
         return Observation(worker, state, window.lines, more=more, problem=problem, open=window.open, progress=told)
 
     def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:
-        """Returns the state of a host's pod, as the watch knows it, and at most its `lines` newest lines."""
+        """Returns the state of a host's pod, as the watch knows it, and at most its `lines` newest lines. Without an
+        answer of the cluster the state is None, and `problem` says why."""
         try:
             pod = self._watch_pods(container).pods().get(worker)
             if pod is None:
@@ -267,7 +270,8 @@ class Gke:
         return files
 
     def stacks(self, container: str, *, native: bool = False) -> dict[int, str]:
-        """Returns by worker the stack traces in running containers, or kubectl's error; {} if pods can't be listed."""
+        """Returns by worker the stack traces in running containers, with `native` those of native code too, or
+        kubectl's error; {} if pods can't be listed."""
 
         def dump(pod: Pod) -> str:
             """Returns the stack traces of the processes in the pod's container, or kubectl's error."""
@@ -366,8 +370,8 @@ class Gke:
         )
 
     def _describe_queued(self, name: str, had_pods: bool) -> str:
-        """Returns why a JobSet lacks pods, for the user; "" if it has ended and pods tell why. Raises LaunchError if it
-        was deleted, or has ended and lost all pods (Exit.HOST_LOST) while this machine slept or was offline."""
+        """Returns why a JobSet lacks pods, for the user; "" if it has ended and pods were seen (`had_pods`), which tell
+        why. Raises LaunchError if it was deleted, or has ended, and no pod was seen (Exit.HOST_LOST)."""
         jobset = next((jobset for jobset in self._list_jobsets() if jobset["metadata"]["name"] == name), None)
         if jobset is None:
             raise LaunchError(f"another client deleted JobSet {name} before it started", exit_code=Exit.CONFLICT)

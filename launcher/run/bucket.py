@@ -218,6 +218,7 @@ class Lease:
         self._machine.exit(int(Exit.CONFLICT))
 
     def _now(self) -> tuple[float, float]:
+        """Returns the monotonic clock, and the Unix time, in seconds."""
         return self._machine.clock.monotonic(), self._machine.clock.time()
 
     def _renew(self) -> None:

@@ -101,6 +101,7 @@ class _HostLook:
 
     @property
     def compiles(self) -> bool:
+        """Returns whether the host's newest line of progress says that it compiles."""
         return self.line is not None and self.line.phase == COMPILE
 
     @property

@@ -87,7 +87,8 @@ def read_extras(request: RunRequest, context: Context) -> tuple[dict[str, str], 
 def run(request: RunRequest, context: Context) -> Outcome:
     """Starts the next attempt of a new or resumed run on every host, watches it, and others as the budgets allow.
     Checks that cost nothing come first, then the image, then the hosts. An attempt that is there already is watched, as
-    its specification says (--sync stops it first); `request` counts for an attempt that is started.
+    its specification says (--sync stops it first); `request` counts for an attempt that is started. Returns how the
+    last attempt ended.
 
     Raises BadInput if the request can't be carried out (nothing was started); LaunchError if an attempt could not be
     started, or another process supervises the run (Exit.CONFLICT); RunStopped if the user stops it meanwhile."""

@@ -205,6 +205,7 @@ class Watch:
 
 
 def _is_same(one: Straggler, other: Straggler | None) -> bool:
+    """Returns whether both are the same host in the same part of a step."""
     return other is not None and (one.worker, one.part) == (other.worker, other.part)
 
 

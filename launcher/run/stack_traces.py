@@ -110,6 +110,7 @@ def parse_stacks(output: str) -> HostStacks:
     sources, memory, refaults, identifier = {}, "", [-1, -1], ""
 
     def end_thread() -> None:
+        """Adds the thread that was read last, if any, to the last process, and forgets its calls."""
         if opened is not None:
             found = replace(opened, frames=tuple(frames), native=tuple(native))
             threads[identifier] = _merge(threads[identifier], found) if identifier in threads else found
