@@ -34,7 +34,7 @@ Attention = Literal["plain", "blocks", "kernel"]
 TrackerName = Literal["wandb", "mlflow"]
 Mistake = tuple[str, str]  # the key to change ("train.steps"), and what is wrong
 
-IGNORED_SECTIONS = frozenset({"project", "zone", "slice", "image", "run", "gke"})  # the launcher's
+IGNORED_SECTIONS = ("project", "zone", "slice", "image", "run", "gke")  # the launcher's
 
 # The published BERT family (https://github.com/google-research/bert) and RoBERTa-base, by name:
 # hidden size, layers, attention heads, intermediate size, positions.
@@ -377,7 +377,7 @@ def load(path: str | Path, overrides: tuple[str, ...] = ()) -> TrainerConfig:
 def from_document(document: Document) -> TrainerConfig:
     """Checks the trainer's sections of a document, which may hold the launcher's too. Raises ConfigError with a line
     for each unknown key, wrong value and contradiction between keys."""
-    refuse_unknown(document, (*TrainerConfig.model_fields, *sorted(IGNORED_SECTIONS)))
+    refuse_unknown(document, (*TrainerConfig.model_fields, *IGNORED_SECTIONS))
     own = {key: value for key, value in document.value.items() if key not in IGNORED_SECTIONS}
     config = validate(TrainerConfig, Document(document.name, own, document.places))
     mistakes = [f"{document.place(key.split('.'))}: {key}: {text}" for key, text in _contradictions(config, document)]
