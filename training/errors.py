@@ -76,7 +76,7 @@ class UnusableTpu(TrainError):
 
 
 class StopRequested(TrainError):
-    """This process was asked to stop (SIGTERM), and the state is committed."""
+    """This host or another one was asked to stop (SIGTERM). The run goes on from its last commit."""
 
     exit_code = Exit.SAVED
 

@@ -60,7 +60,7 @@ class Run:
 
     @property
     def program(self) -> str:
-        """Returns hashes of configuration and code: equal for attempts that train in the same way."""
+        """Returns "<hash of configuration>.<hash of code>": equal for attempts that train in the same way."""
         return f"{self.config.hash}.{self.code}"
 
     @property

@@ -60,7 +60,7 @@ def train(
     dependencies: Dependencies | None = None,
 ) -> dict[str, Any]:
     """Trains to the last step and returns the summary, on every host. `timer` times this process, and is the clock of
-    checkpoint.every_minutes. Raises StopRequested when asked to stop, with a committed state or before the first step,
+    checkpoint.every_minutes. Raises StopRequested when a host was asked to stop: the run goes on from its last commit;
     TrainError for other ends. Ends the process if opening the devices or the first step takes too long."""
     dependencies = dependencies or Dependencies()
     host_progress = HostProgress(timer, dependencies.machine)
@@ -192,8 +192,8 @@ class Trainer:
 
     def loop(self) -> None:
         """Waits for all hosts, runs the steps that are left (fewer with early stopping) with their saves and
-        evaluations, and saves the last state. Raises StopRequested if a host was asked to stop, after its commit,
-        NonFinite and other TrainErrors. Ends the process if the first result takes too long."""
+        evaluations, and saves the last state. Raises StopRequested if a host was asked to stop, NonFinite and other
+        TrainErrors. Ends the process if the first result takes too long."""
         run, progress, steps = self.run, self.progress, self.run.config.train.steps
         best = run.config.best
         save_every, evaluate_every = run.config.checkpoint.every_steps, run.config.evaluation.every
@@ -239,7 +239,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Names the block in profiles, and counts its seconds in this host's line of progress."""
+        """Names the block in profiles, and counts its seconds in this host's line of progress. Only within `loop`."""
         with self.host_progress.part(name), self.profiler.scope(name.replace("_", " ")):
             yield
 

@@ -30,7 +30,7 @@ def find_checkpoints(folder: str) -> tuple[str, list[int]]:
 
 
 def has_checkpoint(folder: str) -> bool:
-    """Returns whether a run's folder has a committed checkpoint."""
+    """Returns whether `folder`, as for `find_checkpoints`, has a committed checkpoint."""
     try:
         return bool(find_checkpoints(folder)[1])
     except BadInput:

@@ -41,7 +41,7 @@ def fault_in(view: memoryview) -> None:
 
 
 def find_nonfinite(tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> str | None:
-    """Returns the name of a tensor with a NaN or an infinity; None when all are finite."""
+    """Returns the name of the first tensor with a NaN or an infinity; None when all are finite."""
     return next((name for name, (spec, data) in tensors.items() if not _is_finite(spec.dtype, data)), None)
 
 

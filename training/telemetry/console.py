@@ -85,6 +85,7 @@ def format_early_end(step: int, evaluations: int, best: dict[str, Any] | None) -
 
 
 def format_figures(figures: dict[str, float]) -> str:
+    """Returns the figures on one line, as "loss 0.12345  accuracy 0.67890"."""
     return "  ".join(f"{name} {value:.5f}" for name, value in figures.items())
 
 

@@ -345,6 +345,7 @@ def _render_configuration(attempts: Sequence[AttemptRecords]) -> str:
 
 
 def _render_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Returns an HTML table, with its texts escaped."""
     head = "".join(f"<th>{escape(name)}</th>" for name in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(value)}</td>" for value in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

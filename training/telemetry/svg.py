@@ -129,7 +129,8 @@ def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], t
 
 def heat_map(title: str, steps: Sequence[int], rows: Mapping[str, Sequence[float | None]]) -> str:
     """Draws a row of cells for each name, a cell a step: the larger the value (seconds), the stronger its colour, which
-    is full from two medians on (one long step hides no others), but not below 1.5 times the least. None: no cell."""
+    is full from two medians on (one long step hides no others), but not below 1.5 times the least. None: no cell. An
+    empty chart if no row has a value."""
     values = [value for row in rows.values() for value in row if value is not None]
     if not values:
         return _empty_chart(title, 560)
