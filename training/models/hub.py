@@ -38,10 +38,9 @@ _SHOWN_BYTES = 1 << 16  # of what an upload printed
 def push_model(
     run: str, repository: str, step: int | None, private: bool, sleep: Callable[[float], None] = time.sleep
 ) -> tuple[int, str]:
-    """Uploads the model of a run's checkpoint, the newest unless `step` is given, and a README.md if the repository has
-    none. `repository`, ORGANISATION/NAME, is created if it does not exist, `private` or not. Returns the step and the
-    URL of the commit. Raises BadInput without a token or such a checkpoint; TrainError if the Hub refuses, or fails
-    twice."""
+    """Uploads the model of a run's checkpoint of `step` (None: the newest), and a README.md if the repository has none.
+    `repository`, ORGANISATION/NAME, is created if it does not exist, `private` or not. Returns the step and the URL of
+    the commit. Raises BadInput without a token or such a checkpoint; TrainError if the Hub refuses, or fails twice."""
     token = os.environ.get(TOKEN)
     if not token:
         raise BadInput(

@@ -90,7 +90,7 @@ def open_pipeline(name: str, folder: str) -> Any:
 
 
 def _require_model(folder: str) -> None:
-    """Raises BadInput unless the folder has weights. Makes transformers print errors only."""
+    """Raises BadInput unless the folder has weights. Sets TRANSFORMERS_VERBOSITY to error, unless it is set."""
     if not has_weights(folder):
         raise BadInput(
             f"{folder} is not a model folder: it has no {WEIGHTS}. `tpu-train export RUN {folder}` writes one"

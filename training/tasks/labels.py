@@ -81,8 +81,8 @@ class Classification(LabelledRows):
     labels: tuple[str, ...]
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
-        """Opens the data. Raises BadInput also for too few labels, a class weight of an unknown one, or other labels in
-        the evaluation set."""
+        """Opens the data. Raises BadInput also for too few labels, a class weight of an unknown one, or an evaluation
+        set with other labels."""
         super().__init__(config, cluster)
         self.labels = tuple(self.data.train.manifest.labels)
         if len(self.labels) < self.least_labels:

@@ -239,7 +239,7 @@ class LabelledBatches:
     """Endless training batches. Thread-safe; `close` ends its threads."""
 
     def __init__(self, dataset: Dataset, host_slice: HostSlice, seed: int) -> None:
-        """Checks every shard with one listing per length and starts each bucket's reader threads; reads no record yet.
+        """Checks every shard with one listing per length and starts each bucket's reader threads; reads no record.
         Raises StorageError, and BadInput when rows have no labels, hosts can't share a batch, or a shard is not the
         manifest's."""
         dataset.require_labels()

@@ -226,6 +226,7 @@ class WholeDocuments(RowKind):
         return [document[:, start : start + length] for start in range(0, document.shape[1], length)]
 
     def write(self, url: str, number: int, units: Ids) -> Shard:
+        """Writes finished rows, (n, 3, length), as shard `number`, targets only if rows are chats."""
         columns = dict(zip(("input_ids", SEGMENTS, TARGETS), units.transpose(1, 0, 2), strict=True))
         return dataset_writer.write_columns(url, self._plan, self.features, f"{number:05d}", columns)
 
@@ -295,8 +296,7 @@ class WholeChats(WholeDocuments):
         return [self._mark(*pair) for pair in zip(encodings, (spans for _, spans in rendered), strict=True)]
 
     def cut(self, document: Ids, length: int) -> list[Ids]:
-        """Returns a chat's beginning that fits a row; [] if no answer is in it. Counts cut and omitted ones, for
-        `note`."""
+        """Returns what of a chat a row holds; [] if that has no answer. Counts, for `note`, chats cut and left out."""
         self._cut += document.shape[1] > length
         kept = document[:, :length]
         self._dropped += not kept[1, 1:].any()

@@ -28,6 +28,7 @@ class Linear(torch.nn.Linear):  # type: ignore[misc]  # torch is not here when t
     one, as torch does, the TPU compiler would copy gradients of attention, where the sequence is the innermost axis."""
 
     def forward(self, values: Tensor) -> Tensor:
+        """Returns (rows, sequence, outputs) of (rows, sequence, width), by an einsum under autocast only."""
         if not torch.is_autocast_enabled(values.device.type):  # torch_xla's einsum never has the precision "highest"
             return super().forward(values)
         product = torch.einsum("rsi,oi->rso", values, self.weight)

@@ -103,7 +103,8 @@ class LayerScan(torch.nn.Module):  # type: ignore[misc]  # torch is not here whe
         return [self]
 
     def forward(self, hidden_states: Tensor, *others: Any, **keywords: Any) -> Any:
-        """Returns what the last layer returns. Other arguments are the same for each layer, and get no gradient."""
+        """Returns what the last layer returns; if that is a tuple, one of its first element alone. Other arguments are
+        the same for each layer, and get no gradient."""
         pattern = self._modules["*"]
         named = dict(pattern.named_parameters())
         is_tuple: list[bool] = []

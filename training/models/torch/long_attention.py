@@ -45,9 +45,10 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Scores], Tensor | None]
 def choose_attention(
     network: Any, wanted: Attention | None, length: int, *, loop: Loop, kernel: Kernel | str
 ) -> str | None:
-    """Replaces the attention of a network whose rows, of `length` tokens, are long, or if `wanted`, train.attention,
-    says so. Returns a line that says which attention it has, and why; None for its own. Raises BadInput if the wanted
-    one can't be had. `loop` and `kernel`: the runtime's, or why it has no kernel here."""
+    """Replaces the attention of a network whose rows, of `length` tokens, have LONG or more, or if `wanted`,
+    train.attention, says so. Returns a line that says how attention is computed, and why; None if the network keeps its
+    own. Raises BadInput if the wanted one can't be had. `loop` and `kernel`: the runtime's, or why it has no kernel
+    here."""
     config = network.config
     reason = None
     if config.model_type not in LONG_ATTENTION:

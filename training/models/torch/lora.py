@@ -49,8 +49,7 @@ class LoraLinear(torch.nn.Module):  # type: ignore[misc]  # torch is not here wh
 
 def add_lora(network: Any, lora: Lora, seed: int, *, has_fresh_head: bool) -> None:
     """Freezes a network and adds trained matrices to its linear layers: those that `lora.targets` names, or all of its
-    base model. Trains a fresh head whole, with the pooler before it. Raises BadInput for a target that is no linear
-    layer."""
+    base model. Trains a fresh head, and the pooler before it, whole. Raises BadInput for a target that names none."""
     from transformers.pytorch_utils import Conv1D
 
     base = network.base_model_prefix

@@ -122,7 +122,7 @@ def _recompute_layers(network: Any, barrier: Barrier) -> bool:
 
 def _recompute_layer(layer: Any, barrier: Barrier) -> Callable[..., Any]:
     """Returns a replacement for a layer's call that keeps only its first argument, the input, and computes the rest
-    again in the backward pass, behind `barrier`. Of a tuple it returns the first element."""
+    again in the backward pass, behind `barrier`. Its result, if a tuple, has the first element alone."""
 
     def call(function: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
         is_tuple: list[bool] = []
@@ -140,7 +140,7 @@ def _recompute_layer(layer: Any, barrier: Barrier) -> Callable[..., Any]:
 
 
 def _fresh(values: dict[str, Any], seed: int) -> Any:
-    """Returns the network named in `architectures`, with the weights that `seed` gives."""
+    """Returns the network named in `architectures`, with the weights that training.models.initial makes of `seed`."""
     from transformers.modeling_utils import no_init_weights
 
     config = _family_config(values)(**values, attn_implementation="eager")
@@ -316,8 +316,8 @@ def _refuse(path: str, absent: set[str]) -> None:
 
 
 def build_empty(model: Model, needs: ModelRequirements, *, dropout: float | None) -> Any:
-    """Returns the network that `network.build` returns, but with its parameters on the meta device; None for a network
-    whose program depends on what its weights give (a masked-LM head of a family that is tried out). Raises BadInput if
+    """Returns the network that `build` returns, but with its parameters on the meta device; None for a network whose
+    program depends on what its weights give (a masked-LM head of a family that is tried out). Raises BadInput if
     model.path can't be read, or is too small for the data."""
     import transformers
     from transformers.modeling_utils import no_init_weights
@@ -341,7 +341,7 @@ def build_empty(model: Model, needs: ModelRequirements, *, dropout: float | None
 
 @contextmanager
 def parameters_without_values() -> Iterator[None]:
-    """Puts parameters that modules register in this block on the meta device. Buffers keep their values."""
+    """Puts parameters that modules of the process register meanwhile on the meta device. Buffers keep their values."""
     register = torch.nn.Module.register_parameter
 
     def register_empty(module: Any, name: str, parameter: Any) -> None:
