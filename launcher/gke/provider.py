@@ -161,9 +161,9 @@ class Gke:
     def observe(
         self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
     ) -> Observation:
-        """Returns the state of a host's pod, and its log from `since` on; "absent" if the attempt has no pods. When the
-        cluster does not answer, or only this pod is missing, the state is None, and `problem` says why. Ignores
-        `patience`: the watch knows the state."""
+        """Returns the state of a host's pod, its log from `since` on and, with `progress`, lines of progress while it
+        runs; "absent" if the attempt has no pods. When the cluster does not answer, or only this pod is missing, the
+        state is None, and `problem` says why. Ignores `patience`: the watch knows the state."""
         watch = self._watch_pods(container)
         watch.note_log_start(worker, since)
         self._observed = jobset_name(container)

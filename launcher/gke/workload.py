@@ -35,7 +35,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """Returns the name of every object."""
+        """Returns the name of each of its objects: the JobSet's name."""
         return self.attempt.run_id if self.by_cluster else jobset_name(self.attempt.container)
 
     @property

@@ -70,7 +70,7 @@ def require_left(session: Session) -> None:
 
 
 def stop(session: Session, attempt: int) -> None:
-    """Records a stop of an attempt whose budget is spent, which `supervise` carries out, and says so to the user."""
+    """Records a request to stop an attempt whose budget is spent, which `supervise` carries out, and tells the user."""
     session.say(f": the budget is spent ({describe(session)}): stopping it, so that it saves")
     _record_stop(session, attempt)
 
@@ -83,9 +83,9 @@ def _record_stop(session: Session, attempt: int, created: str = "") -> None:
 
 
 def take_down(session: Session, created: str = "") -> None:
-    """Records a stop by the budget with the creation time of the run's slice (`created`; "": of the slice there is
-    now), deletes the slice and records RecoveryGivenUp. Keeps a slice of the name that was created at another time (a
-    killed process may have deleted the run's), and one on which another run is supervised. Raises LaunchError."""
+    """Requests a stop by the budget, unless one is recorded, with the creation time of the run's slice (`created`; "":
+    of the slice there is now), deletes the slice and records RecoveryGivenUp. Keeps a slice that was created at another
+    time (a killed process may have deleted the run's), or has another supervised run. Raises LaunchError."""
     ledger, attempt = session.ledger, max(0, session.ledger.state.attempt)
     ledger.confirm()
     if not ledger.state.budget_spent:

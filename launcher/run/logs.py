@@ -319,8 +319,9 @@ class _Fetcher:
                 self.silent = False
 
     def _fetch_from(self, worker: int, page: str | None) -> bool:
-        """Appends a page of a host's new lines, from the time `page` on (None: the log's end), and says when the host
-        stops answering or answers again. Returns whether its container may go on writing."""
+        """Appends a page of a host's new lines to its file, from the time `page` on (None: from the file's newest), and
+        says when the host stops answering or answers again. Returns whether its container may go on writing; True
+        without an answer. Raises OSError."""
         log = HostLog(self._files[worker])
         try:
             since = page or log.cursor.since

@@ -263,7 +263,7 @@ class HostsProgress:
         return view.moved == now
 
     def _record_stragglers(self, now: float) -> None:
-        """Records and tells a straggler that has begun, and one that has ended; keeps what a step takes each host."""
+        """Records and says that a straggler begins or ends; at a window's end keeps each host's seconds a step."""
         lines, window = self.lines, self._stragglers.window
         self._stragglers, begun, ended = self._stragglers.observe(lines, now)
         if window and window is not self._stragglers.window and (seconds := own_seconds(window, lines)):

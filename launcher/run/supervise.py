@@ -122,7 +122,7 @@ def _end_on_hosts(session: Session, attempt: int, verdict: Verdict, reachable: S
 
 def _is_another(slice_state: SliceState, ledger: Ledger, attempt: int) -> bool:
     """Returns whether the slice was recreated since the attempt started: it is CREATING, or its creation time and first
-    address differ. One is no proof: a restart may change addresses, and a kept creation time may be old."""
+    address both differ, as a restart may change addresses, and a kept creation time may be old."""
     started = [event for event in ledger.events() if isinstance(event, events.Started)]
     last = started[-1] if started and started[-1].attempt == attempt else None
     new = slice_state.state == "CREATING"
