@@ -266,7 +266,7 @@ def _free_port(wanted: int | None, before: int) -> int:
 
 
 def _find_engine(state: EmulatorState | None) -> Engine:
-    """Returns a client of the workstation's engine (see `_engine_path`). Raises BadInput when none answers."""
+    """Returns the engine of DOCKER_HOST, else the state's or docker's own. Raises BadInput if it does not answer."""
     engine = Engine(_engine_path(state))
     try:
         engine.call("GET", "/version", timeout=10)

@@ -91,7 +91,7 @@ class OperationRunner:
         return ""
 
     def _boot(self, operation: Operation, node: Node, host: Host) -> None:
-        """Makes a host unless it exists, and starts it, unless the operation is cancelled or the runner closes."""
+        """Opens a host's agent socket, makes and starts the host. Does nothing once cancelled, or while closing."""
         with self._booting:
             if operation.cancelled or self._closing:
                 return

@@ -185,12 +185,13 @@ class Server:
         return self._faulty("storage", lambda: refusal or self.storage.answer(request))
 
     def _host_storage(self, hostname: str, request: HttpRequest) -> HttpResponse:
-        """Answers a host's Cloud Storage request, once the host is not cut off from the network."""
+        """Answers a host's Cloud Storage request once the host is not cut off. Raises Disconnected for a gone host."""
         self.hosts.await_network(hostname)
         return self._storage(request)
 
     def _metadata(self, hostname: str, request: HttpRequest) -> HttpResponse:
-        """Answers a host's metadata request; a path below /v2/ is a call of the Cloud TPU API."""
+        """Answers a host's metadata request, or below /v2/ a call of the Cloud TPU API, once the host is not cut off.
+        Raises Disconnected for a gone host."""
         self.hosts.await_network(hostname)
         if request.path.startswith("/v2/"):
             return self._faulty("tpu", lambda: self._api_for_host(hostname, request))
@@ -332,7 +333,7 @@ class Server:
 
 
 def _registry_listener(port: int) -> socket.socket:
-    """Listens on the port that the registry had before, else on a free one."""
+    """Returns a socket that listens on `port` of 127.0.0.1, the registry's before, else on a free one."""
     try:
         return socket.create_server(("127.0.0.1", port), backlog=128)
     except OSError:
@@ -364,7 +365,8 @@ def _error(status: int, name: str, text: str) -> HttpResponse:
 
 
 def main() -> None:
-    """Runs the server of HOME with the hosts' IMAGE and the virtual TPU's VOLUME. Exits if another one runs."""
+    """Runs the server that the arguments HOME, IMAGE (the hosts') and VOLUME (the virtual TPU's) name until it is
+    stopped. Ends the process if another server of HOME runs, or the port is taken."""
     home, image, tpu_volume = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s")
     lock_file = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)

@@ -129,7 +129,7 @@ class ImageManifest:
 
 def choose_platform(document: ManifestDocument, name: str) -> str | None:
     """Returns the digest of an index's image for linux/amd64, which TPU VMs are; None when the document is no index.
-    Raises BadInput when the index has no such image."""
+    Raises BadInput, which begins with `name`, when the index has no such image."""
     if document.media_type not in INDEXES:
         return None
     for entry in _parse(document, name).get("manifests", []):
@@ -140,7 +140,7 @@ def choose_platform(document: ManifestDocument, name: str) -> str | None:
 
 
 def read_image(document: ManifestDocument, name: str) -> ImageManifest:
-    """Returns an image's manifest. Raises BadInput when the document is something else."""
+    """Returns an image's manifest. Raises BadInput, which begins with `name`, when the document is something else."""
     fields = _parse(document, name)
     media_type = document.media_type or str(fields.get("mediaType", ""))
     if media_type not in (DOCKER_MANIFEST, OCI_MANIFEST):
@@ -156,7 +156,7 @@ def read_image(document: ManifestDocument, name: str) -> ImageManifest:
 
 
 def read_config(data: bytes, name: str) -> dict[str, Any]:
-    """Returns an image's configuration. Raises BadInput when it is damaged, or for a platform other than TPU VMs'."""
+    """Returns an image's configuration. Raises BadInput, with `name`, if it is damaged or not of TPU VMs' platform."""
     try:
         config: dict[str, Any] = json.loads(data)
         platform = f"{config['os']}/{config['architecture']}"

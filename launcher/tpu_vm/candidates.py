@@ -231,7 +231,7 @@ class Race:
 
     def _ask(self) -> None:
         """Starts a thread for each candidate without one: for an open request of an earlier command, else for a new one
-        if the candidate is due, slice.price_limit has room for it, and no slice is granted yet."""
+        (and records it) if it is due, slice.price_limit has room for it, and no slice is granted yet."""
         now, earlier = self.machine.clock.monotonic(), {item.candidate: item for item in self.record.open()}
         for candidate in self.left:
             request = earlier.get(candidate)

@@ -97,7 +97,8 @@ def _to_text(value: str | int | float | bool) -> str:
 
 def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> list[str]:
     """Returns the arguments of `docker create` on every host, with image and command; each host adds TPU_WORKER_ID.
-    Where `attempt.waits`, the command begins only after secrets and overlay were delivered into the container."""
+    Where `attempt.waits`, the command begins only after secrets and overlay were delivered into the container. `hosts`:
+    their addresses, in worker order."""
     arguments = ["--name", attempt.container]
     arguments += ["--label", f"{LABEL_RUN}={attempt.run_id}", "--label", f"{LABEL_ATTEMPT}={attempt.number}"]
     arguments += ["--privileged", "--network", "host", "--init", *_KEPT_LOG]

@@ -45,7 +45,7 @@ def last_seen(config: Config) -> Candidate | None:
 
 
 def in_current_place(config: Config) -> Config:
-    """Returns the configuration of the current candidate; `config` itself when there is no other."""
+    """Returns the configuration of the candidate last seen, else of the first; `config` itself if there is one only."""
     return config.placed(current(config)) if len(config.candidates) > 1 else config
 
 

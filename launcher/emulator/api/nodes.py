@@ -290,7 +290,7 @@ def operation_json(operation: Operation) -> dict[str, Any]:
 
 
 def _accelerator_json(parent: str, name: str) -> dict[str, Any]:
-    """Returns the accelerator type `name` as the API lists it."""
+    """Returns the accelerator type `name` as the API lists it. `parent`: the full name of the list."""
     accelerator = ACCELERATORS[name]
     config = {"type": catalogue.api_type(accelerator), "topology": accelerator.topology_name}
     return {"name": f"{parent}/{name}", "type": name, "acceleratorConfigs": [config]}

@@ -116,7 +116,7 @@ class HostContainers:
         self.engine.call("POST", f"/containers/{host.hostname}/start")
 
     def volume_folder(self, host: Host, path: str) -> Path:
-        """Returns the workstation's path of a folder that the host shares with its containers."""
+        """Returns the workstation's path of a host's folder `path`, one of SHARED. Raises EngineError if it is gone."""
         volume = self.engine.call("GET", f"/volumes/{host.hostname}{path.replace('/', '-')}")
         return Path(volume["Mountpoint"])
 
@@ -142,7 +142,7 @@ class HostContainers:
         self._call("POST", f"/containers/{host.hostname}/stop", {"t": "5"})
 
     def start(self, host: Host) -> None:
-        """Starts a host that exists. Its containers stay ended, whatever their restart policy."""
+        """Starts a host that exists, else raises EngineError. Its containers stay ended, whatever restart policy."""
         self.engine.call("POST", f"/containers/{host.hostname}/start")
 
     def hang(self, host: Host) -> None:
