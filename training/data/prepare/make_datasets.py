@@ -1,7 +1,7 @@
 """Makes one dataset for each split from the options of `tpu-train shards`.
 
-Chooses the corpus, the plan and the writer of each split: packed rows (`pack`), whole documents (`documents`), or
-labelled rows (`labelled_rows`), which describe their failure models.
+Chooses the corpus, the plan and the writer of each split: packed rows or whole documents (`pack`), or labelled rows
+(`labelled_rows`), which describe their failure models.
 """
 
 import json
