@@ -108,6 +108,22 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, said: list
     assert str(tmp_path / "programs") in line
 
 
+def test_a_plugin_that_fails_the_cache_is_said_once_and_compiles(tmp_path: Path, said: list[str]) -> None:
+    compiled: list[int] = []
+
+    def fail(_place: int, _arguments: ctypes.Structure) -> None:
+        raise compile_cache.PluginError("UNIMPLEMENTED:\nnot on this chip")
+
+    table: Any = SimpleNamespace(call=fail, function=lambda _place: compiled.append)
+    cache = compile_cache.ProgramCache(table, store(tmp_path, said), "test")
+    arguments = compile_cache.CompileArguments()
+    for _ in range(2):
+        assert cache.compile(ctypes.addressof(arguments)) is None
+    assert compiled == [ctypes.addressof(arguments)] * 2
+    (line,) = said
+    assert line.endswith("UNIMPLEMENTED: not on this chip")
+
+
 def test_there_is_a_cache_only_on_tpus_and_where_a_folder_is_named(tmp_path: Path, said: list[str]) -> None:
     folder = {"TPU_LAUNCH_COMPILE_CACHE": str(tmp_path)}
     assert open_cache(TPU, "/nowhere/libtpu.so", "test", said.append) is None

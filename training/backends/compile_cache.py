@@ -107,7 +107,7 @@ class ProgramStore:
     """A folder of compiled programs, created when the first is written."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None], largest_bytes: int) -> None:
-        """`warn` gets a line for an unproven program, one if none can be written; `largest_bytes`: of all entries."""
+        """`warn` gets a line for an unproven program, one for the first problem; `largest_bytes`: of all entries."""
         self._folder, self._warn, self._largest_bytes = folder, warn, largest_bytes
 
     def read(self, key: str) -> bytes | None:
@@ -153,8 +153,13 @@ class ProgramStore:
                 os.unlink(name)
                 raise
         except OSError as error:
-            self._warn(f"the compiled program is not kept for the next start: {self._folder}: {error.strerror}")
-            self._warn = lambda _message: None  # it was shown
+            self.warn_once(f"the compiled program is not kept for the next start: {self._folder}: {error.strerror}")
+
+    def warn_once(self, problem: str) -> None:
+        """Warns of the first problem of the cache in this process, in one line. Later warnings are dropped."""
+        with contextlib.suppress(Exception):  # as when stderr is closed
+            self._warn(" ".join(problem.split()))
+        self._warn = lambda _message: None  # it was shown
 
     def prove(self, key: str) -> None:
         """Removes the mark of an entry that was read, as its program has had a result; ignores failures."""
@@ -259,7 +264,7 @@ class ProgramCache:
 
     def _load_or_compile(self, arguments: Any, address: int) -> int | None:
         """Loads the program from the store, or compiles and keeps it. Returns the plugin's error, None without one.
-        Ignores an error of the cache; one of reading or loading removes the entry."""
+        Warns of an error of the cache, once; one of reading or loading removes the entry."""
         key = None
         try:
             key = self._key(arguments)
@@ -271,17 +276,20 @@ class ProgramCache:
                 self.loaded += 1
                 self._proofs.append(partial(self._store.prove, key))
                 return None
-        except Exception:  # a cache may not end a run: the program is compiled
+        except Exception as error:  # a cache may not end a run: the program is compiled
             if key:
                 self._store.remove(key)
+            self._store.warn_once(f"the cache of compiled programs fails, so a program is compiled: {error}")
         except BaseException:
             if key:
                 self._store.prove(key)  # it was not run
             raise
         failure = self._compile(address)
         if not failure and key:
-            with contextlib.suppress(Exception):  # as above
+            try:
                 self._store.write(key, self._serialize(arguments.executable))
+            except Exception as error:  # as above
+                self._store.warn_once(f"the compiled program is not kept for the next start: {error}")
         return failure
 
     def _key(self, arguments: Any) -> str:
@@ -321,17 +329,13 @@ def open_cache(
     environment: Mapping[str, str], library: str | None, identity: str, warn: Callable[[str], None]
 ) -> ProgramCache | None:
     """Puts a cache in front of the compiler and returns it; None if the environment asks for none or, with a warning,
-    if there can be none. Call it before the devices are opened.
+    if there can be none. Call it before the devices are opened. `environment`: of the process, in which
+    TPU_LAUNCH_COMPILE_CACHE is the cache's folder; `library`: the file of the plugin that the framework will load, None
+    if unknown; `identity`: versions that decide how a program is compiled, beside the plugin's own; `warn`: called with
+    a line if there can be no cache, if it fails, or if an entry is unproven.
 
     Only on TPUs: the CPU clients of PyTorch/XLA and TensorFlow are no plugins, and can't load a program that they
-    compiled.
-
-    Args:
-        environment: of the process; TPU_LAUNCH_COMPILE_CACHE is the cache's folder, unset without a cache.
-        library: the file of the plugin that the framework will load; None if unknown.
-        identity: versions that decide how a program is compiled, beside the plugin's own.
-        warn: called with a line if there can be no cache, or an entry can't be written or is unproven.
-    """
+    compiled."""
     folder = environment.get(FOLDER_VARIABLE)
     if not folder or environment.get("PJRT_DEVICE") != "TPU":
         return None
