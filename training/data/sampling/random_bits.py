@@ -13,7 +13,7 @@ A length bucket of labelled rows shuffles with a seed of its own, `bucket_seed`:
 shuffled alike. Evaluation uses seed 0 and epoch -1, so that its masks are the same in every run.
 
 Two more generators derive from the same `seed` and stay as they are, because old checkpoints and golden losses depend
-on them: `backends.seeds.step_seed` seeds a framework's own dropout by (step, host), and `models.initial` draws initial
+on them: `optim.schedule.step_seed` seeds a framework's own dropout by (step, host), and `models.initial` draws initial
 weights by the name of the weight.
 
 SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014; constants of David
