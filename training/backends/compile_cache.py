@@ -209,8 +209,7 @@ class PluginTable:
 
     def replace(self, place: int, function: Any) -> None:
         """Puts another function into the table as number `place`, for every caller of the plugin in this process."""
-        pointer = ctypes.cast(function, c_void_p)
-        c_void_p.from_address(self._address + _FUNCTIONS_AT + 8 * place).value = pointer.value
+        c_void_p.from_address(self._address + _FUNCTIONS_AT + 8 * place).value = ctypes.cast(function, c_void_p).value
 
     def call(self, place: int, arguments: Structure) -> None:
         """Calls function number `place`, which fills `arguments`. Raises PluginError if it fails."""
@@ -333,7 +332,6 @@ def open_cache(
     TPU_LAUNCH_COMPILE_CACHE is the cache's folder; `library`: the file of the plugin that the framework will load, None
     if unknown; `identity`: versions that decide how a program is compiled, beside the plugin's own; `warn`: called with
     a line if there can be no cache, if it fails, or if an entry is unproven.
-
     Only on TPUs: the CPU clients of PyTorch/XLA and TensorFlow are no plugins, and can't load a program that they
     compiled."""
     folder = environment.get(FOLDER_VARIABLE)
@@ -342,8 +340,7 @@ def open_cache(
     cache, problem = None, "the framework does not say where its TPU library is"
     if library:
         try:
-            gigabytes = float(environment.get(GB_VARIABLE) or DEFAULT_GB)
-            store = ProgramStore(Path(folder), warn, round(gigabytes * 1e9))
+            store = ProgramStore(Path(folder), warn, round(1e9 * float(environment.get(GB_VARIABLE) or DEFAULT_GB)))
             cache, problem = install(Path(library), store, identity), f"{library} is of another version"
         except (OSError, ValueError, AttributeError) as error:  # AttributeError: the library has no table
             problem = str(error)

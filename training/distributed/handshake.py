@@ -304,8 +304,7 @@ def accept_peers(listener: socket.socket, own: HostCredentials, seconds: float) 
         return connection
 
     def close_oldest() -> bool:
-        oldest = handshake.oldest()
-        if oldest is not None:
+        if (oldest := handshake.oldest()) is not None:
             forget(oldest).close()
         return oldest is not None
 
