@@ -159,6 +159,7 @@ def after(time: str) -> str:
 
 
 def _line(time: str, parts: list[bytes], *, cut: bool = False) -> LogLine:
+    """Returns a line made of these parts; longer than LINE_BYTES, or if `cut`, it is cut and ends with CUT."""
     data = b"".join(parts)
     cut = cut or len(data) > LINE_BYTES
     text = data[:LINE_BYTES].decode(errors="replace").rstrip("\r")

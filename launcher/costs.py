@@ -97,7 +97,7 @@ def transfer_per_gb(location: str, region: str) -> float:
 
 
 def line(config: Config) -> str:
-    """Returns one line about the hourly cost of the configured slice, with the table's date."""
+    """Returns a line about the configured slice's cost an hour, or that it is unknown, with the table's date."""
     cost = per_hour(config.slice.accelerator_type, config.zone, config.slice.capacity)
     subject = f"{config.slice.accelerator_type}, {config.slice.capacity}, {config.zone}"
     if cost is None:

@@ -71,7 +71,8 @@ class Estimate:
 
 
 def estimate(config: Config, home: Path, machine: Workstation) -> list[Estimate]:
-    """Returns an estimate for each type and zone of the candidates. Raises BadInput without trainer's sections."""
+    """Returns an estimate for each type and zone of the candidates, from what `home` holds; the wait is that of the
+    first capacity there. Raises BadInput without trainer's sections."""
     if config.trainer is None:
         raise BadInput(
             f"{config.document.name}: has no trainer's sections, and only the trainer's step can be estimated"
@@ -232,7 +233,7 @@ def _types(items: Iterable[Estimate]) -> str:
 
 
 def line(config: Config, home: Path, machine: Workstation) -> str | None:
-    """Returns the estimate for the slice of the file in one line; None if nothing is known."""
+    """Returns the estimate for the slice of the file in one line; None without a bound or trainer's sections."""
     if config.trainer is None:
         return None
     item = estimate(config, home, machine)[0]

@@ -179,7 +179,8 @@ def summarize_error(stderr: str) -> str:
 def run_gcloud(
     argv: Sequence[str], *, timeout: float, run: RunCommand = shell.run, pass_fds: Sequence[int] = ()
 ) -> str:
-    """Runs gcloud once; it inherits `pass_fds`. Returns its output; raises the LaunchError that its message means."""
+    """Runs gcloud once; it inherits `pass_fds`. Returns its stdout. Raises CommandTimeout after `timeout` seconds, else
+    the LaunchError that gcloud's message means."""
     try:
         result = run(argv, timeout=timeout, pass_fds=pass_fds)
     except CommandTimeout as error:
@@ -190,7 +191,8 @@ def run_gcloud(
 
 
 def call_gcloud(machine: Workstation, argv: Sequence[str], *, timeout: float, pass_fds: Sequence[int] = ()) -> str:
-    """Runs gcloud as `run_gcloud`; retries for a minute while another operation on the node is under way (Busy)."""
+    """Runs gcloud as `run_gcloud`. While another operation on the node is under way, runs it again, for a minute; then
+    raises Busy. `timeout` is of each run."""
     deadline = machine.clock.monotonic() + _BUSY_SECONDS
     backoff = Backoff(machine, longest=2.0)
     while True:
@@ -210,9 +212,9 @@ def delete_until_gone(
     machine: Workstation, say: Callable[[str], None], look: Callable[[], Look | None], deadline: float
 ) -> None:
     """Deletes something and returns when it is gone. `look` asks the API each time: it returns what is still there and
-    the command that deletes it, None when nothing is left. `say` is given a line for each new error after which the
-    deletion is repeated. Raises CommandTimeout after `deadline` (monotonic clock; DELETE_SECONDS after the begin),
-    LaunchError if repeating the deletion changes nothing."""
+    the command that deletes it (None: it goes by itself), or None when nothing is left. `say` is given a line for each
+    new error after which the deletion is repeated. Raises CommandTimeout after `deadline` (monotonic clock;
+    DELETE_SECONDS after the begin), LaunchError if repeating the deletion changes nothing."""
     reported = ""
     while (seen := look()) is not None:
         description, command = seen

@@ -40,7 +40,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def write_private_bytes(path: Path, data: bytes, *, sync: bool = False) -> None:
-    """Writes a file of bytes as `write_private` writes text; with `sync`, waits until the disk has it."""
+    """Writes bytes as `write_private` writes text; with `sync`, waits until the disk has them. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -93,9 +93,9 @@ def lock(file: IO[Any] | int, path: Path, *, shared: bool = False, wait: bool = 
 
 @contextlib.contextmanager
 def hold_shared(path: Path) -> Iterator[int | None]:
-    """Holds a shared lock on a file, and yields its descriptor: a process that inherits it keeps the lock. Creates the
-    file and its folder; the file stays. Yields None, without a lock, where the file can't be made (a full disk), and,
-    with a warning, where it can't be locked."""
+    """Waits while a process holds an exclusive lock on a file, then holds a shared one in the block. Yields its
+    descriptor: a process that inherits it keeps the lock. Creates the file and its folder; the file stays. Yields None,
+    without a lock, where the file can't be made (a full disk), and, with a warning, where it can't be locked."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -115,8 +115,8 @@ def hold_shared(path: Path) -> Iterator[int | None]:
 
 
 def is_held(path: Path, *, exclusively: bool = False) -> bool | None:
-    """Returns whether any process holds a lock on a file, or an exclusive one; False if the file can't be opened; None,
-    with a warning, if that can't be told. Keeps no lock itself, and creates no file."""
+    """Returns whether any process holds a lock (`exclusively`: an exclusive one) on a file; False if the file can't be
+    opened; None, with a warning, where the file system can't lock. Keeps no lock itself, and creates no file."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:

@@ -116,7 +116,7 @@ class Attempt:
     """Shared by the hosts of this attempt only, to prove who they are. Sent as secrets are, and kept nowhere."""
 
     def all_secrets(self, hosts: int) -> dict[str, str]:
-        """Returns the secret environment variables. A single-host slice needs no shared secret."""
+        """Returns the variables in `secrets`, and with several hosts the one with `host_secret`."""
         return {**({SECRET_VARIABLE: self.host_secret} if hosts > 1 else {}), **self.secrets}
 
     def waits(self, hosts: int) -> bool:
@@ -211,7 +211,8 @@ class Provider(Protocol):
         """The number of hosts of the slice, as it was last seen; as configured before it exists."""
 
     def withdraw_unused(self) -> None:
-        """Withdraws requests for slices that earlier commands here left open. Raises LaunchError while another asks."""
+        """Deletes unused requests that earlier commands left open. Raises LaunchError while another command makes
+        some."""
 
     def connect(self) -> None:
         """Starts to open connections to the hosts in the background. Does not wait, and reports no failure."""

@@ -172,7 +172,7 @@ def _log_end(argv: Sequence[str], returncode: int, begun: float) -> None:
 
 
 def _kill_group(process: subprocess.Popen[Any]) -> None:
-    """Ends a command and its children, and waits for it: SIGTERM, so that they can clean up, then SIGKILL."""
+    """Ends a command and its children, and waits for it: SIGTERM, so that they can clean up, SIGKILL 10 s later."""
     for number, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, None)):
         try:
             os.killpg(process.pid, number)

@@ -59,7 +59,7 @@ def render(kind: str, supervisor: SupervisorSpec) -> str:
 
 
 def _rights(supervisor: SupervisorSpec, kind: str) -> list[str]:
-    """Returns the commands that create the service account and give it its rights."""
+    """Returns the commands that create the service account and grant it what `kind` needs, and an empty line."""
     project, account = f"--project={supervisor.project}", supervisor.account
     member = f"--member=serviceAccount:{account}"
     role = f"projects/{supervisor.project}/roles/{ROLE}"
@@ -130,6 +130,7 @@ def _on_gke(supervisor: SupervisorSpec) -> list[str]:
 
 
 def _on_cloud_run(supervisor: SupervisorSpec) -> list[str]:
+    """Returns the commands that create a Cloud Run job of one task, and start it."""
     place = (f"--project={supervisor.project}", f"--region={supervisor.zone.rpartition('-')[0]}")
     return [
         "# One task of at most 168 hours; Cloud Run retries it when it fails or times out.",
@@ -143,6 +144,7 @@ def _on_cloud_run(supervisor: SupervisorSpec) -> list[str]:
 
 
 def _on_vm(supervisor: SupervisorSpec) -> list[str]:
+    """Returns the commands that create a small VM whose systemd runs the container and restarts it."""
     registry = supervisor.image.partition("/")[0]
     return [
         "# Container-Optimized OS starts the container, and restarts it when it exits and after a reboot.",
@@ -185,5 +187,5 @@ def _gcloud(verb: str, *arguments: str) -> str:
 
 
 def _unless(verb: str, *arguments: str) -> str:
-    """Returns `gcloud VERB ... ||`, the start of a line whose rest, a creation, runs only without the resource."""
+    """Returns `gcloud VERB ... ||`, where VERB describes a resource: a creation after it runs only if there is none."""
     return f"gcloud {verb} {shlex.join(arguments)} --quiet >/dev/null 2>&1 ||"

@@ -78,9 +78,9 @@ class HostConnection(Protocol):
         """Returns whether the connection is open, as far as is known here."""
 
     def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
-        """Runs a command line. Returns its exit code, output and error output, with surrogates for bytes that are not
-        UTF-8. Raises TimeoutError after `timeout` seconds, ConnectionFailed if the connection broke: the command may
-        have run."""
+        """Runs a command line with the input `stdin` (None: none). Returns its exit code, output and error output, with
+        surrogates for bytes that are not UTF-8. Raises TimeoutError after `timeout` seconds, ConnectionFailed if the
+        connection broke: the command may have run."""
 
     def follow(self, command: str, *, timeout: float, on_line: Callable[[str], None]) -> int:
         """Runs a command line whose standard input stays open until its end, and passes each line of its output and

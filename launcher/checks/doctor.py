@@ -200,7 +200,7 @@ def check_quota(config: Config) -> Finding:
 
 
 def _ssh_key(path: Path) -> Finding:
-    """Checks that gcloud's key is private and asks for no passphrase; only warns if it does not exist yet."""
+    """Checks that gcloud's key is private, without a passphrase or held by the ssh agent; warns if it is missing."""
     if not path.exists():
         message = f"{path} does not exist yet: gcloud makes one at the first connection"
         return warning("ssh key", message, f"ssh-keygen -t rsa -N '' -f {path}")
@@ -235,7 +235,7 @@ def _engine(config: Config) -> Finding:
 
 
 def _registry(config: Config) -> Finding:
-    """Checks the registry: credentials of docker, or the base image if the image is made without an engine."""
+    """Checks docker's credentials, or the base image if no engine makes the image; warns without image.repository."""
     if config.image.repository is None:
         if config.image.reference:
             return ok("registry", "not pushed to: image.reference is given")

@@ -82,9 +82,9 @@ def data(config: Config, say: Callable[[str], None]) -> None:
 
 
 def _starting_model(config: Config, trainer: TrainerConfig) -> dict[str, Any]:
-    """Returns the values of the starting model's config.json; {} where only the hosts check the model: names on the
-    Hub, runs' folders, and folders that this machine can't read. Raises BadInput for a family that the run can't
-    train."""
+    """Returns the values in config.json of `model.path`; {} without model.path, and where only the hosts check the
+    model: names on the Hub, runs' folders, and folders that this machine can't read. Raises BadInput for a family that
+    the run can't train."""
     from training.models.hugging_face import read_config, require_family
     from training.registry import TASKS
     from training.storage import StorageError, join, stat
@@ -106,8 +106,8 @@ def _starting_model(config: Config, trainer: TrainerConfig) -> dict[str, Any]:
 
 
 def _require_bucket(project: str, name: str, place: str, say: Callable[[str], None]) -> str:
-    """Returns a bucket's location, in lower case; "" if the account may not look at it, which it says unless it may
-    list the objects. Raises BadInput if the bucket does not exist or credentials are invalid, LaunchError if Cloud
+    """Returns a bucket's location, in lower case; "" if the account may only list its objects, or, after a line to
+    `say`, may do neither. Raises BadInput if the bucket does not exist or credentials are invalid, LaunchError if Cloud
     Storage does not answer. `place` begins the messages: where the file names it."""
     from google.api_core import exceptions
     from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, RefreshError

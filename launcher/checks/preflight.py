@@ -42,10 +42,11 @@ Say = Callable[[str], None]
 def check(
     config: Config, home: Path, names: Sequence[str], *, max_batch: bool, more: Sequence[str], say: Say
 ) -> list[dict[str, Any]]:
-    """Compiles the training step for the accelerators `names` ([]: the configuration's), unless a kept result answers;
-    keeps new results. Returns a result for each, as `tpu-train preflight --json` prints it. `max_batch` also searches
-    for the largest batch; with `more` arguments of `tpu-train preflight`, results are neither kept nor reused. Raises
-    BadInput without a trainer or for an unknown accelerator, LaunchError if the compiler gives no answer."""
+    """Compiles the training step, in a container here, for the accelerators `names` ([]: the configuration's), unless
+    `home` has a kept result; keeps new results there. Returns a result for each name, as `tpu-train preflight --json`
+    prints it, whether the step fits or not. `max_batch` also searches for the largest batch; with `more` arguments of
+    `tpu-train preflight`, results are neither kept nor reused. Raises BadInput without a trainer or for an unknown
+    accelerator, LaunchError if the compiler gives no answer."""
     if config.trainer is None:
         raise BadInput(
             f"{config.document.name}: has no trainer's sections, and preflight compiles the trainer's step: "
@@ -69,7 +70,8 @@ def check(
 
 
 def known(config: Config, home: Path) -> dict[str, Any] | None:
-    """Returns the kept result for the configuration's accelerator and step; None if there is none."""
+    """Returns the kept result for the configuration's accelerator and step; None without one, without a trainer, or if
+    the datasets' manifests, which it reads, can't be read."""
     return None if config.trainer is None else _read(_path(config, home, config.accelerator.name))
 
 
@@ -120,7 +122,8 @@ def leave_out_unfit(config: Config, home: Path, say: Say) -> tuple[Config, tuple
 
 
 def _no_answer(exit_code: int) -> LaunchError:
-    """Returns the error for a container that ended with this code and without a result; it names the likely reason."""
+    """Returns the error for a container that ended with this code and without a result: the likely reason, and as exit
+    code DOES_NOT_FIT for 3, BAD_INPUT for 2, else APPLICATION_FAILED."""
     advice = "run it again, or try another batch size"
     defect = f"a defect of libtpu that shows occasionally when memory runs short: {advice}"
     memory = "most likely because this machine's memory ran out: compiling bert-large takes up to 10 GB"
@@ -168,7 +171,7 @@ def _compile(
 
 
 def _path(config: Config, home: Path, name: str) -> Path | None:
-    """Returns the file of the result for an accelerator; None when what the result depends on can't be read."""
+    """Returns where the result for an accelerator is kept; None when what the result depends on can't be read."""
     assert config.trainer is not None
     trainer = {key: value for key, value in config.trainer.canonical().items() if key not in _NOT_IN_PROGRAMS}
     trainer["train"] = {key: value for key, value in trainer["train"].items() if key not in _NOT_IN_STEP}

@@ -113,6 +113,7 @@ def _add_fault(name: str, text: str, *parameters: click.Parameter, **fixed: Any)
     """Adds `emulator inject NAME`, whose help is `text`. Its parameters, and `fixed`, are the fault's arguments."""
 
     def run(as_json: bool, **given: Any) -> None:
+        """Injects the fault, and prints its name and the hosts that it hits or brings back."""
         arguments = {key: value for key, value in {**given, **fixed}.items() if value is not None}
         done = control.inject(control.default_home(), {"fault": arguments.pop("kind", name), **arguments})
         touched = ", ".join(done.get("hosts") or done.get("restored") or ["set"])

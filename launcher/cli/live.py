@@ -22,7 +22,7 @@ _ANSWER_SECONDS = 30  # for the answer to `profile`, after the trainer's own tim
 
 
 def _parse_host(_context: click.Context, _option: click.Parameter, value: str) -> int | None:
-    """Returns a worker index; None for `all`."""
+    """Returns a worker index; None for `all`. Raises click.BadParameter for any other text."""
     if value != "all" and not value.isdigit():
         raise click.BadParameter(f"{value!r} is neither a worker index nor `all`")
     return None if value == "all" else int(value)
@@ -35,6 +35,7 @@ def _host_option(default: str) -> Callable[[Function], Function]:
 
 
 def _timeout_option(most: int, help: str) -> Callable[[Function], Function]:
+    """Returns the decorator that adds --timeout, 1 to `most` seconds (default: 600), with this help."""
     seconds = click.IntRange(1, most)
     return click.option(
         "--timeout", "seconds", type=seconds, default=600, show_default=True, metavar="SECONDS", help=help

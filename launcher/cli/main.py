@@ -88,8 +88,8 @@ def cli(context: click.Context, emulated: bool, verbose: bool) -> None:
 
 
 def main() -> None:
-    """Runs the command line and exits. Turns every error into one message and its exit code; SIGTERM into Ctrl-C, and
-    SIGHUP unless it is ignored (nohup)."""
+    """Runs the command line and exits. Turns every expected error into one message and its exit code; SIGTERM, and
+    SIGHUP unless it is ignored (nohup), into Ctrl-C; a closed pipe (`| head`) into exit code 0."""
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _interrupt)

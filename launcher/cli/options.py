@@ -61,9 +61,9 @@ def set_option(example: str) -> Callable[[Function], Function]:
 
 def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--file")) -> Function:
     """Returns the command with the shared options: it loads the file and calls `function` with its configuration first,
-    or None for a folder of runs. A run gs://bucket/runs/ID, named in place of the file or by --run, is imported, and
-    its own configuration is used. Refuses a missing file and an unsupported provider (BadInput). With --emulated,
-    `function` reaches the emulator. `file_flags` name the file."""
+    or None for a folder of runs. A run gs://bucket/runs/ID, named in place of the file or by --run, is imported; then
+    `function` gets its configuration and id. The command raises BadInput for a missing file and an unsupported
+    provider. With --emulated, `function` reaches the emulator (`emulation`). `file_flags` are the file's options."""
 
     def wrapped(
         context: click.Context, /, path: str, overrides: tuple[str, ...], provider: str, emulated: bool, **options: Any
@@ -106,7 +106,8 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
 
 
 def _import(url: str, overrides: tuple[str, ...]) -> tuple[Config, str]:
-    """Imports a run of a bucket with its requests; returns configuration and id. Raises BadInput, also for --set."""
+    """Copies a run of a bucket into the launcher's folder; returns configuration and id. Lets this machine record
+    requests for slices in the run's bucket. Raises BadInput, also for any `overrides`, LaunchError or OSError."""
     from launcher.run import specification
     from launcher.run.session import import_run
     from launcher.tpu_vm.requests import RequestRecord
@@ -122,7 +123,8 @@ def _import(url: str, overrides: tuple[str, ...]) -> tuple[Config, str]:
 
 @contextlib.contextmanager
 def emulation(emulated: bool) -> Iterator[None]:
-    """Lets the block reach an emulator, if `emulated`: starts one unless it runs, and stops it without slices."""
+    """With `emulated`, lets the block reach an emulator: starts one unless it runs, and, if no slice is left after the
+    block, stops one that a block started."""
     if not emulated:
         yield
         return
@@ -141,7 +143,7 @@ def file_option(help: str, default: Path | None = None) -> Callable[[Function], 
 
 
 def _require_support(command: str, provider: str, emulated: bool) -> None:
-    """Raises BadInput if the provider does not support the command, or `--emulated` if that is given."""
+    """Raises BadInput if the provider does not support the command, or, with `emulated`, --emulated."""
     if not PROVIDERS[provider].cloud_tpu_node and command not in _ANY_PROVIDER:
         instead = f"; {_WITH_KUBECTL[command]}" if command in _WITH_KUBECTL else ""
         raise BadInput(
@@ -171,7 +173,7 @@ def run_context() -> Context:
 
 
 def show_plan(config: Config, command: str) -> None:
-    """Prints the commands of `plan` that a command would run, for `--dry-run`."""
+    """Prints those commands of `plan` that belong to `command` (up, run, down), for `--dry-run`."""
     from launcher.plan import list_commands
 
     for step in list_commands(config):

@@ -63,7 +63,8 @@ def rehearsal(path: Path | None, overrides: tuple[str, ...]) -> None:
 
 def _rehearse(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Runs all steps on an emulator of its own, in a zone that has the accelerator; writes summary.json and returns its
-    content. Removes slice and emulator in any case. Raises LaunchError with the exit code of a failed step."""
+    content. Removes slice and emulator in any case. Raises LaunchError with the exit code of a failed step, BadInput
+    for a file that can't be rehearsed."""
     config = load(path, overrides)
     zones = config.accelerator.zones(Api.CLOUD_TPU)
     if config.zone not in zones:
@@ -80,6 +81,7 @@ def _rehearse(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     begun = time.monotonic()
 
     def step(phase: str, arguments: Sequence[str]) -> None:
+        """Runs a `tpu-launch` command, and adds its seconds to those of its phase."""
         seconds[phase] = seconds.get(phase, 0.0) + _run(arguments, folder)
 
     try:
@@ -143,7 +145,8 @@ def _list_steps(config: Config, path: Path, file: Sequence[str]) -> list[tuple[s
 
 
 def _run(arguments: Sequence[str], folder: Path) -> float:
-    """Runs and shows a `tpu-launch` command with the home `folder`; returns its seconds. Raises LaunchError."""
+    """Prints a `tpu-launch` command, then its output, with the home `folder`; returns its seconds. Raises LaunchError
+    with its exit code if that is not 0, CommandTimeout after half an hour."""
     text = shlex.join(["tpu-launch", *arguments])
     terminal.say(f"$ {text}", bold=True)
     begun = time.monotonic()

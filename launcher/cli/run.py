@@ -84,7 +84,7 @@ def run(
 
 
 def show_outcome(outcome: Outcome, as_json: bool) -> None:
-    """Prints how the run ended: its verdict, the last lines of the first cause, and with --json all of it."""
+    """Prints how the run ended: its verdict, the last lines of the first cause; all of it as JSON if `as_json`."""
     verdict = outcome.verdict
     for line in explain(verdict):
         terminal.say(f"run {outcome.run_id}, attempt {outcome.attempt}: {line}")

@@ -83,7 +83,8 @@ def _print_finding(finding: Finding, before: str = "") -> None:
 
 
 def _show_devices(config: Config, as_json: bool) -> None:
-    """Checks devices in a container on each host, and prints a row a host; exits with Exit.DEVICES if a check fails."""
+    """Checks devices in a container on each host, whose image is made if needed, and prints a row a host and the
+    findings. Ends the process with Exit.DEVICES if a check fails."""
     from launcher.device_check import COLUMNS, check_devices
 
     results = check_devices(config, run_context())
@@ -194,7 +195,7 @@ def down(config: Config, any_owner: bool, dry_run: bool) -> None:
 
 
 def _for_owners(config: Config, any_owner: bool) -> Config:
-    """Returns the configuration with `any_owner` set. Raises BadInput where the provider has no owners."""
+    """Returns the configuration with this `any_owner`. Raises BadInput if it is True and the provider has no owners."""
     if any_owner and not PROVIDERS[config.provider].cloud_tpu_node:
         raise BadInput(f"--any-owner: provider {config.provider} does not look at owners")
     return replace(config, any_owner=any_owner)
@@ -280,7 +281,7 @@ def gc(config: Config, everywhere: bool, all_owners: bool, yes: bool, as_json: b
 
 
 def _show_failures(listing: inventory.Listing) -> list[LaunchError]:
-    """Prints which zones could not be listed, and returns the errors."""
+    """Prints which zones could not be listed, and why; returns the errors."""
     for zone, error in listing.failures.items():
         terminal.error(f"{'all zones' if zone == '-' else zone} could not be listed: {error}")
     return list(listing.failures.values())

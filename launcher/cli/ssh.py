@@ -86,8 +86,9 @@ def open_tunnel(
     *,
     on_start: Callable[[Callable[[], None]], object] | None = None,
 ) -> None:
-    """Makes a port of a host reachable as a local one of 127.0.0.1 until Ctrl-C, and prints a text once the tunnel
-    listens. Blocks. `on_start` is given a function that ends it. Raises LaunchError if the tunnel ends before."""
+    """Makes a port of a host reachable as port `local` of 127.0.0.1; returns at Ctrl-C. Prints `text` once the tunnel
+    listens. `on_start` is given a function that ends the tunnel. Raises LaunchError when it ends without Ctrl-C, by
+    that function too."""
     forward = ["-N", "-oExitOnForwardFailure=yes", f"-L127.0.0.1:{local}:localhost:{port}"]
     over = threading.Event()
     threading.Thread(target=_announce, args=(local, text, over), daemon=True).start()
@@ -104,7 +105,7 @@ def open_tunnel(
 
 
 def find_port(wanted: int | None, preferred: int) -> int:
-    """Returns a free port of 127.0.0.1: wanted, preferred, or any. Raises BadInput if the wanted one is taken."""
+    """Returns the port `wanted` (BadInput if it is taken on 127.0.0.1), for None `preferred`, else any free one."""
     for port in [wanted] if wanted is not None else [preferred, 0]:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)) as probe:
             return int(probe.getsockname()[1])

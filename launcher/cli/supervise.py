@@ -85,7 +85,7 @@ def supervise(
 
 
 def _require_bucket(url: str) -> None:
-    """Raises BadInput for a URL outside of any bucket."""
+    """Raises BadInput for a URL that is not gs://."""
     if not storage.is_remote(url):
         raise BadInput(f"{url}: name the folder of the runs in their bucket, gs://bucket/runs")
 
@@ -103,8 +103,8 @@ def _context(ledger: Ledger | None) -> Context:
 
 
 def list_runs_of(folder: str, *, as_json: bool) -> None:
-    """Prints each run of a bucket's folder with its state and the machine that supervises it. Raises BadInput for a
-    folder that is in none, LaunchError if the bucket does not answer."""
+    """Prints each run of a bucket's folder with its state and the machine that supervises it. Raises BadInput if
+    `folder` is not gs://, LaunchError if the bucket does not answer."""
     _require_bucket(folder)
     with tempfile.TemporaryDirectory() as scratch:
         try:

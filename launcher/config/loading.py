@@ -92,7 +92,7 @@ class Config:
 
     @property
     def backend(self) -> str:
-        """Returns the backend whose image is built: `image.backend`, or the trainer's `backend`."""
+        """Returns the backend whose image is built: `image.backend`, or the file's `backend`, or torch-xla."""
         return self.image.backend or (
             self.trainer.backend if self.trainer else str(self.document.value.get("backend", "torch-xla"))
         )
@@ -130,8 +130,9 @@ class Config:
         return list(dict.fromkeys(found))
 
     def placed(self, candidate: Candidate, node: str = "") -> Config:
-        """Returns the configuration of this candidate only. Its node is `node`, else, for a candidate that the file
-        names, slice.name or, if it is not the zone's first candidate, slice.name-NUMBER."""
+        """Returns the configuration of this candidate only, without slice.runtime_version if the generation is another
+        one. Its node is `node`, else, for a candidate that the file names, slice.name or, if it is not the zone's first
+        candidate, slice.name-NUMBER."""
         beside = [other for other in self.all_candidates if other.zone == candidate.zone]
         kind, capacity = candidate.accelerator_type, candidate.capacity
         update: dict[str, Any] = {"accelerator_type": kind, "capacity": capacity, "zones": [], "candidates": []}
@@ -182,6 +183,7 @@ def restore(value: Mapping[str, Any], *, name: str, command: Iterable[str] | Non
 
 @contextlib.contextmanager
 def _mistakes_as_bad_input() -> Iterator[None]:
+    """Turns ConfigError and UnknownAccelerator of the block into BadInput with the same message."""
     try:
         yield
     except (ConfigError, UnknownAccelerator) as error:

@@ -47,8 +47,8 @@ def _own_folder(config: Config) -> tuple[Path | None, Path | None]:
 
 
 def needs_engine(config: Config) -> bool:
-    """Returns whether this machine's engine makes the image, and not the registry. With image.build auto, it may ask
-    whether an engine answers."""
+    """Returns whether this machine's engine makes the image, and not the registry; has no meaning with image.reference.
+    If both could (image.build auto), asks whether an engine answers."""
     section = config.image
     if section.base or section.build == "registry":
         return False

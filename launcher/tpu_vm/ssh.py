@@ -247,6 +247,7 @@ def _wait_for_exit_code(channel: paramiko.Channel, deadline: float) -> int:
 
 
 def _describe(error: BaseException) -> str:
+    """Returns the error's text, after "can't be reached: " if it is an OSError; the class's name if it has none."""
     if isinstance(error, OSError):
         return f"can't be reached: {error}"
     return str(error) or type(error).__name__
