@@ -3,6 +3,7 @@ framework: one weight vector, moved by each batch's records. Steps can be told t
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,8 @@ from training.yaml_file import Document
 Fault = Callable[[int], str | None]
 
 
-class Result:
-    def __init__(self, value: StepResult) -> None:
-        self.value = value
-
-    def result(self) -> StepResult:
-        return self.value
+def finished(value: StepResult) -> Any:
+    return SimpleNamespace(result=lambda: value)
 
 
 class NumpyBackend(PlainBackend):
@@ -43,7 +40,7 @@ class NumpyBackend(PlainBackend):
         self.config, self.fault, self.evaluation_loss = config, fault, evaluation_loss
         self.state = {"model/w": np.full(4, 9.0, np.float32), "adam_m/w": np.zeros(4, np.float32)}
 
-    def step(self, number: int, batch: Arrays, signals: Signals) -> Result:
+    def step(self, number: int, batch: Arrays, signals: Signals) -> Any:
         fault, loss, norm = self.fault(number), float(np.abs(self.state["model/w"]).mean()), 0.5
         if fault:
             norm = float("nan")
@@ -53,10 +50,10 @@ class NumpyBackend(PlainBackend):
             for value in self.state.values():
                 value[...] = value * 0.98 + (np.nan if fault else 1e-3 * (int(batch["input_ids"].sum()) % 7))
         sums = {"loss": loss, "weight": 1.0, "correct": 0.0}
-        return Result(StepResult(sums, signals, gradient_norm=norm, skipped=skipped))
+        return finished(StepResult(sums, signals, gradient_norm=norm, skipped=skipped))
 
-    def evaluate(self, batch: Arrays, signals: Signals) -> Result:
-        return Result(StepResult({"loss": self.evaluation_loss, "weight": 1.0, "correct": 0.0}, signals))
+    def evaluate(self, batch: Arrays, signals: Signals) -> Any:
+        return finished(StepResult({"loss": self.evaluation_loss, "weight": 1.0, "correct": 0.0}, signals))
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         return {name: TensorSpec("F32", value.shape, value.nbytes) for name, value in self.state.items()}

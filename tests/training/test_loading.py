@@ -252,20 +252,14 @@ def test_wordpieces_are_joined() -> None:
     assert "".join(space + word for space, word in map(piece, (0, 5, 6, 5, 1))) == " [CLS] playing play [SEP]"
 
 
-def test_a_labelled_row_is_shown_without_padding() -> None:
-    ids = np.array([[0, 5, 6, 1, 3, 3]], np.int32)
-    labels, weights, records = np.array([1], np.int32), np.ones(1, np.float32), np.array([7])
-    batch = LabelledBatch(ids, (ids != 3).astype(np.int32), labels, weights, records, np.array([False]))
-    shown = preview.render_labelled(batch, 5, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), ["dog", "cat"])
-    assert list(map(click.unstyle, shown)) == ["record 7: cat, 4 tokens", "[CLS] the cat [SEP]"]
-
-
-def test_a_label_that_is_a_number_is_shown_as_one() -> None:
-    ids = np.array([[0, 5, 6, 1]], np.int32)
-    labels, records, replaced = np.array([-2.5], np.float32), np.array([0]), np.array([False])
-    batch = LabelledBatch(ids, np.ones((1, 4), np.int32), labels, np.ones(1, np.float32), records, replaced)
-    heading, _ = preview.render_labelled(batch, 1, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), [])
-    assert click.unstyle(heading) == "record 0: -2.5, 4 tokens"
+@pytest.mark.parametrize(
+    ("label", "names", "shown"), [(np.int32(1), ["dog", "cat"], "cat"), (np.float32(-2.5), [], "-2.5")]
+)
+def test_a_labelled_row_is_shown_without_padding(label: Any, names: list[str], shown: str) -> None:
+    ids, one = np.array([[0, 5, 6, 1, 3, 3]], np.int32), np.ones(1, np.float32)
+    batch = LabelledBatch(ids, (ids != 3).astype(np.int32), np.array([label]), one, np.array([7]), np.array([False]))
+    lines = preview.render_labelled(batch, 5, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), names)
+    assert list(map(click.unstyle, lines)) == [f"record 7: {shown}, 4 tokens", "[CLS] the cat [SEP]"]
 
 
 GOLDEN: dict[str, dict[str, str]] = json.loads((Path(__file__).parents[1] / "golden" / "data.json").read_text())

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,23 +42,24 @@ def test_lines_are_buffered_and_written_in_small_objects(tmp_path: Path, monkeyp
     assert lines[0]["loss"] == 0.1 + 0.2  # all digits
 
 
+def attempt(folder: Path, number: int, resumed_at: int, steps: Iterable[int], loss: float = 1.0) -> MetricsLog:
+    """Returns the log of an attempt that has flushed these steps, each with a loss of its number and `loss`."""
+    log = MetricsLog(AttemptInfo(str(folder), number, resumed_at))
+    for step in steps:
+        log.log(step, {"loss": step + loss})
+    log.flush()
+    return log
+
+
 def test_repeated_steps_are_in_the_history_once(tmp_path: Path) -> None:
-    first = MetricsLog(AttemptInfo(str(tmp_path), 0, 0))
-    for step in (1, 2, 3, 4):
-        first.log(step, {"loss": float(step)})
-    first.flush()  # and then it was killed; the last commit was step 2
-    second = MetricsLog(AttemptInfo(str(tmp_path), 1, 2))
-    for step in (3, 4, 5):
-        second.log(step, {"loss": step + 0.5})
-    second.finish()
+    attempt(tmp_path, 0, 0, (1, 2, 3, 4), 0.0)  # and then it was killed; the last commit was step 2
+    attempt(tmp_path, 1, 2, (3, 4, 5), 0.5).finish()
     assert [line["loss"] for line in read_history(str(tmp_path))] == [1.0, 2.0, 3.5, 4.5, 5.5]
 
 
 def test_a_run_without_attempt_numbers_never_overwrites_its_past(tmp_path: Path) -> None:
     for resumed_at in (0, 1):
-        log = MetricsLog(AttemptInfo(str(tmp_path), 0, resumed_at))
-        log.log(resumed_at + 1, {"loss": 1.0})
-        log.finish()
+        attempt(tmp_path, 0, resumed_at, [resumed_at + 1]).finish()
     assert [line["step"] for line in read_history(str(tmp_path))] == [1, 2]
 
 
@@ -75,15 +77,10 @@ def test_an_attempt_that_resumes_beside_a_newer_one_hides_no_lines_of_it(tmp_pat
 
 
 def test_a_truncated_line_is_left_out_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = MetricsLog(AttemptInfo(str(tmp_path), 0, 0))
-    for step in (1, 2, 3):
-        log.log(step, {"loss": 1.0})
-    log.flush()
+    attempt(tmp_path, 0, 0, (1, 2, 3))
     [path] = (tmp_path / "metrics").iterdir()
     path.write_bytes(path.read_bytes()[:-5])
-    again = MetricsLog(AttemptInfo(str(tmp_path), 1, 2))
-    again.log(3, {"loss": 2.0})
-    again.finish()
+    attempt(tmp_path, 1, 2, [3]).finish()
     assert [line["step"] for line in read_history(str(tmp_path))] == [1, 2, 3]
     assert f"{path}: line 4 of 4 is not readable; left out" in capsys.readouterr().err
 
@@ -173,9 +170,7 @@ def test_each_line_is_written_once_however_often_storage_refuses(tmp_path: Path,
 def test_an_attempt_killed_soon_has_said_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the history would keep steps of an earlier attempt that were done again, perhaps one that was not finite."""
     monkeypatch.setattr(writer, "FLUSH_SECONDS", 600.0)
-    failed = MetricsLog(AttemptInfo(str(tmp_path), 0, 0))
-    failed.log(2, {"loss": float("nan")})
-    failed.flush()
+    attempt(tmp_path, 0, 0, [2], float("nan"))
     opened = threading.Event()
 
     def open_log() -> MetricsLog:

@@ -77,22 +77,26 @@ def test_assumed_facts_must_fit_the_task(task: str, lengths: tuple[int, ...], la
         assume_facts(CONFIG.model_copy(update={"task": task}), 100, lengths, labels)
 
 
-def test_a_refusal_for_memory_is_explained() -> None:
-    told = "does not fit: it needs 22.46 GiB of HBM a device, and 15.48 GiB are there"
-    assert explain_refusal(REFUSAL) == (int(22.46 * GIB), told)
+OTHER_FORM = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom ... HLO temporaries (51.92G) exceeds available HBM (15.48G)"
+DOES_NOT_FIT = "does not fit: it needs {} GiB of HBM a device, and 15.48 GiB are there"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "needed", "told"),
+    [
+        (REFUSAL, int(22.46 * GIB), DOES_NOT_FIT.format(22.46)),
+        (OTHER_FORM, int(51.92 * GIB), DOES_NOT_FIT.format(51.92)),
+        ("UNIMPLEMENTED: no such\nat 0x12", None, "the compiler refuses it: UNIMPLEMENTED: no such"),
+    ],
+)
+def test_a_refusal_is_explained(refusal: str, needed: int | None, told: str) -> None:
+    assert explain_refusal(refusal) == (needed, told)
+
+
+def test_equal_allocations_of_a_refusal_are_counted() -> None:
     (allocation,) = report.parse_allocations(REFUSAL)
     assert (allocation.bytes, allocation.count, allocation.shape) == (3 * GIB, 2, "f32[24,16,512,512]")
     assert allocation.where == "bert.encoder.layer.*.attention.self: softmax"
-
-
-def test_the_two_forms_of_a_refusal_mean_the_same() -> None:
-    other = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom ... HLO temporaries (51.92G) exceeds available HBM (15.48G)"
-    assert explain_refusal(other)[1] == "does not fit: it needs 51.92 GiB of HBM a device, and 15.48 GiB are there"
-
-
-def test_any_other_refusal_is_the_compilers_first_line() -> None:
-    told = "the compiler refuses it: UNIMPLEMENTED: no such thing"
-    assert explain_refusal("UNIMPLEMENTED: no such thing\nat 0x12") == (None, told)
 
 
 def test_a_program_that_does_not_fit_is_reported_with_advice_on_remat() -> None:

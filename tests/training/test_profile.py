@@ -6,10 +6,13 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from training import storage
 from training.errors import BadInput, TrainError
 from training.profiler import Answer, Profiler, request
 from training.storage import StorageError
@@ -134,45 +137,30 @@ def test_only_one_request_is_pending_and_a_name_is_used_once(tmp_path: Path) -> 
             request(training.requests, "first", 1, 1)
 
 
-class Refusing(Tracer):
-    def start(self, folder: str) -> None:
-        raise RuntimeError("only one profile at a time")
-
-
-class Failing(Tracer):
-    def stop(self) -> None:
-        raise RuntimeError("the trace is lost")
-
-
-class Full:
-    def write(self, *_: Any) -> None:
-        raise StorageError("no space")
-
-
-class Broken:
-    def write(self, *_: Any) -> None:
-        raise TypeError("not a string")
-
-
 @pytest.mark.parametrize(
-    ("tracer", "options", "problem"),
+    ("part", "error", "problem"),
     [
-        (Refusing, {}, "the profiler does not start: only one profile at a time"),
-        (Failing, {}, "the profiler has failed: the trace is lost"),
-        (Tracer, {"storage": Full()}, "the profile can't be written to .*host-3.xplane.pb: no space"),
-        (Tracer, {"storage": Broken()}, "the profile can't be written to .*host-3.xplane.pb: not a string"),
+        (
+            "start",
+            RuntimeError("only one profile at a time"),
+            "the profiler does not start: only one profile at a time",
+        ),
+        ("stop", RuntimeError("the trace is lost"), "the profiler has failed: the trace is lost"),
+        ("write", StorageError("no space"), "the profile can't be written to .*host-3.xplane.pb: no space"),
+        ("write", TypeError("a bug"), "the profile can't be written to .*host-3.xplane.pb: a bug"),
     ],
-    ids=["start", "stop", "storage", "bug"],
 )
-def test_a_failure_is_told_and_ends_nothing(tmp_path: Path, tracer: Any, options: dict[str, Any], problem: str) -> None:
-    training = Training(tmp_path, tracer, **options)
+def test_a_failure_is_told_and_ends_nothing(tmp_path: Path, part: str, error: Exception, problem: str) -> None:
+    tracer, store = Tracer(), SimpleNamespace(write=storage.write)
+    setattr(store if part == "write" else tracer, part, Mock(side_effect=error))
+    training = Training(tmp_path, lambda: tracer, storage=store)
     with training.profiler:
         with asking(training.requests, "bad", 2) as ended:
             training.train(30)
         assert training.started == 30
-        (error,) = ended
-        assert isinstance(error, TrainError)
-        assert re.search(problem, str(error))
+        (told,) = ended
+        assert isinstance(told, TrainError)
+        assert re.search(problem, str(told))
     assert len(training.warnings) == 1
 
 

@@ -6,7 +6,6 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -142,50 +141,24 @@ def test_a_short_secret_is_refused_and_no_message_shows_one() -> None:
     assert SECRET.decode() not in repr((cluster, host_credentials(cluster, RENDEZVOUS)))
 
 
-class Reset:
-    """A socket that got a reset after the peer's last message."""
-
-    def __init__(self, received: bytes) -> None:
-        self.received = received
-
-    def send(self, data: Any) -> int:
-        raise ConnectionResetError
-
-    def recv(self, size: int) -> bytes:
-        data, self.received = self.received, b""
-        if not data:
-            raise ConnectionResetError
-        return data
-
-    def close(self) -> None:
-        pass
-
-
-class Idle:
-    """A listener, a selector, and a thread that does nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **keywords: None
-
-
-def serve(last_words: bytes) -> str | None:
-    """Sends from host 0 to a host that closed its connection after `last_words`. Returns why the attempt is lost."""
-    network = SimpleNamespace(listen=lambda *_: Idle(), selector=Idle)
-    threads = SimpleNamespace(event=Idle, start=lambda *_, **__: Idle())
+@pytest.mark.parametrize(
+    ("last_words", "why_lost"),
+    [
+        (encode({"goodbye": 0, "reason": "", "overdue": False}), None),
+        (b"", "host 1 is gone: its connection broke in phase 'connected'"),
+    ],
+)
+def test_a_host_is_lost_unless_it_said_goodbye(last_words: bytes, why_lost: str | None) -> None:
+    """Host 0 sends to a host that closed its connection after its last words: the socket got a reset."""
+    received = [data for data in (last_words,) if data]
+    reset: Any = Mock(send=Mock(side_effect=ConnectionResetError))
+    reset.recv.side_effect = [*received, ConnectionResetError]
     cluster = Cluster(0, ("127.0.0.1", "127.0.0.1"), run_id="r", secret=SECRET)
-    server = RendezvousServer(cluster, 4.0, Machine(network=network, threads=threads))  # type: ignore[arg-type]
+    server = RendezvousServer(cluster, 4.0, Machine(network=Mock(), threads=Mock()))
     protocol = server._protocol
     assert protocol.state.connect(1, Identity("r", 0, 2), 0.0) is None
     protocol._workers[7], protocol._connections[1] = (1, LineBuffer(HOST_BYTES)), 7
-    server._connections[7] = _Peer(7, Reset(last_words))
+    server._connections[7] = _Peer(7, reset)
     server._perform([(7, b"news\n")])
     assert server._connections == {}
-    return protocol.state.lost
-
-
-def test_a_host_that_said_goodbye_is_not_lost() -> None:
-    assert serve(encode({"goodbye": 0, "reason": "", "overdue": False})) is None
-
-
-def test_a_host_without_a_goodbye_is_lost() -> None:
-    assert serve(b"") == "host 1 is gone: its connection broke in phase 'connected'"
+    assert protocol.state.lost == why_lost

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -16,41 +16,20 @@ from training.telemetry import metrics as tracker
 from training.telemetry.metrics import AttemptInfo, MetricsLog, read_history
 from training.telemetry.trackers import MOST_WAITING, PAUSE_SECONDS, GuardedTracker, Line, flatten
 
-MODULE = """
-OPENED = []
-
-class Tracker:
-    def __init__(self, info):
-        self.info, self.calls = info, []
-        OPENED.append(self)
-
-    def log(self, step, values):
-        self.calls.append((step, dict(values)))
-
-    def flush(self):
-        self.calls.append("flush")
-
-    def finish(self, failed):
-        self.calls.append("failed" if failed else "finished")
-"""
-
 
 @pytest.mark.parametrize("failed", [False, True])
 def test_every_tracker_receives_the_same_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failed: bool) -> None:
-    monkeypatch.delitem(sys.modules, "recording_tracker", raising=False)
-    (tmp_path / "recording_tracker.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
+    module, run = Mock(), str(tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "recording_tracker", module)
     monkeypatch.setitem(tracker.TRACKERS, "recording", "recording_tracker:Tracker")
-    run = str(tmp_path / "run")
     log = MetricsLog(AttemptInfo(run, 2, 40, "token"), trackers=("jsonl", "recording"))
     log.log(41, {"loss": 2.5})
     log.log(41, {"eval_loss": 2.25})
     log.flush()
     log.finish(failed)
-    [recording] = importlib.import_module("recording_tracker").OPENED
-    assert recording.info == AttemptInfo(run, attempt=2, resumed_at=40, file_number=2, token="token")
-    values, end = [(41, {"loss": 2.5}), (41, {"eval_loss": 2.25})], "failed" if failed else "finished"
-    assert recording.calls == [*values, "flush", end]
+    module.Tracker.assert_called_once_with(AttemptInfo(run, attempt=2, resumed_at=40, file_number=2, token="token"))
+    values = [call.log(41, {"loss": 2.5}), call.log(41, {"eval_loss": 2.25})]
+    assert module.Tracker().mock_calls == [*values, call.flush(), call.finish(failed)]
     assert (tmp_path / "run" / "metrics.jsonl").exists() is not failed
     assert read_history(run) == [{"step": 41, "loss": 2.5}, {"step": 41, "eval_loss": 2.25}]
 
