@@ -21,7 +21,7 @@ from launcher.gke.provider import Gke
 from launcher.gke.workload import LABEL_RUN
 from launcher.provider import Attempt, Observation
 from launcher.providers import this_machine
-from tests.kubernetes.cluster.expansion import expand
+from tests.kubernetes.cluster.nodes import expand
 from tests.kubernetes.golden import IMAGE
 from tests.launcher.run_files import load_text
 from tests.launcher.script_host import write_program

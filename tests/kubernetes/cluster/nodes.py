@@ -10,12 +10,11 @@ import subprocess
 import tempfile
 import threading
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.kubernetes.cluster.controllers import CONTAINER_DEVICES, delete_pod
-from tests.kubernetes.cluster.expansion import expand
 from tests.kubernetes.cluster.store import Object, Store, now, set_condition
 
 LABEL = "tpu-launch.test-cluster"
@@ -108,7 +107,7 @@ class Nodes:
         """The node is low on memory and the kubelet ends the pod at once."""
         self._disrupt(pod, "TerminationByKubelet", "The node was low on resource: memory.", status_reason="Evicted")
         self._stopping.add(pod["metadata"]["uid"])
-        self.engine("kill", self._container(pod), check=False)
+        self.engine("kill", self.container_of(pod), check=False)
 
     def _disrupt(self, pod: Object, reason: str, message: str, status_reason: str = "") -> None:
         def change(each: Object) -> None:
@@ -153,7 +152,7 @@ class Nodes:
 
     def _live(self, pod: Object) -> None:
         """A pod's whole life on its node."""
-        name = self._container(pod)
+        name = self.container_of(pod)
         try:
             self.engine("create", "--name", name, *self._arguments(pod))
         except CanNotStart as error:
@@ -254,16 +253,13 @@ class Nodes:
         self._update(pod["metadata"]["name"], lambda each: each["status"].update(news))
 
     def _stop(self, pod: Object, grace: int) -> None:
-        self.engine("stop", "--time", str(grace), self._container(pod), check=False, seconds=grace + 60)
+        self.engine("stop", "--time", str(grace), self.container_of(pod), check=False, seconds=grace + 60)
         found = self.store.get("pods", pod["metadata"]["name"])
         if found and found["status"]["phase"] == "Pending":  # its container could not be created
             self._update(pod["metadata"]["name"], lambda each: each["status"].update(phase="Failed"))
 
-    def _container(self, pod: Object) -> str:
-        return f"k8s-{pod['metadata']['name']}-{pod['metadata']['uid'][:8]}"
-
     def container_of(self, pod: Object) -> str:
-        return self._container(pod)
+        return f"k8s-{pod['metadata']['name']}-{pod['metadata']['uid'][:8]}"
 
     def _update(self, name: str, change: Callable[[Object], Any]) -> None:
         with self.store.lock:
@@ -285,3 +281,30 @@ def _may_raise_limits() -> bool:
     """Returns whether this machine can give a container CAP_SYS_RESOURCE (24); inside a container it often can't."""
     status = Path("/proc/self/status").read_text()
     return bool(int(status.partition("CapBnd:")[2].split()[0], 16) >> 24 & 1)
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Returns what a kubelet makes of a word: `$(NAME)` is the value of a variable that there is, `$$` is `$`.
+
+    A transcription of `Expand` in k8s.io/kubernetes/third_party/forked/golang/expansion/expand.go.
+    """
+    written, cursor, checkpoint = "", 0, 0
+    while cursor < len(text):
+        if text[cursor] == "$" and cursor + 1 < len(text):
+            written += text[checkpoint:cursor]
+            read, is_variable, advance = _read_name(text[cursor + 1 :])
+            written += variables.get(read, f"$({read})") if is_variable else read
+            cursor += advance
+            checkpoint = cursor + 1
+        cursor += 1
+    return written + text[checkpoint:]
+
+
+def _read_name(text: str) -> tuple[str, bool, int]:
+    """What follows a `$`: the name or the text that stands for it, whether it is a name, and how far to go on."""
+    if text[0] == "$":
+        return "$", False, 1
+    if text[0] == "(":
+        end = text.find(")", 1)
+        return (text[1:end], True, end + 1) if end > 0 else ("$(", False, 1)
+    return f"${text[0]}", False, 1

@@ -1,7 +1,7 @@
 """Ways to spoil an input, each decided by a random number generator: JSON values, bytes, lines of text."""
 
 import copy
-import json
+import functools
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -18,14 +18,6 @@ NUMBERS = (
 )  # fmt: skip
 
 
-def deep(depth: int) -> Any:
-    """Lists within lists."""
-    value: Any = []
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
 def nasty(random: Random) -> Any:
     """A value that hardly any key may have."""
     kind = random.randrange(9)
@@ -39,7 +31,7 @@ def nasty(random: Random) -> Any:
         return [nasty(random) for _ in range(random.randrange(3))]
     if kind == 7:
         return {random.choice(TEXTS): nasty(random) for _ in range(random.randrange(3))}
-    return deep(random.choice((1, 5, 60, 400)))
+    return functools.reduce(lambda inner, _: [inner], range(random.choice((1, 5, 60, 400))), [])
 
 
 def spoil_json(value: Any, random: Random) -> Any:
@@ -72,11 +64,6 @@ def _places(value: Any) -> Any:
     for key, below in items:
         yield value, key
         yield from _places(below)
-
-
-def dump_json(value: Any) -> bytes:
-    """JSON with everything that Python's reader takes: NaN, and half surrogate pairs as escapes."""
-    return json.dumps(value).encode()
 
 
 def spoil_bytes(data: bytes, random: Random) -> bytes:
