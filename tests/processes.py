@@ -1,6 +1,7 @@
 """Processes of tests: what Python of this checkout prints and ends with, and waiting for what a process does."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -43,3 +44,8 @@ def wait_until(fact: Callable[[], object], seconds: float = 20, tell: Callable[[
     while not fact():
         assert time.monotonic() < deadline, f"not within {seconds} s: {tell()}"
         time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]

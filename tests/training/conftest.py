@@ -1,4 +1,4 @@
-"""Small datasets of generated ids, a bucket that can misbehave, and hosts that are processes."""
+"""Small datasets of generated ids, and a bucket that can misbehave."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,6 @@ import pytest
 
 from tests.packed_datasets import pack_rows
 from tests.servers import BucketServer
-from tests.training.host_processes import Hosts
 from training.data.formats.dataset import Dataset
 from training.data.prepare.dataset_writer import DatasetPlan
 
@@ -49,10 +48,3 @@ def gcs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(bucket, "timeouts", quick)
     yield server
     server.close()
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    hosts = Hosts()
-    yield hosts
-    hosts.close()

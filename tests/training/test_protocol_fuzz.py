@@ -18,7 +18,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.training.host_processes import free_port
+from tests.processes import free_port
 from training.distributed import handshake as handshakes
 from training.distributed import messages
 from training.distributed.cluster import Cluster

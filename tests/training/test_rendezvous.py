@@ -1,14 +1,123 @@
 """Hosts meet and sum gradients on loopback, and learn in time if one is missing, lost, stuck, or of another attempt."""
 
+import errno
 import json
+import os
 import signal
 import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from tests.training.host_processes import Hosts, end, free_port, wait_for_line
-from training.errors import Exit
+from tests.processes import ROOT, free_port
+from training.distributed import handshake as handshakes
+from training.distributed.cluster import SECRET_VARIABLE, Cluster, discover
+from training.distributed.handshake import RENDEZVOUS, HostCredentials, Identity, host_credentials
+from training.distributed.messages import HOST_BYTES, LineBuffer, encode
+from training.distributed.rendezvous_server import RendezvousServer, _Peer
+from training.errors import BadInput, Exit
+from training.machine import Machine
+
+# A host: does what its arguments say, then exits as `tpu-train` does.
+PROGRAM = """
+import ctypes, json, os, sys, threading, time
+import numpy as np
+from training.distributed import rendezvous
+from training.distributed.tcp_allreduce import TcpAllReduce
+from training.distributed.cluster import discover
+from training.distributed.config import RendezvousSection
+from training.errors import Exit, TrainError
+from training.distributed.rendezvous import join
+from training.distributed.shutdown import ShutdownRequest
+code, why, meeting = 1, "", None
+rendezvous.STOP_PATIENCE = rendezvous.WITHOUT_LOCK_SECONDS = 1.0
+try:
+    stopping = ShutdownRequest()
+    if os.environ.get("ASKED"):
+        threading.Timer(float(os.environ["ASKED"]), stopping.request).start()
+    start, seconds = (float(os.environ.get(name, "20")) for name in ("START", "WAIT"))
+    meeting = join(discover(), stopping, RendezvousSection(start_seconds=start, seconds=seconds, lost_seconds=3))
+    for line in sys.argv[1:]:
+        what, _, rest = line.partition(" ")
+        if what == "meet":
+            print(json.dumps(meeting.meet(rest, {"from": os.environ["TPU_WORKER_ID"]})), flush=True)
+        elif what == "phase":
+            meeting.set_phase(rest)
+        elif what == "say":
+            print(rest, flush=True)
+        elif what == "sleep":
+            deadline = time.monotonic() + float(rest)
+            while time.monotonic() < deadline:
+                meeting.check()
+                time.sleep(0.01)
+        elif what == "hang":
+            time.sleep(float(rest))
+        elif what == "limit":
+            limit, held = rest.split()
+            meeting.set_phase("loading the framework")
+            with meeting.limit("opening the devices", float(limit)):
+                (ctypes.PyDLL if held == "holding" else ctypes.CDLL)(None).sleep(60)  # PyDLL keeps the GIL
+        elif what == "fail":
+            raise TrainError(rest)
+        elif what == "connect":
+            exchange = TcpAllReduce(discover(), meeting, 20)
+        elif what == "sum":
+            print(json.dumps(exchange.sum(np.array(json.loads(rest), np.float32)).tolist()), flush=True)
+    code = 0
+except TrainError as error:
+    code, why = error.exit_code, str(error)
+    print("error:", error, flush=True)
+if meeting:
+    meeting.close(code, why)
+os._exit(code)
+"""
+
+
+class Hosts:
+    """Starts hosts of one run, which meet on this machine."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, worker: int, hosts: int, *lines: str, **environment: str) -> subprocess.Popen[str]:
+        addresses = {"TPU_WORKER_ID": str(worker), "TPU_WORKER_HOSTNAMES": ",".join(["127.0.0.1"] * hosts)}
+        run = {"TPU_LAUNCH_RENDEZVOUS_PORT": str(self.port), "TPU_LAUNCH_RUN_ID": "run", "PYTHONPATH": str(ROOT)}
+        command, variables = [sys.executable, "-c", PROGRAM, *lines], {**os.environ, **addresses, **run, **environment}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
+        self.started.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.wait()
+
+
+def end(process: subprocess.Popen[str], code: int = 0, seconds: float = 20) -> str:
+    """Waits for the end of a host, which must be with this exit code. Returns what it printed."""
+    text, _ = process.communicate(timeout=seconds)
+    assert process.returncode == code, text
+    return text
+
+
+def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"ended before it said {text!r}")
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    hosts = Hosts()
+    yield hosts
+    hosts.close()
 
 
 def test_all_hosts_get_all_payloads_in_worker_order(hosts: Hosts) -> None:
@@ -106,26 +215,26 @@ def test_a_blocking_framework_ends_its_process_in_time_with_stack_traces(hosts: 
 
 
 @pytest.fixture
-def port() -> str:
+def gloo_port() -> str:
     return str(free_port())
 
 
 @pytest.mark.parametrize(("numbers", "total"), [((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0)])
-def test_all_hosts_sum_in_worker_order(hosts: Hosts, port: str, numbers: tuple[float, ...], total: float) -> None:
+def test_all_hosts_sum_in_worker_order(hosts: Hosts, gloo_port: str, numbers: tuple[float, ...], total: float) -> None:
     """In single precision 1e8 + 1 is 1e8: the order shows."""
     processes = []
     for worker, number in reversed(list(enumerate(numbers))):
         lines = ("connect", f"sum [{number}, {worker}, 2.5]", "sum [1]", "meet end")
-        processes.append(hosts.start(worker, 3, *lines, TPU_LAUNCH_GLOO_PORT=port))
+        processes.append(hosts.start(worker, 3, *lines, TPU_LAUNCH_GLOO_PORT=gloo_port))
     for process in processes:
         assert [json.loads(line) for line in end(process).splitlines()[:2]] == [[total, 3, 7.5], [3]]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, port: str, victim: int) -> None:
+def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, gloo_port: str, victim: int) -> None:
     lines = ("connect", "phase step 7", "sum [1]", "sleep 1.5", "say now")
     last = ["hang 60" if worker == victim else "sum [1]" for worker in (0, 1)]
-    processes = [hosts.start(worker, 2, *lines, last[worker], TPU_LAUNCH_GLOO_PORT=port) for worker in (0, 1)]
+    processes = [hosts.start(worker, 2, *lines, last[worker], TPU_LAUNCH_GLOO_PORT=gloo_port) for worker in (0, 1)]
     for process in processes:
         wait_for_line(process, "now")
     processes[victim].send_signal(signal.SIGKILL)
@@ -133,3 +242,147 @@ def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, 
     text = end(processes[1 - victim], Exit.LOST_PEER)
     assert time.monotonic() - killed < 20
     assert f"host {victim} is gone: its connection broke in phase 'step 7'" in text
+
+
+SECRET = b"the secret of the attempt"
+LOST_SECONDS = 5.0
+
+
+class Host:
+    """A connection that host 0 has let in."""
+
+    def __init__(self, port: int, worker: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        own = HostCredentials(Identity("run", 1, 3), RENDEZVOUS, SECRET)
+        assert not isinstance(handshakes.perform_handshake(self.socket, own, worker, 10), handshakes.Refusal)
+        self.socket.settimeout(20)
+        self._unread = b""
+
+    def arrive(self, name: str, payload: Any = None) -> None:
+        self.socket.sendall(encode({"arrive": name, "payload": payload, "seconds": 60}))
+
+    def read(self, kind: str) -> dict[str, Any]:
+        while True:
+            while b"\n" in self._unread:
+                line, self._unread = self._unread.split(b"\n", 1)
+                message: dict[str, Any] = json.loads(line)
+                if kind in message:
+                    return message
+            data = self.socket.recv(1 << 20)
+            assert data, "host 0 has closed the connection"
+            self._unread += data
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def server(port: int) -> Iterator[RendezvousServer]:
+    cluster = Cluster(0, ("127.0.0.1",) * 3, None, "run", 1, port, secret=SECRET)
+    server = RendezvousServer(cluster, LOST_SECONDS)
+    yield server
+    server.close(0)
+
+
+@pytest.fixture
+def peers(server: RendezvousServer, port: int) -> Iterator[list[Host]]:
+    peers = [Host(port, worker) for worker in range(3)]
+    yield peers
+    for host in peers:
+        host.socket.close()
+
+
+def test_a_host_that_reads_nothing_delays_no_other_and_is_lost(server: RendezvousServer, peers: list[Host]) -> None:
+    """Its process is stopped: its kernel answers, and its buffers fill up."""
+    large = "x" * 3_900_000
+    began = time.monotonic()
+    for host in peers:
+        host.arrive("parts", [host.socket.fileno(), large])
+    for host in peers[1:]:
+        assert [payload[1] == large for payload in host.read("complete")["payloads"]] == [True] * 3
+    assert 0 in server._protocol.workers, "its time is not over: the others did not wait for it"
+    for host in peers[1:]:
+        assert "host 0 is gone" in host.read("lost")["lost"]
+    assert time.monotonic() - began < LOST_SECONDS + 10
+
+
+def test_when_the_servers_thread_ends_all_hosts_notice_at_once(
+    server: RendezvousServer, peers: list[Host], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server._protocol, "tick", Mock(side_effect=ZeroDivisionError("a bug")))
+    began = time.monotonic()
+    for host in peers:
+        while host.socket.recv(1 << 16):
+            pass
+    assert time.monotonic() - began < LOST_SECONDS
+    assert "tpu-train: the rendezvous server failed: a bug" in capsys.readouterr().err
+
+
+def test_an_error_closes_one_host(server: RendezvousServer, peers: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server._protocol.state, "set_phase", Mock(side_effect=ZeroDivisionError("a bug")))
+    peers[1].socket.sendall(encode({"phase": "x"}))
+    for host in (peers[0], peers[2]):
+        assert "host 1 is gone" in host.read("lost")["lost"]
+
+
+def test_without_room_for_a_connection_the_oldest_pending_one_is_closed() -> None:
+    pending, closed = ["first", "second"], []
+
+    def accept() -> tuple[str, None]:
+        if len(pending) > 1:
+            raise OSError(errno.EMFILE, "too many open files")
+        return "a host", None
+
+    def close_oldest() -> bool:
+        closed.append(pending.pop(0))
+        return True
+
+    assert handshakes.accept_connection(accept, close_oldest) == "a host"
+    assert closed == ["first"]
+    sleeps: list[float] = []
+    pending = ["first", "second"]
+    assert handshakes.accept_connection(accept, lambda: False, sleeps.append) is None
+    assert sleeps, "it must not spin"
+
+
+def test_several_hosts_without_a_secret_are_refused_in_one_line() -> None:
+    cluster = Cluster(1, ("10.0.0.1", "10.0.0.2"))
+    with pytest.raises(BadInput, match="TPU_LAUNCH_SECRET is not set: the 2 hosts") as refused:
+        host_credentials(cluster, RENDEZVOUS)
+    assert "openssl rand -hex 32" in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert host_credentials(Cluster(1, ("127.0.0.1", "localhost", "::1")), RENDEZVOUS).secret == b""
+
+
+def test_a_short_secret_is_refused_and_no_message_shows_one() -> None:
+    environment = {"TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2", SECRET_VARIABLE: "short"}
+    with pytest.raises(BadInput, match="5 characters; it must be random, with at least 16"):
+        discover(environment)
+    cluster = discover({**environment, SECRET_VARIABLE: f"{SECRET.decode()}\n"})
+    assert cluster.secret == SECRET, "the end of a file's line does not count"
+    assert SECRET.decode() not in repr((cluster, host_credentials(cluster, RENDEZVOUS)))
+
+
+@pytest.mark.parametrize(
+    ("last_words", "why_lost"),
+    [
+        (encode({"goodbye": 0, "reason": "", "overdue": False}), None),
+        (b"", "host 1 is gone: its connection broke in phase 'connected'"),
+    ],
+)
+def test_a_host_is_lost_unless_it_said_goodbye(last_words: bytes, why_lost: str | None) -> None:
+    """Host 0 sends to a host that closed its connection after its last words: the socket got a reset."""
+    received = [data for data in (last_words,) if data]
+    reset: Any = Mock(send=Mock(side_effect=ConnectionResetError))
+    reset.recv.side_effect = [*received, ConnectionResetError]
+    cluster = Cluster(0, ("127.0.0.1", "127.0.0.1"), run_id="r", secret=SECRET)
+    server = RendezvousServer(cluster, 4.0, Machine(network=Mock(), threads=Mock()))
+    protocol = server._protocol
+    assert protocol.state.connect(1, Identity("r", 0, 2), 0.0) is None
+    protocol._workers[7], protocol._connections[1] = (1, LineBuffer(HOST_BYTES)), 7
+    server._connections[7] = _Peer(7, reset)
+    server._perform([(7, b"news\n")])
+    assert server._connections == {}
+    assert protocol.state.lost == why_lost
