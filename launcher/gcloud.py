@@ -244,7 +244,7 @@ class Backoff:
         self._machine, self._base, self._longest = machine, first, longest
 
     def next(self) -> float:
-        """Returns the seconds of the next pause."""
+        """Returns the seconds of the next pause, without waiting: they double up to `longest`, times 0.5 to 1.5."""
         pause = self._base * (0.5 + self._machine.random.random())
         self._base = min(self._base * 2, self._longest)
         return pause

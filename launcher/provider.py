@@ -211,8 +211,7 @@ class Provider(Protocol):
         """The number of hosts of the slice, as it was last seen; as configured before it exists."""
 
     def withdraw_unused(self) -> None:
-        """Deletes unused requests that earlier commands left open. Raises LaunchError while another command makes
-        some."""
+        """Deletes unused requests that earlier commands left open. Raises LaunchError while a command makes some."""
 
     def connect(self) -> None:
         """Starts to open connections to the hosts in the background. Does not wait, and reports no failure."""

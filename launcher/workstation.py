@@ -144,7 +144,7 @@ class CheckedClock(Clock):
         return self.clock.time()
 
     def sleep(self, seconds: float) -> None:
-        """Waits. Raises what `check` raises."""
+        """Waits, and calls `check` before and every second. Raises what `check` raises."""
         deadline = self.clock.monotonic() + seconds
         while True:
             self.check()

@@ -56,7 +56,7 @@ def failure(where: str, message: str, fix: str = "") -> Finding:
 
 
 def examine(config: Config) -> list[Finding]:
-    """Runs all checks at once, and returns their findings in the order in which to fix them."""
+    """Runs all checks at once; returns findings in the order in which to fix them. Creates the launcher's folder."""
     checks: list[Callable[[], list[Finding]]] = [
         lambda: [_cost(config)],
         lambda: old_generation_findings(config),

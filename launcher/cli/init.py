@@ -99,7 +99,7 @@ def _slice_name(path: Path) -> str:
 
 
 def known(accelerator_type: str) -> Accelerator:
-    """Returns the accelerator of that name. Raises BadInput that lists the existing types."""
+    """Returns the accelerator of that name. Raises BadInput, which lists the existing types, for an unknown one."""
     try:
         return accelerator(accelerator_type)
     except UnknownAccelerator as error:

@@ -161,7 +161,7 @@ def machine() -> Workstation:
 
 
 def open_provider(config: Config) -> Provider:
-    """Returns a new provider of the configuration, which says its lines on this terminal; the caller closes it."""
+    """Returns a new provider, which prints its lines here and which the caller closes. Raises as `make_provider`."""
     return make_provider(config, terminal.say, machine())
 
 
