@@ -181,9 +181,11 @@ def measure_bucket(url: str, report: Callable[[str, Any], None]) -> None:
         began = time.monotonic()
         storage.write(url, data)
         written = time.monotonic()
-        intact = storage.read(url) == data
-        read = time.monotonic()
-        storage.delete(url)
+        try:
+            intact = storage.read(url) == data
+            read = time.monotonic()
+        finally:
+            storage.delete(url)
     except TrainError as error:
         report("bucket_error", str(error))
         return

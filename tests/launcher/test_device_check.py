@@ -20,6 +20,7 @@ from training import device_check
 from training.device_check import PREFIX
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
+from training.storage.types import StorageError
 
 GOOD = {
     "clock": 1000.0, "disk_free_bytes": 100 << 30, "bucket_write_mb_s": 50.0, "bucket_read_mb_s": 80.0, "kind": "TPU",
@@ -172,7 +173,7 @@ def test_an_error_of_the_driver_is_one_line_with_the_phase_before_it(monkeypatch
     assert facts["phase"] == "opening the devices"
 
 
-def test_the_bucket_is_measured_and_left_clean(tmp_path: Path) -> None:
+def test_the_bucket_is_measured_and_left_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts: dict[str, Any] = {}
     device_check.measure_bucket(f"{tmp_path}/object", facts.__setitem__)
     assert facts["bucket_write_mb_s"] > 0
@@ -180,6 +181,10 @@ def test_the_bucket_is_measured_and_left_clean(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     device_check.measure_bucket("/proc/no/such", facts.__setitem__)
     assert "/proc/no" in facts["bucket_error"]
+    monkeypatch.setattr(device_check.storage, "read", Mock(side_effect=StorageError("no answer")))
+    device_check.measure_bucket(f"{tmp_path}/object", facts.__setitem__)
+    assert facts["bucket_error"] == "no answer"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("as_json", [False, True])

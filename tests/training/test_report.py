@@ -59,6 +59,8 @@ def test_the_report_of_a_failed_run_has_all_attempts(tmp_path: Path) -> None:
     for words in ("stopped after step 30", "going on, or killed", "evaluation accuracy", "None was committed"):
         assert words in page_text
     assert "8.0000 → 0.1600" in page_text
+    (tmp_path / html.SUMMARY_FILE).write_text("half")
+    assert texts(html.render_report(html.read_run(str(tmp_path)))) == page_text
     assert "Goodput, the share of the time that was spent in steps: 60.0% of 20.0 s" in page_text
 
 

@@ -308,7 +308,7 @@ class CheckpointWriter:
             committed = [step for step in whole if step <= newest]
             for step in (*self._settings.deletable(committed, manifest.best_step), *abandoned):
                 delete_checkpoint(self.folder, step, contents[step], self._storage)
-            self._storage.remove_partial_files(self.folder, lambda name: (form.step_of(name) or newest) < newest)
+            self._storage.remove_partial_files(self.folder, lambda name: form.step_of(name) in range(newest))
             self._warn_of_deletes = True
         except StorageError as error:
             if self._warn_of_deletes:

@@ -115,17 +115,12 @@ def classify_end(error: BaseException | None) -> str:
 
 
 def read_attempts(folder: str, storage: Storage = default_storage) -> list[AttemptRecords]:
-    """Returns a run's attempts by number, then by start. Warns of each unreadable record, and leaves it out."""
+    """Returns a run's attempts by number, then by start. Leaves out each damaged record, with a warning."""
     records: dict[tuple[int, str], dict[str, Any]] = {}  # (number, token) -> "start" and "end"
     for info in storage.listing(join(folder, "attempts")):
         if match := _RECORD_NAME.fullmatch(name_of(info.url)):
-            document = None
-            with contextlib.suppress(ValueError):
-                document = json.loads(storage.read(info.url))
-            if isinstance(document, dict):
+            if (document := _read_json(info.url, storage)) is not None:
                 records.setdefault((int(match[1]), match[2]), {})["end" if match[3] else "start"] = document
-            else:
-                warn(f"{info.url}: not readable as JSON; left out")
     ordered = sorted(records.items(), key=lambda item: (item[0][0], item[1].get("start", {}).get("began", 0.0)))
     return [AttemptRecords(number, record.get("start", {}), record.get("end")) for (number, _), record in ordered]
 
@@ -163,7 +158,7 @@ def read_run(folder: str, storage: Storage = default_storage) -> RunContents:
             checkpoints.append((step, read_manifest(checkpoints_folder, step, storage)))
         except Damaged as error:
             checkpoints.append((step, str(error)))
-    summary, confusion = (_read_json(folder, name, storage) for name in (SUMMARY_FILE, CONFUSION_FILE))
+    summary, confusion = (_read_json(join(folder, name), storage) for name in (SUMMARY_FILE, CONFUSION_FILE))
     return RunContents(folder, lines, attempts, summary, checkpoints, confusion)
 
 
@@ -351,10 +346,14 @@ def _render_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _read_json(folder: str, name: str, storage: Storage) -> dict[str, Any] | None:
-    """Returns the JSON object in a folder's file; None if there is none. Raises ValueError if it is not JSON."""
-    try:
-        document: dict[str, Any] = json.loads(storage.read(join(folder, name)))
-    except NotFound:
-        return None
-    return document
+def _read_json(url: str, storage: Storage) -> dict[str, Any] | None:
+    """Returns the JSON object at `url`; None if there is none or, after a warning, if it is damaged."""
+    with contextlib.suppress(ValueError):
+        try:
+            document = json.loads(storage.read(url))
+        except NotFound:
+            return None
+        if isinstance(document, dict):
+            return document
+    warn(f"{url}: not readable as JSON; left out")
+    return None
