@@ -246,11 +246,11 @@ class Uploads:
             session = json.loads(path.read_text())
             if session["made"] is not None:
                 return bucket, StoredObject(**session["made"])
+            incoming = self._open.get(identifier) or Incoming(path.with_suffix(".data"))
+            self._open[identifier] = incoming
             if request.method == "DELETE":
                 self._forget(bucket, identifier)
                 return HttpResponse(499)
-            incoming = self._open.get(identifier) or Incoming(path.with_suffix(".data"))
-            self._open[identifier] = incoming
             total = self._receive(request, incoming)
             if total is None or incoming.size < total:
                 headers = {"Range": f"bytes=0-{incoming.size - 1}"} if incoming.size else {}
@@ -301,7 +301,7 @@ class Uploads:
         return bucket, made
 
     def _forget(self, bucket: Bucket, identifier: str) -> None:
-        """Deletes a resumable upload, with its bytes if this server has received some."""
+        """Deletes a resumable upload and the bytes received."""
         if incoming := self._open.pop(identifier, None):
             incoming.discard()
         (bucket.folder / "uploads" / f"{identifier}.json").unlink(missing_ok=True)

@@ -118,9 +118,9 @@ def read_attempts(folder: str, storage: Storage = default_storage) -> list[Attem
     """Returns a run's attempts by number, then by start. Leaves out each damaged record, with a warning."""
     records: dict[tuple[int, str], dict[str, Any]] = {}  # (number, token) -> "start" and "end"
     for info in storage.listing(join(folder, "attempts")):
-        if match := _RECORD_NAME.fullmatch(name_of(info.url)):
-            if (document := _read_json(info.url, storage)) is not None:
-                records.setdefault((int(match[1]), match[2]), {})["end" if match[3] else "start"] = document
+        match = _RECORD_NAME.fullmatch(name_of(info.url))
+        if match and (document := _read_json(info.url, storage)) is not None:
+            records.setdefault((int(match[1]), match[2]), {})["end" if match[3] else "start"] = document
     ordered = sorted(records.items(), key=lambda item: (item[0][0], item[1].get("start", {}).get("began", 0.0)))
     return [AttemptRecords(number, record.get("start", {}), record.get("end")) for (number, _), record in ordered]
 
