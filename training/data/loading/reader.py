@@ -219,8 +219,8 @@ class DaemonPool:
             thread.start()
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Queues the function for a thread, which skips it if the future is cancelled, and returns its future. After
-        `close` no thread takes it, so the future never ends."""
+        """Queues the function for a thread, which skips it if the future is cancelled, and returns its future, which is
+        cancelled after `close`."""
         future = Future[T]()
 
         def task() -> None:
@@ -233,7 +233,10 @@ class DaemonPool:
             except BaseException as error:
                 future.set_exception(error)
 
-        self._tasks.put(task)
+        if self._is_closed:
+            task()  # no thread takes it any more
+        else:
+            self._tasks.put(task)
         return future
 
     def close(self) -> None:
