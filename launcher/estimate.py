@@ -71,8 +71,8 @@ class Estimate:
 
 
 def estimate(config: Config, home: Path, machine: Workstation) -> list[Estimate]:
-    """Returns an estimate for each type and zone of the candidates, from what `home` holds; the wait is that of the
-    first capacity there. Raises BadInput without trainer's sections."""
+    """Returns an estimate for each type and zone of the candidates; the wait is that of the first capacity there. Reads
+    `home` and the datasets' manifests, no more. Raises BadInput without trainer's sections."""
     if config.trainer is None:
         raise BadInput(
             f"{config.document.name}: has no trainer's sections, and only the trainer's step can be estimated"

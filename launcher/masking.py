@@ -41,7 +41,8 @@ class SecretMasker:
 
     @property
     def longest(self) -> int:
-        """Returns the bytes of the longest form. A text that was cut off may begin with all but one byte of a value."""
+        """Returns the bytes of the longest form of a long value. A text that was cut off may begin with all but one of
+        them."""
         return max(map(len, self._literals), default=0)
 
     def mask(self, data: bytes) -> bytes:
