@@ -34,7 +34,8 @@ def emulator() -> None:
     help="Print `export` lines that point gcloud, docker and storage clients of this shell to it.",
 )
 def start(port: int | None, bucket: str | None, full_pushes: bool | None, environment: bool) -> None:
-    """Start the emulator, or continue one that crashed; does nothing when it runs."""
+    """Start the emulator, or continue one that crashed, and print its address. One that runs goes on: another --port
+    or kind of pushes is refused then."""
     home = control.default_home()
     control.start(home, port=port, bucket=bucket, full_pushes=full_pushes)
     values = control.environment(home)

@@ -55,9 +55,10 @@ def doctor(config: Config, devices: bool, as_json: bool) -> None:
     """Check everything that a run needs, and print the command that fixes what is missing. Changes nothing; exits with
     0 or 2.
 
-    With --devices every host of a READY slice runs `tpu-train check-devices` once, in a container that is removed: the
-    number of devices, their memory, a bfloat16 matrix product, a sum over all devices of the slice, the hosts' clocks
-    and disks, the speed of the output bucket. Exits with 0, 16, or 23 if a run is on the slice.
+    With --devices every host of a READY slice instead runs `tpu-train check-devices` once, in a container that is
+    removed, after the run's image is made and pushed if needed: the number of devices, their memory, a bfloat16 matrix
+    product, a sum over all devices of the slice, the hosts' clocks and disks, the speed of the output bucket. Exits
+    with 0, 16 if a check fails, 23 if a run is on the slice, or the code of an error.
     """
     from launcher.checks.doctor import examine
 
