@@ -3,8 +3,8 @@ thread and a clock.
 
 `BarrierState` has the hosts of an attempt and its barriers. Every event (a host connects, reports its phase, arrives at
 a barrier, leaves, its connection breaks, time passes) is a method that returns the messages to send, as (worker,
-message). Repeated messages are harmless: an arrival counts once, a completed barrier always answers with the same
-payloads, and a lost attempt stays lost.
+message); a message to several hosts is one object. Repeated messages are harmless: an arrival counts once, a completed
+barrier always answers with the same payloads, and a lost attempt stays lost.
 
 `ServerProtocol` turns bytes into these events and messages into bytes. A connection is a number that the caller
 chooses. Every event (opened, received, closed, time passes) is a method that returns actions, in order: (connection,
