@@ -56,7 +56,8 @@ def host_writer(
     return CheckpointWriter(str(folder), cluster, rendezvous or SingleHost(), description, settings, **options)
 
 
-def save_step(writer: CheckpointWriter, step: int) -> None:
-    """Saves `State(step)` and waits for the commit."""
-    writer.save(step, State(step).layout(), State(step).copy, {})
+def save_step(writer: CheckpointWriter, step: int, state: State | None = None) -> None:
+    """Saves a state, by default `State(step)`, and waits for the commit."""
+    state = state or State(step)
+    writer.save(step, state.layout(), state.copy, {})
     writer.wait()

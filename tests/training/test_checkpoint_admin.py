@@ -89,9 +89,7 @@ def test_any_flipped_byte_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(restoring, "_HEAD", 16)
     before, after = State(10), State(-1)
     before.values["model/empty"] = np.zeros((0, 3), np.float32)
-    saver = host_writer(tmp_path)
-    saver.save(10, before.layout(), before.copy, {})
-    saver.wait()
+    save_step(host_writer(tmp_path), 10, before)
     assert restore(str(tmp_path), SingleHost(), IDENTITY, after.accept, print) is not None
     assert after.values.pop("model/empty").shape == (0, 3)
     assert after.is_of(10)

@@ -221,9 +221,7 @@ def test_a_state_that_is_not_finite_on_one_host_is_committed_by_none(tmp_path: P
         state = State(20)
         names = saving._PartBuffer(state.layout(), {}, Cluster(worker, ("h",) * 2)).views
         state.values[max(names)][-1, -1] = value
-        saver = host_writer(tmp_path, host, 2, meeting.of(host), token="u")
-        saver.save(20, state.layout(), state.copy, {})
-        saver.wait()
+        save_step(host_writer(tmp_path, host, 2, meeting.of(host), token="u"), 20, state)
 
     errors = on_all(2, work)
     assert [type(error) for error in errors] == [NonFinite, NonFinite]

@@ -52,28 +52,26 @@ LAUNCHER = {
 }  # fmt: skip
 
 
-def test_the_launchers_variables() -> None:
-    cluster = from_environment(LAUNCHER)
-    assert cluster == Cluster(1, ("10.0.0.2", "10.0.0.3"), "v4-16", "r", 2)
-    assert not cluster.is_first
+JOB = {
+    "JOB_COMPLETION_INDEX": "1", "TPU_LAUNCH_HOSTS": "2", "TPU_LAUNCH_HOST_NAME": "demo-w-0-*.demo",
+    "TPU_LAUNCH_RUN_ID": "demo",
+}  # fmt: skip
 
 
-def test_the_index_of_a_job_replaces_the_worker_id() -> None:
-    cluster = from_environment({"JOB_COMPLETION_INDEX": "3", "TPU_WORKER_HOSTNAMES": "a.s, b.s, c.s, d.s"})
-    assert (cluster.worker, cluster.addresses) == (3, ("a.s", "b.s", "c.s", "d.s"))
-
-
-def test_the_index_and_service_of_a_job_suffice() -> None:
-    names = {"TPU_LAUNCH_HOST_NAME": "demo-w-0-*.demo", "TPU_LAUNCH_RUN_ID": "demo"}
-    job = {"JOB_COMPLETION_INDEX": "1", "TPU_LAUNCH_HOSTS": "2", **names}
-    assert from_environment(job) == Cluster(1, ("demo-w-0-0.demo", "demo-w-0-1.demo"), None, "demo")
-    cluster = from_environment({**job, "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a.s,b.s"})
-    assert cluster == Cluster(0, ("a.s", "b.s"), None, "demo"), "GKE's own variables come first"
-
-
-def test_without_variables_this_is_a_single_host() -> None:
-    cluster = discover({})
-    assert (cluster.hosts, cluster.worker, cluster.run_id, cluster.attempt) == (1, 0, "local", 0)
+@pytest.mark.parametrize(
+    ("environment", "cluster"),
+    [
+        (LAUNCHER, Cluster(1, ("10.0.0.2", "10.0.0.3"), "v4-16", "r", 2)),
+        ({"JOB_COMPLETION_INDEX": "1", "TPU_WORKER_HOSTNAMES": "a.s, b.s"}, Cluster(1, ("a.s", "b.s"))),
+        (JOB, Cluster(1, ("demo-w-0-0.demo", "demo-w-0-1.demo"), None, "demo")),
+        ({**JOB, "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a,b"}, Cluster(0, ("a", "b"), None, "demo")),
+        ({}, Cluster(0, ("localhost",), None, "local", 0)),
+    ],
+    ids=["launcher", "index of a job", "index and service of a job", "GKE's own before a job's", "one host"],
+)
+def test_a_host_finds_its_place_from_its_variables(environment: dict[str, str], cluster: Cluster) -> None:
+    assert discover(environment) == cluster
+    assert cluster.is_first == (cluster.worker == 0)
 
 
 def test_a_host_with_chips_asks_the_metadata_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +177,6 @@ def test_links_around_the_ends_are_those_of_googles_plugin(name: str, wrap: str 
 
 
 KNOWN = [slice_ for slice_ in ACCELERATORS.values() if slice_.generation.name in torch_tpu.GENERATIONS]
-OPEN_PORTS = {8470, 8471, 8474, 8476, 11211}  # of Google's automatic firewall rule (jax-ml/jax#35905)
 
 
 def host(slice_: Accelerator, worker: int) -> list[dict[str, str]]:
@@ -216,7 +213,8 @@ def test_ranks_count_every_chip_once_and_all_processes_agree_on_the_rest(slice_:
 
 def test_several_hosts_meet_on_ports_that_googles_rule_opens() -> None:
     assert {slice_.chips_per_host for slice_ in KNOWN if slice_.hosts > 1} == {4}
-    assert {*torch_tpu.SLICE_BUILDER_PORTS[:4], torch_tpu.MASTER_PORT} == OPEN_PORTS
+    opened = {8470, 8471, 8474, 8476, 11211}  # by Google's automatic firewall rule (jax-ml/jax#35905)
+    assert {*torch_tpu.SLICE_BUILDER_PORTS[:4], torch_tpu.MASTER_PORT} == opened
     assert len(set(torch_tpu.SLICE_BUILDER_PORTS)) == max(slice_.chips_per_host for slice_ in KNOWN)
 
 

@@ -4,8 +4,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -19,31 +18,24 @@ class Terminal(io.StringIO):
         return True
 
 
-@contextmanager
-def on(out: io.StringIO) -> Iterator[Console]:
-    screen = Console(True, out)
-    yield screen
-    screen.close()
-
-
 def test_on_a_terminal_progress_stays_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")
-    with on(Terminal()) as screen:
+    out = Terminal()
+    with closing(Console(True, out)) as screen:
         screen.progress("step 1")
         screen.progress("step 2" + "x" * 30)
         screen.print("evaluation")
         screen.progress("step 3")
-    assert screen._out.getvalue() == "step 1\r\x1b[2Kstep 2xxxxxxxxxxxxx\r\x1b[2Kevaluation\nstep 3\n"  # type: ignore[attr-defined]
+    assert out.getvalue() == "step 1\r\x1b[2Kstep 2xxxxxxxxxxxxx\r\x1b[2Kevaluation\nstep 3\n"
 
 
 def test_elsewhere_each_progress_is_a_line_and_other_hosts_print_nothing() -> None:
-    with on(io.StringIO()) as screen:
-        screen.progress("step 1")
-        screen.print("evaluation")
-    assert screen._out.getvalue() == "step 1\nevaluation\n"  # type: ignore[attr-defined]
-    silent = io.StringIO()
-    Console(False, silent).print("step 1")
-    assert silent.getvalue() == ""
+    for is_first, printed in ((True, "step 1\nevaluation\n"), (False, "")):
+        out = io.StringIO()
+        with closing(Console(is_first, out)) as screen:
+            screen.progress("step 1")
+            screen.print("evaluation")
+        assert out.getvalue() == printed
 
 
 TRAINING = """

@@ -204,17 +204,11 @@ def test_a_label_that_is_no_number_is_named_with_its_place(tmp_path: Path, name:
 VALUES = [(-1.0) ** number * number / 7 for number in range(90)]
 
 
-def encode_numbers(texts: list[str]) -> list[Any]:
-    """Texts are numbers: 3 to 14 tokens, the first of which is the number."""
-    return [np.array([0, 5 + int(text), *[5] * (int(text) % 12), 1], np.int32) for text in texts]
-
-
 def make_numbers(folder: Path, labels: list[Any] = VALUES) -> Dataset:
     plan = DatasetPlan("train", 16, "t", TOKENS.vocabulary, 30)
-    rows = [(str(number), str(label)) for number, label in enumerate(labels)]
-    return write_labelled_rows(
-        str(folder), plan, (8, 16), FloatLabels(), lambda: rows, encode_numbers, TOKENS.pad
-    ).dataset
+    texts = [f"0 {5 + number} {'5 ' * (number % 12)}1" for number in range(len(labels))]  # of 3 to 14 tokens
+    rows = list(zip(texts, map(str, labels), strict=True))
+    return write_labelled_rows(str(folder), plan, (8, 16), FloatLabels(), lambda: rows, encode, TOKENS.pad).dataset
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

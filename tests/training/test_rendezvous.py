@@ -82,13 +82,14 @@ class Hosts:
     """Starts hosts of one run, which meet on this machine."""
 
     def __init__(self) -> None:
-        self.port = free_port()
+        self.port, self.gloo_port = free_port(), free_port()
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, worker: int, hosts: int, *lines: str, **environment: str) -> subprocess.Popen[str]:
         addresses = {"TPU_WORKER_ID": str(worker), "TPU_WORKER_HOSTNAMES": ",".join(["127.0.0.1"] * hosts)}
-        run = {"TPU_LAUNCH_RENDEZVOUS_PORT": str(self.port), "TPU_LAUNCH_RUN_ID": "run", "PYTHONPATH": str(ROOT)}
-        command, variables = [sys.executable, "-c", PROGRAM, *lines], {**os.environ, **addresses, **run, **environment}
+        ports = {"TPU_LAUNCH_RENDEZVOUS_PORT": str(self.port), "TPU_LAUNCH_GLOO_PORT": str(self.gloo_port)}
+        run = {**addresses, **ports, "TPU_LAUNCH_RUN_ID": "run", "PYTHONPATH": str(ROOT)}
+        command, variables = [sys.executable, "-c", PROGRAM, *lines], {**os.environ, **run, **environment}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
         self.started.append(process)
         return process
@@ -214,27 +215,22 @@ def test_a_blocking_framework_ends_its_process_in_time_with_stack_traces(hosts: 
         assert count == 1 or any("loading the framework" in text for text in stacks)
 
 
-@pytest.fixture
-def gloo_port() -> str:
-    return str(free_port())
-
-
 @pytest.mark.parametrize(("numbers", "total"), [((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0)])
-def test_all_hosts_sum_in_worker_order(hosts: Hosts, gloo_port: str, numbers: tuple[float, ...], total: float) -> None:
+def test_all_hosts_sum_in_worker_order(hosts: Hosts, numbers: tuple[float, ...], total: float) -> None:
     """In single precision 1e8 + 1 is 1e8: the order shows."""
     processes = []
     for worker, number in reversed(list(enumerate(numbers))):
         lines = ("connect", f"sum [{number}, {worker}, 2.5]", "sum [1]", "meet end")
-        processes.append(hosts.start(worker, 3, *lines, TPU_LAUNCH_GLOO_PORT=gloo_port))
+        processes.append(hosts.start(worker, 3, *lines))
     for process in processes:
         assert [json.loads(line) for line in end(process).splitlines()[:2]] == [[total, 3, 7.5], [3]]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, gloo_port: str, victim: int) -> None:
+def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, victim: int) -> None:
     lines = ("connect", "phase step 7", "sum [1]", "sleep 1.5", "say now")
     last = ["hang 60" if worker == victim else "sum [1]" for worker in (0, 1)]
-    processes = [hosts.start(worker, 2, *lines, last[worker], TPU_LAUNCH_GLOO_PORT=gloo_port) for worker in (0, 1)]
+    processes = [hosts.start(worker, 2, *lines, last[worker]) for worker in (0, 1)]
     for process in processes:
         wait_for_line(process, "now")
     processes[victim].send_signal(signal.SIGKILL)

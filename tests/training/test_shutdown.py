@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -58,14 +58,6 @@ def test_a_second_ctrl_c_ends_even_a_hanging_process(then: str) -> None:
     assert "without saving" in err
 
 
-class Left(BaseException):
-    """The process exits."""
-
-
-def leave(code: int) -> NoReturn:
-    raise Left(code)
-
-
 class NoThreads(Threads):
     def start(self, function: Callable[..., None], *arguments: Any, name: str | None = None) -> None:
         """Starts nothing: the test's clock decides."""
@@ -76,7 +68,7 @@ def test_a_sigterm_after_the_time_to_save_ends_the_process(
     limit: float | None, one_request: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = ManualClock()
-    request = ShutdownRequest(Machine(clock=clock, threads=NoThreads(), exit=leave))
+    request = ShutdownRequest(Machine(clock=clock, threads=NoThreads(), exit=sys.exit))
     if limit:
         request.limit(limit, lambda: None)
     request.request(signal.SIGTERM)
@@ -85,15 +77,15 @@ def test_a_sigterm_after_the_time_to_save_ends_the_process(
     assert request.requested
     assert "this host saves first" in capsys.readouterr().err
     clock.seconds += 0.2
-    with pytest.raises(Left, match="143"):
+    with pytest.raises(SystemExit, match="143"):
         request.request(signal.SIGTERM)
 
 
 def test_a_signal_after_another_hosts_request_is_the_first_and_two_ctrl_c_after_it_end_the_process() -> None:
-    request = ShutdownRequest(Machine(exit=leave))
+    request = ShutdownRequest(Machine(exit=sys.exit))
     request.note_other_host()
     request.request(signal.SIGTERM)
     request.request(signal.SIGINT)
     assert request.requested
-    with pytest.raises(Left, match="130"):
+    with pytest.raises(SystemExit, match="130"):
         request.request(signal.SIGINT)

@@ -207,16 +207,11 @@ def test_an_evaluation_not_finite_is_named_and_all_stays_json(runs: Runs, capsys
     assert "not finite" in Path(write_report(str(runs.path("r")))).read_text()
 
 
-def damage(folder: Path) -> None:
-    """Damages one record, in the middle of a shard."""
-    path = min(folder.glob("*.tfrecord"))
-    flip(path, path.stat().st_size // 2)
-
-
 def test_a_damaged_record_counts_once_and_evaluations_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = Runs(tmp_path)
-    damage(runs.folder / "train")
-    damage(runs.folder / "evaluation")
+    for split in ("train", "evaluation"):
+        shard = min((runs.folder / split).glob("*.tfrecord"))
+        flip(shard, shard.stat().st_size // 2)
     changes = {"train__steps": 3 * 64 // 8, "train__global_batch_size": 8, "checkpoint__every_steps": None}
     summary = runs.train("r", 0, **changes, data__on_corrupt="skip")
     assert summary["skipped_records"] == 3, "once in each of three epochs"
