@@ -226,37 +226,25 @@ def test_a_server_that_says_nothing_is_asked_again_and_given_up(gcs: Any, monkey
     released.set()
 
 
-def test_a_server_that_trickles_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    over = threading.Event()
-
-    def trickle(connection: socket.socket) -> None:
-        with connection:
+class TricklingServer(LoopbackServer):
+    def serve(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # when the client gives up, or the server is closed
             connection.recv(65536)
             connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
-            while not over.wait(0.05):
-                try:
-                    connection.sendall(b"x")
-                except OSError:
-                    return
+            while True:
+                connection.sendall(b"x")
+                time.sleep(0.05)
 
-    def accept() -> None:
-        while not over.is_set():
-            try:
-                connection = listener.accept()[0]
-            except OSError:
-                return
-            threading.Thread(target=trickle, args=(connection,), daemon=True).start()
 
-    threading.Thread(target=accept, daemon=True).start()
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{listener.getsockname()[1]}")
+def test_a_server_that_trickles_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = TricklingServer()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
     monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(silence=1, deadline=1, first_delay=0.01))
     began = time.monotonic()
     with pytest.raises(storage.StorageError, match=r"gs://bucket/x: reading it failed for .* bytes still trickled in"):
         storage.read("gs://bucket/x")
     assert time.monotonic() - began < 20
-    over.set()
-    listener.close()
+    server.close()
 
 
 def test_a_refusal_is_not_repeated_and_says_what_to_grant(gcs: Any) -> None:
