@@ -107,7 +107,9 @@ def preflight(
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @configured
 def manifest(config: Config, name: str | None, image: str | None, command: tuple[str, ...]) -> None:
-    """Print the run as Kubernetes objects for GKE, to be read and given to `kubectl apply -f -`. Touches nothing."""
+    """Print the run as Kubernetes objects for GKE, to be read and given to `kubectl apply -f -`. Changes nothing; may
+    ask the registry for the image's digest. The objects hold a secret of the hosts, a new one each time.
+    """
     config.require_something_to_run()
     secret = machine().random.randbytes(32).hex()
     click.echo(manifests.render(config, secret=secret, name=name, image=image), nl=False)
@@ -133,7 +135,8 @@ def base(config: Config, cloud_build: bool) -> None:
     """Make the base image and push it to image.repository, unless it is there.
 
     It holds everything but the code. `run` on a machine without a container engine appends the code to it, in the
-    registry. It is rebuilt after an upgrade that changed its packages.
+    registry. It is rebuilt after an upgrade that changed its packages. Making it needs a container engine, or the
+    commands that --cloud-build prints; the file must not name a Dockerfile, a reference or a base.
     """
     if config.image.dockerfile or config.image.reference or config.image.base:
         raise BadInput(

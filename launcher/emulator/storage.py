@@ -258,8 +258,9 @@ class Uploads:
             return self._finish(request, bucket, identifier, session, incoming)
 
     def _receive(self, request: HttpRequest, incoming: Incoming) -> int | None:
-        """Appends the request's bytes that had not arrived yet. Returns the object's size, None if it is unknown.
-        Raises StorageApiError if bytes before them are missing, or there are too many."""
+        """Appends the request's bytes that had not arrived yet (none for a status query). Returns the object's size,
+        None if it is unknown. Raises StorageApiError for a bad Content-Range or chunk size, missing bytes before them,
+        or too many."""
         text = request.headers.get("Content-Range", "")
         match = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", text.strip())
         if text and not match:

@@ -194,7 +194,8 @@ def _compile_ignore(lines: Sequence[str]) -> Callable[..., bool]:
 
 @functools.cache
 def _compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Returns the regular expression of a .dockerignore pattern (without ! and outer /): matches it and all below."""
+    """Returns the regular expression of a .dockerignore pattern (without ! and outer /), for `fullmatch`: of a path
+    that it names, or one below."""
 
     def translate(token: re.Match[str]) -> str:
         """Returns the regular expression of one part of the pattern."""

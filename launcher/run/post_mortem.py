@@ -76,7 +76,8 @@ def write(ledger: Ledger, attempt: int, evidence: Mapping[str, str], secrets: Ma
 def _contents(
     ledger: Ledger, attempt: int, evidence: Mapping[str, str], masker: SecretMasker
 ) -> Iterator[tuple[str, bytes]]:
-    """Yields names and masked contents: the run's records, the attempt's logs and stack traces, and the evidence."""
+    """Yields names and masked contents: the ends (20 MB) of the run's records and of the attempt's logs and stack
+    traces, as far as they exist, and the evidence."""
     paths = [ledger.folder / name for name in _RECORDS]
     for kind in ("logs", "stacks"):
         paths += sorted((ledger.folder / kind / f"attempt-{attempt}").glob("*"))

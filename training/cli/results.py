@@ -28,7 +28,7 @@ def checkpoint() -> None:
 @checkpoint.command("list")
 @click.argument("folder")
 def list_checkpoints(folder: str) -> None:
-    """List the committed checkpoints below FOLDER, a run's folder."""
+    """List the committed checkpoints below FOLDER, a run's folder: newest first, damaged ones with the reason."""
     from training.checkpoint import admin
 
     click.echo(admin.render_table(folder))

@@ -108,7 +108,8 @@ class AbsentChips:
         _words(self._address + 40, place + 1)[place] = self._function(count, fill)
 
     def _function(self, count: int, fill: _Kept) -> int:
-        """Returns the address of a new C function that calls `fill` with its `count` words of arguments."""
+        """Returns the address of a new C function of a pointer to `count` words, which `fill` reads and changes in
+        place; the function returns the error that `fill` returns. Lives as long as this object."""
         function = PluginFunction(lambda address: fill(_words(address, count)))
         self._kept.append(function)
         return _address_of(function)

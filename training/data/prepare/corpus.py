@@ -192,8 +192,8 @@ def replace_surrogates(text: str) -> str:
 
 
 def is_in_split(text: str, split: str, percent: float | None) -> bool:
-    """Returns whether a document is in a split, by its text alone. About `percent` of all documents are in the
-    evaluation split, the others in the training split; None: every document is in every split."""
+    """Returns whether a document is in a split ("train" or "evaluation"), by its text alone: about `percent` of all
+    documents are in "evaluation"; None: every document is in both."""
     if percent is None:
         return True
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
