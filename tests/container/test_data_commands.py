@@ -16,7 +16,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.processes import run_python
-from tests.training.damage import flip
+from tests.training.mutations import flip
 from training import storage
 from training.data import tokenizer as tokenizers
 from training.data.formats.dataset import open_dataset

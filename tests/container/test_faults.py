@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.container import small_runs
-from tests.training.damage import flip
+from tests.training.mutations import flip
 from training.errors import Exit
 
 SECONDS = 240  # for all hosts to end; a loaded machine takes a while to import frameworks

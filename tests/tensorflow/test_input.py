@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.nightly import others_at_night
 from tests.packed_datasets import pack_rows
-from tests.training.damage import flip
+from tests.training.mutations import flip
 from training.data.formats import tfrecord
 from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt

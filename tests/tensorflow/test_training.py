@@ -15,7 +15,7 @@ import pytest
 from tests.container import small_runs
 from tests.container.test_classification_runs import document as classification
 from tests.container.test_classification_runs import prepare as prepare_classification
-from tests.training.damage import flip
+from tests.training.mutations import flip
 from training.checkpoint.tensors import decode, encode
 from training.errors import BadInput, StopRequested
 

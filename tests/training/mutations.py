@@ -1,8 +1,9 @@
-"""Ways to spoil an input, each decided by a random number generator: JSON values, bytes, lines of text."""
+"""Ways to spoil an input: JSON values, bytes and lines of text by a random number generator, and a byte of a file."""
 
 import copy
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -112,3 +113,10 @@ def _splice(line: str, pieces: tuple[str, ...], random: Random) -> str:
     """The line with a piece in the place of some of its characters."""
     start = random.randrange(len(line) + 1)
     return line[:start] + random.choice(pieces) + line[start + random.randrange(8) :]
+
+
+def flip(path: Path, offset: int, mask: int = 1) -> None:
+    """Flips the bits of `mask` in one byte of a file; a negative offset counts from the end."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= mask
+    path.write_bytes(data)

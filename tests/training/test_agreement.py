@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -145,16 +145,15 @@ def test_a_claim_that_can_not_be_read_is_newer(run: str, content: bytes) -> None
     assert not may_commit(run, own)
 
 
-def saver(run: str, token: str, own: Claim | None = None, warnings: list[str] | None = None) -> CheckpointWriter:
+def saver(run: str, token: str, own: Claim | None = None, warn: Callable[[str], None] = print) -> CheckpointWriter:
     check = fence(run, CLUSTER, own) if own else lambda: None
-    warn = (warnings if warnings is not None else []).append
     return host_writer(f"{run}/checkpoints", token=token, fence=check, warn=warn)
 
 
 def test_a_late_commit_of_an_older_start_is_kept_by_the_newest(run: str, checkpoints: str) -> None:
     warnings = list[str]()
     zombie = saver(run, "aa")  # its look at the fence was before the newer start
-    newer = saver(run, "bb", start(run, "bb"), warnings)
+    newer = saver(run, "bb", start(run, "bb"), warnings.append)
     save_step(zombie, 10)
     save_step(newer, 10)
     assert "part-0-of-1.aa.safetensors" in read_manifest(checkpoints, 10).parts[0].name
@@ -177,7 +176,7 @@ def test_a_commit_whose_parts_are_gone_is_replaced_by_the_newest(run: str, check
     save_step(saver(run, "aa"), 10)
     [part] = Path(checkpoints).glob("*/part-*.aa.*")
     part.unlink()
-    save_step(saver(run, "bb", start(run, "bb"), warnings), 10)
+    save_step(saver(run, "bb", start(run, "bb"), warnings.append), 10)
     verify(checkpoints, 10)
     assert warnings == []
 

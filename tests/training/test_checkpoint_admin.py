@@ -10,7 +10,7 @@ import pytest
 
 from launcher.emulator.http_server import json_response
 from tests.training.checkpoint_writers import IDENTITY, State, host_writer, save_step
-from tests.training.damage import flip
+from tests.training.mutations import flip
 from training import storage
 from training.checkpoint import admin as inspect
 from training.checkpoint import reader as restoring

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.training import damage
+from tests.training.mutations import flip
 from training import storage
 from training.checkpoint import format as form
 from training.checkpoint.config import CheckpointSection, are_minutes_over, is_step_due
@@ -302,7 +302,7 @@ def test_a_slice_that_is_read_alone_is_checked(tmp_path: Path) -> None:
     halves = [StoredSlice(0, Slice((first, 0), (4, 8))) for first in (0, 4)]
     manifest = write_checkpoint(str(tmp_path), {"w": array}, {"w": halves})
     (part,) = (tmp_path / form.step_folder(10)).glob("part-*")
-    damage.flip(part, part.read_bytes().rindex(array[7].tobytes()) + 3)
+    flip(part, part.read_bytes().rindex(array[7].tobytes()) + 3)
     first, second = (lambda _name, _spec, half=half: half.box for half in halves)
     load(str(tmp_path), manifest, first)
     with pytest.raises(Damaged, match=r"the slice \[4:8,0:8\] of w has a wrong crc32c"):

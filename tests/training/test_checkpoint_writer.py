@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.training.checkpoint_writers import IDENTITY, State, host_writer, save_step
-from tests.training.damage import flip
+from tests.training.mutations import flip
 from training import storage
 from training.checkpoint import admin as inspect
 from training.checkpoint import format as form

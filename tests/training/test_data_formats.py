@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.processes import run_python
-from tests.training.damage import flip
 from tests.training.mlm_rows import mlm_batches
+from tests.training.mutations import flip
 from training import storage
 from training.data.formats import dataset as manifests
 from training.data.formats import example_codec, recipe_layout, tfrecord, verify

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.training.damage import flip
 from tests.training.mlm_rows import TOKENS
+from tests.training.mutations import flip
 from tests.training.test_pack import encode
 from training import storage
 from training.data.formats.dataset import Dataset, DatasetManifest, dump_manifest, load_manifest

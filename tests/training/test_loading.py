@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from tests.packed_datasets import pack_rows
-from tests.training.damage import flip
 from tests.training.mlm_rows import TOKENS, mlm_batches, unmask
+from tests.training.mutations import flip
 from training import storage
 from training.data.formats import example_codec, tfrecord
 from training.data.formats.dataset import Dataset

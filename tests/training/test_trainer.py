@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tests.container.small_runs import StopAfter
-from tests.training.damage import flip
 from tests.training.manual_clock import ManualClock
+from tests.training.mutations import flip
 from tests.training.numpy_backend import NumpyBackend, Runs
 from tests.training.test_agreement import Pair
 from training import run_end
