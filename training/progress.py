@@ -127,7 +127,7 @@ class NonFiniteHistory:
 class Evaluations:
     """The last evaluation, and the best one."""
 
-    rule: Best | None  # which evaluation is the best, where checkpoint.best says so
+    rule: Best | None  # which evaluation is the best, where checkpoint.best or train.early_stopping says so
     data: str = ""  # hash of the evaluation data
     step: int = -1  # steps that were done at the last evaluation
     figures: dict[str, float] = field(default_factory=dict)  # of the last evaluation

@@ -59,9 +59,10 @@ def train(
     timer: PhaseTimer,
     dependencies: Dependencies | None = None,
 ) -> dict[str, Any]:
-    """Trains to the last step and returns the summary, on every host. `timer` times this process, and is the clock of
-    checkpoint.every_minutes. Raises StopRequested when a host was asked to stop: the run goes on from its last commit;
-    TrainError for other ends. Ends the process if opening the devices or the first step takes too long."""
+    """Trains to the last step or an early stop, evaluates, saves and exports. Returns the summary, on every host; host
+    0 also writes it to the run's folder. `timer` times this process, and is the clock of checkpoint.every_minutes.
+    Raises StopRequested when a host was asked to stop: the run goes on from its last commit; TrainError for other ends.
+    Ends the process if opening the devices or the first step takes too long."""
     dependencies = dependencies or Dependencies()
     host_progress = HostProgress(timer, dependencies.machine)
     with host_progress.writing():

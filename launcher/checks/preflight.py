@@ -71,7 +71,8 @@ def check(
 
 def known(config: Config, home: Path) -> dict[str, Any] | None:
     """Returns the kept result for the configuration's accelerator and step; None without one, without a trainer, or if
-    the datasets' manifests, which it reads, can't be read."""
+    a manifest or the tokenizer can't be read. Hashes the image's files too: raises BadInput without its Dockerfile or
+    CA bundle."""
     return None if config.trainer is None else _read(_path(config, home, config.accelerator.name))
 
 

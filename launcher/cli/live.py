@@ -80,8 +80,8 @@ def exec_(config: Config, run_id: str | None, host: int | None, seconds: int, co
 @local_port_option
 @configured
 def notebook(config: Config, run_id: str | None, host: int, port: int, local_port: int | None) -> None:
-    """Start Jupyter in the live container of a host, and print its address with the token. Ctrl-C ends it; the run goes
-    on."""
+    """Start Jupyter, which the image must have, in the live container of a host, and print its address with the token.
+    Ctrl-C ends it; the run goes on."""
     with execution.live_session(config, run_context(), run_id) as session:
         session.choose_workers(host)
         terminal.say(f"run {session.ledger.run_id}: starting Jupyter on host {host}")

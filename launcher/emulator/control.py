@@ -130,8 +130,9 @@ def status(home: Path) -> dict[str, Any]:
 
 
 def inject(home: Path, fault: dict[str, Any]) -> dict[str, Any]:
-    """Makes the server inject {"fault": KIND, ...} (arguments: launcher/cli/emulator.py); returns the fault and its
-    hosts. Raises BadInput when the emulator does not run, or the fault's target does not exist."""
+    """Makes the server inject {"fault": KIND, ...} (arguments: launcher/cli/emulator.py). Returns the kind, and as
+    "hosts" or "restored" the hosts that it hit or brought back. Raises BadInput when the emulator does not run, or the
+    target does not exist or is not READY."""
     return _ask(_running(home), "POST", "/inject", fault)
 
 

@@ -181,7 +181,8 @@ class Lease:
         )
 
     def keep(self, over: Event, pull: Callable[[], None]) -> None:
-        """Until `over`, renews the lease and pulls events, such as a stop. Ends the process that has lost the lease."""
+        """Until `over`, renews the lease and pulls events, such as a stop; says a failure once and tries again. Ends
+        the process when another one has the lease."""
         while not over.wait(RENEW_SECONDS):
             try:
                 self._renew()

@@ -350,8 +350,9 @@ def supervising(ledger: Ledger, machine: Workstation, say: Callable[[str], None]
 
 
 def take_lease(ledger: Ledger, place: RunBucket, machine: Workstation, say: Callable[[str], None]) -> Lease:
-    """Takes the run's lease, sets `ledger.lease` and records Supervised. Raises LaunchError if another machine has the
-    lease (Exit.CONFLICT), or the bucket does not answer."""
+    """Pulls the run's events, takes its lease, sets `ledger.lease` and records Supervised. Waits 30 s first if the
+    bucket tells no time and a lease looks live. Raises LaunchError if another process has the lease (Exit.CONFLICT), or
+    the bucket does not answer."""
     if not (holder := ledger.holder):
         holder = f"{os.uname().nodename}:{machine.random.randrange(1 << 32):08x}"
         write_private(ledger.folder / "holder", holder)  # later processes with the folder's lock reuse it

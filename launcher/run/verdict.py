@@ -203,8 +203,9 @@ def _trust_end(view: HostView) -> HostView:
 
 
 def _judge_lost(views: Sequence[HostView], now: float, limits: Limits, stepped: float) -> Verdict | None:
-    """Returns HOST_LOST for a host that has not answered for `limits.lost` seconds, while another one answered for half
-    of them; None without one. While hosts do steps (`stepped`), which need every host, an unreachable one is alive."""
+    """Returns HOST_LOST for a host whose container had not ended and that has not answered for `limits.lost` seconds,
+    if another one went on answering for half of them; None without one. While hosts do steps (`stepped`), which need
+    every host, an unreachable one is alive."""
     unreachable = [view for view in views if not view.reachable]
     # A look may take as long as a short limit: one that failed late shows little.
     failing = [view for view in unreachable if now - view.failing_since > limits.lost / 2 and not view.ended]

@@ -254,7 +254,8 @@ class SliceConnections:
             return self._known is not None
 
     def note_state(self, state: SliceState | None) -> None:
-        """Keeps the API's description (None: no slice); drops kept addresses and connections of any other slice."""
+        """Keeps the API's description (None: no slice). If it contradicts kept addresses or an earlier description,
+        drops those addresses, on disk too, and closes the connections."""
         with self._lock:
             self._state, known, self._located, self._unlisted = state, self._known, True, None
             another = state is not None and self._created not in ("", state.created)

@@ -179,10 +179,11 @@ def secrets_input(secrets: Mapping[str, str]) -> str:
 def observe_script(
     container: str, since: str | None, *, patience: float = 0.0, tail: int | None = None, progress: bool = False
 ) -> str:
-    """Returns the script that waits up to `patience` seconds for the container's end, prints its state and the host's
-    boot on one line, then with `progress` its lines of progress (which takes a process in the container), then its log
-    from `since` (RFC 3339, inclusive) on, each line with the engine's time; only the last `tail` lines, which an engine
-    finds quickly: it finds a time by reading the whole log."""
+    """Returns the script that waits up to `patience` seconds for the container's end and prints its state and the
+    host's boot on one line (or only `absent`, or `no engine: REASON`), then with `progress` its lines of progress
+    (which takes a process in the container), then at most LOG_BYTES of its log from `since` (RFC 3339, inclusive) on,
+    each line with the engine's time; only the last `tail` lines, which an engine finds quickly: it finds a time by
+    reading the whole log."""
     options = [*(["--tail", str(tail)] if tail is not None else []), *(["--since", since] if since else [])]
     seconds = f"{patience:.1f}" if patience else ""
     return render(

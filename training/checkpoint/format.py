@@ -100,7 +100,7 @@ class Manifest:
 
     @property
     def best_step(self) -> int | None:
-        """Returns the step with the best figure when this checkpoint was saved; None without `checkpoint.best`."""
+        """Returns the step with the best figure when this checkpoint was saved; None if the run had compared none."""
         best = self.state.get("best")
         return None if best is None else int(best["step"])
 

@@ -40,8 +40,9 @@ def tokenizer_folder(path: str) -> str:
 
 @functools.cache
 def _folder(path: str, setting: str, kind: str, files: tuple[str, ...]) -> str:
-    """Downloads the `files` of a name on the Hub, once per process, and returns their folder; returns another path as
-    it is. Raises BadInput, whose message uses `setting` and `kind`, when the Hub does not give them."""
+    """Downloads what there is of `files` (patterns) for a name on the Hub, OWNER/NAME, once per process, and returns
+    their folder; returns any other path, and one that exists, as it is. Raises BadInput, whose message uses `setting`
+    and `kind`, when the Hub does not give them."""
     if not is_on_hub(path):
         return path
     from huggingface_hub import snapshot_download

@@ -206,8 +206,8 @@ def _routed_subnets() -> list[str]:
 
 
 def free_subnets(emulator: str, taken: list[str]) -> list[str]:
-    """Returns networks of 10.128.0.0/9 (Google's default network) that overlap with no network in `taken` (CIDR). The
-    emulator's id decides where the search begins, so that two emulators seldom try the same network."""
+    """Returns those of 64 networks /22 in 10.128.0.0/9 (Google's default network) that overlap with no network in
+    `taken` (CIDR). The emulator's id decides which 64, so that two emulators seldom try the same one."""
     used = [ipaddress.ip_network(network, strict=False) for network in taken]
     start = int(emulator, 16) % (128 * 64)
     candidates = []
