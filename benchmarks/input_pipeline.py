@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.rows import Row, finish, row
 from training import storage
-from training.data.formats.dataset import open_dataset
+from training.data.formats.open_dataset import open_dataset
 from training.data.loading.batches import MlmBatches
 from training.data.loading.reader import prefetch
 from training.data.loading.record_source import HostSlice

@@ -26,7 +26,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.rows import finish, row
-from training.data.formats.dataset import open_dataset
+from training.data.formats.open_dataset import open_dataset
 from training.data.loading.record_source import open_source
 from training.models.predict import open_pipeline
 

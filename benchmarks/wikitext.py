@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.peers import processes, rows
 from training.config import from_document
 from training.data import tokenizer as tokenizers
-from training.data.formats.dataset import open_dataset
+from training.data.formats.open_dataset import open_dataset
 from training.data.loading.batches import MlmBatch, MlmBatches, mlm_evaluation
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import Masking

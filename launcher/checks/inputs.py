@@ -52,7 +52,7 @@ def data(config: Config, say: Callable[[str], None]) -> None:
     Raises BadInput if a dataset is missing, incomplete or does not fit, LaunchError if storage does not answer."""
     if config.trainer is None:
         return
-    from training.data.formats.dataset import check_dataset
+    from training.data.formats.open_dataset import check_dataset
     from training.models.hugging_face import require_positions
     from training.registry import TASKS
     from training.storage.hub import is_on_hub

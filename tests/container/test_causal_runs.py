@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from tests.container import small_runs
 from tests.container.causal_data import LLAMA, document, prepare, shards
 from training.config import from_document
-from training.data.formats.dataset import open_dataset
 from training.data.formats.fixed_records import read_column, record_layout
+from training.data.formats.open_dataset import open_dataset
 from training.data.prepare.corpus import Corpus
 from training.data.prepare.tokenizer_training import train_tokenizer, write_tokenizer
 from training.errors import BadInput

@@ -19,7 +19,7 @@ from tests.processes import run_python
 from tests.training.mutations import flip
 from training import storage
 from training.data import tokenizer as tokenizers
-from training.data.formats.dataset import open_dataset
+from training.data.formats.open_dataset import open_dataset
 from training.data.loading.record_source import open_source
 from training.data.prepare.corpus import Corpus
 from training.errors import BadInput

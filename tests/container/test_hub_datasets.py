@@ -17,7 +17,7 @@ import pytest
 from tests.container import small_runs
 from tests.container.hub_downloads import DownloadHub, serve_downloads
 from tests.processes import PIPES
-from training.data.formats.dataset import open_dataset
+from training.data.formats.open_dataset import open_dataset
 
 NAME = "datasets:org/texts"
 FILE_BYTES = 64 << 20

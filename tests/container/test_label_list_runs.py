@@ -13,8 +13,8 @@ from tests.container import small_runs
 from tests.container.small_runs import labelled_document, labelled_shards
 from training import one_host
 from training.cli.main import tpu_train
-from training.data.formats.dataset import open_dataset
 from training.data.formats.fixed_records import read_column, record_layout
+from training.data.formats.open_dataset import open_dataset
 from training.errors import BadInput
 from training.yaml_file import ConfigError
 

@@ -14,7 +14,8 @@ import transformers
 from tests.container import small_runs
 from tests.container.test_classification_runs import document
 from training.data import tokenizer as tokenizer_files
-from training.data.formats.dataset import Dataset, open_dataset
+from training.data.formats.dataset import Dataset
+from training.data.formats.open_dataset import open_dataset
 from training.data.loading.batches import labelled_evaluation
 from training.data.loading.record_source import HostSlice
 from training.data.prepare.make_datasets import DatasetOptions, make_datasets

@@ -33,7 +33,8 @@ from training.config import Model, from_document
 from training.data import tokenizer as tokenizers
 from training.data.formats import dataset as datasets
 from training.data.formats import example_codec, tfrecord, verify
-from training.data.formats.dataset import Dataset, open_dataset
+from training.data.formats.dataset import Dataset
+from training.data.formats.open_dataset import open_dataset
 from training.data.loading.record_source import open_source
 from training.data.prepare import labelled_rows
 from training.data.prepare.corpus import Corpus

@@ -22,15 +22,8 @@ from tests.training.mutations import flip
 from training import storage
 from training.data.formats import dataset as manifests
 from training.data.formats import example_codec, recipe_layout, tfrecord, verify
-from training.data.formats.dataset import (
-    Dataset,
-    DatasetManifest,
-    check_dataset,
-    dump_manifest,
-    find_shards,
-    open_dataset,
-    tokenizer_hash,
-)
+from training.data.formats.dataset import Dataset, DatasetManifest, dump_manifest, find_shards, tokenizer_hash
+from training.data.formats.open_dataset import check_dataset, open_dataset
 from training.data.formats.tfrecord import Corrupt
 from training.data.loading.record_source import open_source
 from training.errors import BadInput

@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from tests.packed_datasets import pack_rows
 from tests.training import test_labelled_rows as labelled
 from training.cli.main import tpu_train
-from training.data.formats.dataset import Dataset, check_dataset, open_dataset
+from training.data.formats.dataset import Dataset
+from training.data.formats.open_dataset import check_dataset, open_dataset
 from training.data.loading.batches import MlmBatches, labelled_evaluation
 from training.data.loading.record_source import HostSlice
 from training.data.prepare import make_datasets as procedure

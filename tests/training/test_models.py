@@ -22,7 +22,7 @@ from training.batch import Signals, StepResult
 from training.checkpoint.snapshot import Snapshot
 from training.config import Hub, Model
 from training.data import tokenizer as tokenizers
-from training.data.formats.dataset import _read_tokenizer_hash
+from training.data.formats.open_dataset import _read_tokenizer_hash
 from training.errors import BadInput
 from training.models import hub
 from training.models.export import write_model_folder

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.packed_datasets import pack_documents
 from training import storage
-from training.data.formats.dataset import check_dataset
+from training.data.formats.open_dataset import check_dataset
 from training.data.loading.batches import DocumentBatches, document_evaluation
 from training.data.loading.record_source import FixedShards, HostSlice
 from training.data.prepare import dataset_writer, pack

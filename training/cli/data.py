@@ -9,7 +9,7 @@ import click
 
 from training.cli import option
 from training.data import tokenizer as tokenizers
-from training.data.formats.dataset import open_dataset
+from training.data.formats.open_dataset import open_dataset
 from training.data.formats.verify import problems
 from training.data.prepare.corpus import KINDS, Corpus
 from training.data.prepare.dataset_writer import WrittenDataset

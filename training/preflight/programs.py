@@ -22,7 +22,8 @@ from training.backends.protocol import BuildBackend
 from training.batch import Arrays
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
-from training.data.formats.dataset import TYPES, open_dataset
+from training.data.formats.dataset import TYPES
+from training.data.formats.open_dataset import open_dataset
 from training.data.sampling.order import batch_lengths
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost

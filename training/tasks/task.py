@@ -13,7 +13,8 @@ import numpy as np
 from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
-from training.data.formats.dataset import Dataset, find_shards, open_dataset
+from training.data.formats.dataset import Dataset, find_shards
+from training.data.formats.open_dataset import open_dataset
 from training.data.loading.batches import LabelledBatches, PackedBatches
 from training.data.loading.reader import prefetch
 from training.data.loading.record_source import HostSlice

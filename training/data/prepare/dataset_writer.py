@@ -32,8 +32,8 @@ from training.data.formats.dataset import (
     Shard,
     dump_manifest,
     load_manifest,
-    open_dataset,
 )
+from training.data.formats.open_dataset import open_dataset
 from training.errors import BadInput
 
 PREPARING = ".preparing"

@@ -1,0 +1,57 @@
+"""Opens a dataset of either layout, and checks it without reading its records.
+
+Imports no framework; only a folder in the public recipe's layout, which has no manifest, needs numpy to read a record.
+"""
+
+from training import storage
+from training.data.formats.dataset import MANIFEST, Dataset, find_shards, load_manifest, tokenizer_hash
+from training.errors import BadInput
+
+
+def open_dataset(url: str) -> Dataset:
+    """Opens the dataset in a folder: by its dataset.json alone, whatever its shards, or else as the public recipe's
+    layout, which needs numpy. Raises BadInput when the folder holds no dataset or a damaged one; StorageError."""
+    try:
+        data = storage.read(storage.join(url, MANIFEST))
+    except storage.NotFound as error:
+        try:
+            from training.data.formats import recipe_layout
+        except ModuleNotFoundError as missing:  # numpy is not on every workstation
+            raise BadInput(
+                f"{url} has no {MANIFEST}, and looking for the public recipe's layout needs {missing.name}: "
+                "pip install it"
+            ) from None
+        dataset = recipe_layout.open_folder(url)
+        if dataset is None:
+            raise BadInput(
+                f"{url} is not a dataset: {error}. `tpu-train shards` makes one; if that was interrupted, "
+                "run the same command again"
+            ) from None
+        return dataset
+    return load_manifest(data, url)
+
+
+def check_dataset(url: str, *, rows: str, tokenizer: str | None, sequence_length: int | None = None) -> Dataset:
+    """Opens a dataset and checks everything that can be checked without reading records: its kind of rows; unless they
+    are None, the folder of the tokenizer that wrote its ids, and the length of the longest row; and that no shard is
+    missing or has another size. Raises BadInput, StorageError."""
+    dataset = open_dataset(url)
+    dataset.require(
+        rows=rows, tokenizer_hash=tokenizer and _read_tokenizer_hash(tokenizer), sequence_length=sequence_length
+    )
+    find_shards(dataset)
+    return dataset
+
+
+def _read_tokenizer_hash(tokenizer: str) -> str:
+    """Returns the hash of the tokenizer.json in a folder (not a name on the Hub). Raises BadInput if that file is
+    missing or invalid, and StorageError."""
+    url = storage.join(tokenizer, "tokenizer.json")
+    try:
+        return tokenizer_hash(storage.read(url))
+    except storage.NotFound as error:
+        raise BadInput(
+            f"{tokenizer} is not a tokenizer folder: {error}. Make one with `tpu-train tokenizer --out {tokenizer}`"
+        ) from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise BadInput(f"{url} is not a tokenizer of the `tokenizers` library: {error}") from None
