@@ -96,8 +96,8 @@ class StepChecker:
     def _add_recompilation(
         self, number: int, earlier: Sequence[TracedOperation], trace: StepTrace, *, explained: bool
     ) -> None:
-        """Adds the finding for a step that compiled although its shape is known. If no operation differs and the step
-        is `explained`, another finding already says why it compiles in pieces."""
+        """Adds the finding for a step that compiled although its shape is known: the first operation that differs from
+        the `earlier` step's, or that none does; in that case none if it is `explained`: another finding says why."""
         old, new = next(_differences(earlier, trace.operations), (None, None))
         if new is not None:
             before, advice = "where nothing was before", "every step must do the same"
@@ -125,7 +125,8 @@ def _shapes(shapes: Shapes) -> str:
 def _differences(
     earlier: Sequence[TracedOperation], later: Sequence[TracedOperation]
 ) -> Iterator[tuple[TracedOperation | None, TracedOperation]]:
-    """Yields (old, new) for each position where the operation of the later step differs."""
+    """Yields (old, new) for each operation of the later step whose name or operands are not those at the same position
+    of the earlier; old None beyond its end. Operations that only the earlier step has are left out."""
     for old, new in zip_longest(earlier, later):
         if new is not None and (old is None or (old.name, old.operands) != (new.name, new.operands)):
             yield old, new

@@ -46,8 +46,8 @@ def format_time(seconds: float) -> str:
 
 
 def parse_time(timestamp: str) -> float | None:
-    """Returns the Unix seconds of an RFC 3339 timestamp in UTC, as Google and container engines print it; None for an
-    empty one. Raises ValueError for another text."""
+    """Returns the Unix seconds of an RFC 3339 timestamp in UTC, with or without its Z, as Google and container engines
+    print it; None for an empty one. Ignores another offset. Raises ValueError for another text."""
     if not timestamp:
         return None
     head, _, fraction = timestamp.removesuffix("Z").partition(".")
@@ -57,8 +57,8 @@ def parse_time(timestamp: str) -> float | None:
 
 @functools.lru_cache(maxsize=1024)  # one observation asks three times about the same line
 def shift(timestamp: str, by: timedelta) -> str:
-    """Returns an RFC 3339 timestamp moved by a duration, with nine digits of a second (Python has six), so that
-    timestamps compare as text."""
+    """Returns an RFC 3339 timestamp in UTC moved by `by`, whole seconds, with nine digits of a second (Python has six),
+    so that timestamps compare as text. Raises ValueError for another text."""
     head, _, fraction = timestamp.removesuffix("Z").partition(".")
     return f"{(datetime.fromisoformat(head) + by).isoformat()}.{(fraction or '0')[:9].ljust(9, '0')}Z"
 

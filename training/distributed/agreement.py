@@ -29,9 +29,9 @@ _CLAIM = re.compile(r"attempt-(\d+)\.([0-9a-f]+)\.json")
 
 
 def agree(rendezvous: Rendezvous, facts: Mapping[str, str], start_seconds: float, machine: Machine = SYSTEM) -> str:
-    """Waits for all hosts, `start_seconds` at most, and compares their `facts` (name -> value). Returns a token, the
-    same on all hosts, that only this group of processes has. Raises BadInput, naming the hosts, if a fact differs, and
-    LostPeer or StopRequested as `Rendezvous.meet`."""
+    """Waits for all hosts, 10 s more than `start_seconds` at most, and compares their `facts` (name -> value). Returns
+    a token that all hosts of this start share: 8 random hex digits of host 0. Raises BadInput, naming the hosts, if a
+    fact of host 0 differs on another; LostPeer or StopRequested as `Rendezvous.meet`."""
     own = {"facts": dict(facts), "token": machine.random.randbytes(4).hex()}
     reports = rendezvous.meet("start", own, start_seconds)
     if differences := disagreements([report["facts"] for report in reports]):
@@ -41,7 +41,8 @@ def agree(rendezvous: Rendezvous, facts: Mapping[str, str], start_seconds: float
 
 
 def disagreements(reports: list[Mapping[str, str]]) -> list[str]:
-    """Returns a line for each fact of host 0 that differs on others, naming them. `reports`: facts in worker order."""
+    """Returns a line for each fact of host 0 that differs or is absent on others, naming them; [] if none. Does not
+    look for facts that host 0 lacks. `reports`: facts in worker order."""
     lines = []
     for name, value in reports[0].items():
         others = {worker: facts.get(name) for worker, facts in enumerate(reports) if facts.get(name) != value}
@@ -53,7 +54,8 @@ def disagreements(reports: list[Mapping[str, str]]) -> list[str]:
 
 @cache
 def code_hash() -> str:
-    """Returns a hash of the trainer's source, which all hosts must share and checkpoints record."""
+    """Returns 16 hex digits of a hash of all Python files of the trainer, which its hosts share and checkpoints
+    record."""
     digest = hashlib.sha256()
     folder = Path(__file__).parents[1]
     for path in sorted(folder.rglob("*.py")):
@@ -81,9 +83,10 @@ def claim(
     record: Mapping[str, Any],
     storage: Storage = default_storage,
 ) -> Claim:
-    """Writes this attempt's claim (`record`, and earlier claims' names) from host 0 to the run's folder; waits for all
-    hosts, and returns it on all. Raises BadInput if host 0 can't write there (a mounted bucket has no hard links) or a
-    host does not see it: the folder is not shared; StorageError if a bucket fails, and LostPeer."""
+    """On host 0, writes this start's claim, attempts/attempt-NNNN.TOKEN.json (`record`, and earlier claims' names), to
+    the run's folder; on all, waits until every host sees it. Raises BadInput if one does not (the folder is not
+    shared), if there is no such bucket, or a local folder can't be written (a mounted bucket has no hard links);
+    StorageError if a bucket fails; LostPeer, StopRequested."""
     url = join(folder, "attempts", f"attempt-{cluster.attempt:04d}.{token}.json")
     after: frozenset[str] = frozenset()
     if cluster.is_first:
@@ -126,9 +129,9 @@ def fence(folder: str, cluster: Cluster, own: Claim, storage: Storage = default_
 
 
 def _rank(seen: int, name: str) -> tuple[int, int, str]:
-    """Returns the place of a claim in the order of all starts; `seen`: the number of claims that it lists. A claim that
-    lists another one also lists all claims of that one, so the number grows along every chain: the order has no cycles,
-    as comparing pairs by name could have."""
+    """Returns a key that sorts claims by start: `seen`, the number of claims that it lists, then attempt and token. A
+    claim that lists another one also lists all claims of that one, so `seen` grows along every chain: the order has no
+    cycles, as comparing pairs by name could have."""
     match = _CLAIM.fullmatch(name)
     return (seen, int(match[1]), match[2]) if match else (seen, 0, name)
 

@@ -87,7 +87,8 @@ def parse_hostnames(text: str) -> tuple[str, ...]:
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:
-    """Returns the addresses in `worker-network-endpoints`; entries of its old format are `name:id:ip`, never IPv6."""
+    """Returns the addresses in `worker-network-endpoints`, by worker: its entries, or the last part of each if all are
+    `name:id:ip`, the old format, which has no IPv6."""
     entries = parse_hostnames(text)
     if entries and all(entry.count(":") == 2 for entry in entries):
         return tuple(entry.split(":")[2] for entry in entries)
@@ -95,7 +96,8 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
 
 
 def from_environment(environment: Mapping[str, str]) -> Cluster | None:
-    """Returns the cluster in `environment`, None if it names no hosts and no worker. Raises BadInput for bad values."""
+    """Returns the cluster of TPU_WORKER_HOSTNAMES (else TPU_LAUNCH_HOST_NAME, else localhost) and TPU_WORKER_ID (else
+    JOB_COMPLETION_INDEX, else 0); None if neither hosts nor worker are set. Raises BadInput for bad values."""
     names = parse_hostnames(environment.get("TPU_WORKER_HOSTNAMES", "")) or _names_from_pattern(environment)
     variable = "TPU_WORKER_ID" if environment.get("TPU_WORKER_ID") else "JOB_COMPLETION_INDEX"
     if not names and not environment.get(variable):
@@ -105,8 +107,8 @@ def from_environment(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def _names_from_pattern(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the hosts' names in a Kubernetes Job with a headless Service; () if TPU_LAUNCH_HOST_NAME is not set.
-    Raises BadInput for a bad TPU_LAUNCH_HOSTS."""
+    """Returns TPU_LAUNCH_HOST_NAME, a pattern for a Kubernetes Job's hosts, TPU_LAUNCH_HOSTS times, with 0, 1, ... for
+    its `*`; () if it is not set. Raises BadInput for a bad TPU_LAUNCH_HOSTS."""
     pattern = environment.get("TPU_LAUNCH_HOST_NAME", "")
     if not pattern:
         return ()
@@ -115,8 +117,8 @@ def _names_from_pattern(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def from_metadata(read: Callable[[str], str | None], environment: Mapping[str, str]) -> Cluster | None:
-    """Returns the cluster that the metadata server describes; None if it lists no hosts. `read(key)` returns an
-    attribute or None. Raises BadInput if the worker is not among them."""
+    """Returns the cluster that the metadata server describes, this host worker 0 if it does not say; None if it lists
+    no hosts. `read(key)` returns an attribute or None. Raises BadInput for a bad value, of `environment` too."""
     endpoints = read("worker-network-endpoints")
     if not endpoints:
         return None
@@ -125,8 +127,9 @@ def from_metadata(read: Callable[[str], str | None], environment: Mapping[str, s
 
 
 def discover(environment: Mapping[str, str] | None = None) -> Cluster:
-    """Returns the cluster that the variables describe; else, on a TPU, the metadata server; else this host alone.
-    Raises BadInput if a source contradicts itself."""
+    """Returns the cluster that variables describe; else, on a TPU without TPU_SKIP_MDS_QUERY, the metadata server, if
+    it answers; else this host alone. `environment` None: os.environ. Raises BadInput for bad values or a server's
+    error."""
     environment = os.environ if environment is None else environment
     cluster = from_environment(environment)
     if cluster is None and device_kind(environment) == "TPU" and not environment.get("TPU_SKIP_MDS_QUERY"):
@@ -135,7 +138,7 @@ def discover(environment: Mapping[str, str] | None = None) -> Cluster:
 
 
 def device_kind(environment: Mapping[str, str] | None = None) -> str:
-    """Returns PJRT_DEVICE, or else "TPU" if this machine shows TPU chips, or "CPU"."""
+    """Returns PJRT_DEVICE of `environment` (None: os.environ); else "TPU" if this machine shows TPU chips, or "CPU"."""
     environment = os.environ if environment is None else environment
     has_chips = glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*")
     return environment.get("PJRT_DEVICE") or ("TPU" if has_chips else "CPU")
@@ -186,8 +189,8 @@ def torch_xla_environment(cluster: Cluster, environment: Mapping[str, str]) -> d
 
 
 def torch_xla_flags(generation: str, own: str) -> dict[str, str]:
-    """Returns the libtpu flags, name -> value, that torch_xla adds on a `generation` such as "v5e", and preflight too,
-    except those that `own`, the user's value of LIBTPU_INIT_ARGS, has."""
+    """Returns the libtpu flags, name -> value, that torch_xla and preflight add on a `generation` such as "v5e",
+    without those that are in `own`, the user's value of LIBTPU_INIT_ARGS."""
     given = {flag.removeprefix("--").partition("=")[0] for flag in own.split()}
     defaults = {**_TORCH_XLA_FLAGS, **(_TORCH_XLA_V5_FLAGS if generation.startswith("v5") else {})}
     return {name: value for name, value in defaults.items() if name not in given}
@@ -251,7 +254,7 @@ def _make_cluster(
 
 
 def _read_secret(environment: Mapping[str, str]) -> bytes:
-    """Returns the attempt's secret, b"" if there is none. Raises BadInput if it is too short."""
+    """Returns TPU_LAUNCH_SECRET without blanks around it, b"" if not set. Raises BadInput below 16 characters."""
     secret = environment.get(SECRET_VARIABLE, "").strip()  # a file ends with a line end
     if secret and len(secret) < _SHORTEST_SECRET:
         raise BadInput(
@@ -273,7 +276,8 @@ def _parse_number(name: str, text: str, largest: int = 999_999_999) -> int:
 
 
 def _read_metadata(key: str) -> str | None:
-    """Returns a metadata attribute; None if there is none or no server. Raises BadInput for other HTTP errors."""
+    """Returns a metadata attribute, within 5 s; None if there is none or no server. Raises BadInput for other HTTP
+    errors."""
     request = urllib.request.Request(METADATA + key, headers={"Metadata-Flavor": "Google"})
     try:
         with urllib.request.urlopen(request, timeout=5) as response:

@@ -149,7 +149,7 @@ class ServerHandshake(Generic[T]):
 
     def received(self, connection: T, data: bytes) -> VerifiedHello | None:
         """Returns the hello once its line is complete, None before. Raises Malformed if its proof is wrong, or if the
-        bytes are no hello: the caller must close the connection. The hello's attempt and worker are unchecked."""
+        bytes are no hello. Afterwards the caller calls `forget`. The hello's attempt and worker are unchecked."""
         peer = self._pending[connection]
         for line in peer.lines.feed(data):
             if not peer.lines.is_empty:
@@ -183,7 +183,8 @@ class ServerHandshake(Generic[T]):
         return next(iter(self._pending), None)
 
     def overdue(self, now: float, limit: int) -> list[T]:
-        """Returns the pending connections to close: those past their deadline, and the oldest ones beyond `limit`."""
+        """Returns the pending connections past their deadline, and the oldest ones beyond `limit`, a number of them.
+        They stay pending: the caller closes them and calls `forget`."""
         surplus = max(0, len(self._pending) - limit)
         return [
             connection
@@ -213,8 +214,8 @@ class ClientHandshake:
         return encode({"hello": self._worker, **asdict(self._own.identity), "nonce": self._nonce, "proof": proof})
 
     def check_answer(self, line: bytes | bytearray) -> Refusal | None:
-        """Returns None if host 0 accepts this host, else its refusal. Raises Malformed if the answer's proof is wrong:
-        another program listens there."""
+        """Returns None if host 0's answer to the hello of `answer_challenge` accepts this host, else its refusal.
+        Raises Malformed if it is no answer or its proof is wrong: another program listens there."""
         assert self._nonces is not None
         kind, message = decode(line, ANSWER)
         statement = "welcome" if kind == "welcome" else f"refused {message['final']} {message['refused']}"
@@ -226,9 +227,9 @@ class ClientHandshake:
 def accept_connection(
     accept: Callable[[], tuple[T, Any]], close_oldest: Callable[[], bool], sleep: Callable[[float], None] = time.sleep
 ) -> T | None:
-    """Returns the next connection, or None if none waits, or if this process can have no more. `accept` is that of a
-    listener with time-out 0; `close_oldest` closes the oldest pending connection to make room, or returns False if
-    there is none. Raises OSError if the listener itself is broken."""
+    """Returns the next connection; None if none waits, or its client gave up, or, after 0.05 s, if this process can
+    have no more and none is to close. `accept`: of a listener with time-out 0; `close_oldest` closes the oldest pending
+    connection to make room, or returns False if there is none. Raises OSError if the listener itself is broken."""
     while True:
         try:
             accepted, _ = accept()
@@ -292,9 +293,10 @@ def _receive_lines(
 
 
 def accept_peers(listener: socket.socket, own: HostCredentials, seconds: float) -> dict[int, socket.socket]:
-    """Returns connections of all hosts but host 0, by worker, after each has proved that it belongs to the attempt.
-    Other clients delay nothing, and are closed after HANDSHAKE_SECONDS. Raises TimeoutError, which names the missing
-    hosts, if not all connected within `seconds`, and OSError if the listener is broken; both close all."""
+    """Waits for all hosts but host 0. Returns their connections, non-blocking, by worker, after each has proved that it
+    belongs to the attempt. Closes other clients, after HANDSHAKE_SECONDS at the latest; they delay nothing. Raises
+    TimeoutError, naming the missing hosts, if not all connected within `seconds`, and OSError if the listener is
+    broken; both close all connections. Leaves the listener open, and non-blocking."""
     handshake: ServerHandshake[socket.socket] = ServerHandshake(own)
     peers: dict[int, socket.socket] = {}
 
@@ -309,7 +311,8 @@ def accept_peers(listener: socket.socket, own: HostCredentials, seconds: float) 
         return oldest is not None
 
     def serve(connection: socket.socket) -> None:
-        """Reads from a pending connection: closes it if it is no other host's, keeps it if its handshake ends."""
+        """Reads from a pending connection: closes it if it is broken or no other host's; keeps it once its hello is
+        welcomed, and closes an earlier one of that host."""
         try:
             hello = _receive_hello(connection, handshake)
         except (OSError, Malformed):

@@ -171,7 +171,8 @@ class LineBuffer:
         return not self._bytes
 
     def feed(self, data: bytes) -> Iterator[bytearray]:
-        """Adds bytes and yields complete lines; keeps lines that are not taken. Raises Malformed for too long ones."""
+        """Adds bytes, once iterated, and yields complete lines without their ends; keeps lines that are not taken, and
+        the beginning of the next. Raises Malformed for a line over `limit`, finished or not."""
         self._bytes += data
         while (end := self._bytes.find(b"\n", self._searched)) >= 0:
             if end > self.limit:

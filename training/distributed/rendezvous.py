@@ -194,8 +194,8 @@ class RendezvousClient(Rendezvous):
         machine.threads.start(self._report_phases, name="rendezvous-phase")
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
-        """Waits for all hosts, `seconds` (None: those of the constructor) and ANSWER_MARGIN at most. Returns their
-        payloads by worker. Raises LostPeer, StopRequested."""
+        """As `Rendezvous.meet`; `seconds` None: those of the constructor. Waits ANSWER_MARGIN more for host 0's answer.
+        `name`: new for each barrier, since one that all hosts have passed returns its old payloads at once."""
         wait = self._seconds if seconds is None else seconds
         self._post({"phase": self._phase}, {"arrive": name, "payload": payload, "seconds": wait})
         deadline = self._clock() + wait + ANSWER_MARGIN
@@ -237,8 +237,9 @@ class RendezvousClient(Rendezvous):
                 self._raise_if_lost()
 
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
-        """Does nothing the second time. Host 0 also closes the server, which waits until the other hosts have left: at
-        most 5 s after an orderly exit (FINISHED, SAVED), otherwise 1 s."""
+        """Sends host 0 a goodbye with `code` and the first line of `reason`, and closes the connection; nothing the
+        second time. On host 0, closes the server first, which waits until the other hosts have left: at most 5 s after
+        an orderly exit (FINISHED, SAVED), otherwise 1 s."""
         if self._closing.is_set():
             return
         why = messages.clip(reason.splitlines()[0]) if reason else ""
@@ -252,8 +253,8 @@ class RendezvousClient(Rendezvous):
         self._socket.close()
 
     def _raise_if_lost(self) -> None:  # with `_changed` held
-        """Raises LostPeer if the attempt is over, StopRequested if it ended by a stop or a stop was requested before
-        any training."""
+        """Does nothing while the attempt goes on. Else raises StopRequested, if a stop ended it or was requested before
+        any training, or LostPeer."""
         if self._lost and self._shutdown.may_exit_now:
             raise StopRequested(f"asked to stop before training began ({self._lost}); nothing is lost")
         if self._lost:
@@ -307,7 +308,7 @@ class RendezvousClient(Rendezvous):
         self._handle("lost", {"lost": gone, "code": int(Exit.LOST_PEER)})
 
     def _receive(self) -> bytes:
-        """Waits for bytes from host 0. Returns b"" if the connection is broken."""
+        """Waits for bytes from host 0, without limit. Returns b"" if the connection ended or broke."""
         while True:
             try:
                 return self._socket.recv(1 << 16)
@@ -331,8 +332,8 @@ class RendezvousClient(Rendezvous):
             self._changed.notify_all()
 
     def _end_if_stuck(self, message: str, code: int) -> None:
-        """Waits GRACE for `close`; without it, prints `message` and ends the process with `code`: the main thread may
-        be stuck in a collective that never returns."""
+        """Waits GRACE, 1 s, for `close`; without it, prints `message` and ends the process with `code`: the main thread
+        may be stuck in a collective that never returns."""
         if not self._closing.wait(GRACE):
             kind = "stopped" if code == Exit.SAVED else "lost peer"
             print(f"tpu-train: {kind}: {message}", file=sys.stderr, flush=True)
@@ -347,8 +348,8 @@ class _StopPatience:
         self._end = clock() + STOP_PATIENCE
 
     def is_over(self) -> bool:
-        """Returns whether STOP_PATIENCE has passed since the request. Call it often: the time counts from the last call
-        that saw no request."""
+        """Returns whether a stop before any training was requested STOP_PATIENCE ago; False after training began. Call
+        it often: the time counts from the last call that saw no request."""
         if not self._shutdown.may_exit_now:
             self._end = self._clock() + STOP_PATIENCE
         return self._clock() >= self._end
@@ -358,7 +359,8 @@ def _connect(
     cluster: Cluster, own: HostCredentials, shutdown: ShutdownRequest, limits: RendezvousSection, machine: Machine
 ) -> tuple[Connection, LineBuffer]:
     """Retries until host 0 accepts this host. Returns the connection, and the bytes received after the handshake.
-    Raises LostPeer after `limits.start_seconds`, TrainError for a final refusal, StopRequested at a stop."""
+    Raises LostPeer after `limits.start_seconds`, TrainError for a final refusal, StopRequested STOP_PATIENCE after a
+    stop."""
     start_seconds, lost_seconds = limits.start_seconds, limits.lost_seconds
     host = f"host 0 ({cluster.addresses[0]}:{cluster.rendezvous_port})"
     clock = machine.clock.monotonic

@@ -51,7 +51,8 @@ class RendezvousServer:
         return self._protocol.state.phases()
 
     def close(self, wait_seconds: float) -> None:
-        """Waits until all other hosts have left, at most `wait_seconds`, then ends the thread and all connections."""
+        """Waits until all other hosts have left, at most `wait_seconds`, then has the thread close all connections and
+        end, and waits for that at most 5 s."""
         deadline = self._clock() + wait_seconds
         while self._clock() < deadline and self._thread.is_alive() and self._protocol.workers not in ([], [0]):
             self._machine.clock.sleep(0.02)

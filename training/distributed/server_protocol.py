@@ -59,7 +59,8 @@ class Barrier:
 
 
 def compare(expected: Identity, given: Identity) -> Refusal | None:
-    """Returns the refusal of a host that is not of the expected attempt; None if it is."""
+    """Returns the refusal of a host that is not of the expected attempt, final if a retry can't meet the right host 0;
+    None if it is."""
     if expected == given:
         return None
     if expected.run_id != given.run_id:
@@ -103,7 +104,8 @@ class BarrierState:
 
     def connect(self, worker: int, given: Identity, now: float) -> Refusal | None:
         """Admits a host and returns None; else returns why not: another identity, a wrong worker number, or one that is
-        connected. Also admits hosts to a lost attempt: the caller sends them `lost_message`, which ends them."""
+        connected or, while the attempt is not lost, was. Also admits hosts to a lost attempt: the caller sends them
+        `lost_message`, which ends them."""
         refusal = compare(self.identity, given)
         if refusal:
             return refusal
@@ -121,8 +123,9 @@ class BarrierState:
         member.phase, member.last_heard = phase, now
 
     def arrive(self, worker: int, name: str, payload: Any, seconds: float, now: float) -> Outgoing:
-        """Records that `worker` waits up to `seconds` at barrier `name`. Returns the messages to send: all payloads, to
-        all once every host has arrived, or to one that arrives again; "lost", if the attempt is over or a host left."""
+        """Records that `worker` waits at barrier `name`, whose deadline the `seconds` of the first to arrive set.
+        Returns the messages to send: none while hosts are missing; all payloads, to all hosts, or to one that arrives
+        after that; "lost", to this host if the attempt is over, to all if a host has left."""
         self.members[worker].last_heard = now
         if self.lost:
             return [(worker, self.lost_message())]
@@ -143,7 +146,8 @@ class BarrierState:
     def leave(self, worker: int, code: int, reason: str, overdue: bool = False) -> Outgoing:
         """Records that `worker` exits with `code`, and returns the messages to send. A failure ends the attempt for all
         hosts. So does an orderly exit (FINISHED, SAVED) if other hosts wait at a barrier, then or later, or if it is
-        `overdue`: the host could not save in the time for a stop."""
+        `overdue`: the host could not save in the time for a stop. The others' code is SAVED if `code` is, else
+        LOST_PEER."""
         member = self.members[worker]
         member.connected = False
         why = f"host {worker} stopped in phase {member.phase!r} with exit code {code}"
@@ -223,7 +227,8 @@ class ServerProtocol:
         return [*self._close_overdue(now), (connection, challenge)]
 
     def received(self, connection: int, data: bytes, now: float) -> Actions:
-        """Returns the actions for bytes of a handshake or of messages. Drops the connection if they are malformed."""
+        """Returns the actions for bytes of a handshake or of messages. If they are malformed, drops the connection,
+        which ends the attempt if it is a host's."""
         actions: Actions = []
         try:
             if connection in self.handshake:
@@ -252,7 +257,8 @@ class ServerProtocol:
 
     def tick(self, now: float) -> Actions:
         """Ends the attempt if a barrier's deadline has passed, closes pending connections that are too old or too many,
-        and sends changed phases to all hosts."""
+        and at most once in NEWS_SECONDS sends a summary of changed phases to all hosts. Returns the actions for
+        that."""
         actions = self._close_overdue(now) + self._address(self.state.check_deadlines(now))
         if now < self._next_news:
             return actions

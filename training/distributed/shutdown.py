@@ -52,7 +52,8 @@ class ShutdownRequest:
         return self.requested and self.nothing_to_save
 
     def limit(self, seconds: float, overdue: Callable[[], None]) -> None:
-        """Calls `overdue` in a thread of its own `seconds` after a stop is requested, or from now if it already was."""
+        """Has a thread call `overdue` `seconds` after a stop is requested, or from now if one was already. Does not
+        wait."""
         self._deadline = (seconds, overdue)
         if self.requested:
             self._count_down()
@@ -75,8 +76,9 @@ class ShutdownRequest:
             self._count_down()
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Records the first signal and starts the countdown of `limit`. Ends the process at a second Ctrl-C, or a
-        SIGTERM when the time to save is over. Prints what happens next."""
+        """Records the first signal and starts the countdown of `limit`. Prints what happens next. Ends the process,
+        with code 128 + `number`, at a second Ctrl-C, or another SIGTERM once the time of `limit`, 30 s at least, is
+        over."""
         now = self._machine.clock.monotonic()
         self._interrupts += number == signal.SIGINT
         if self._began is None:

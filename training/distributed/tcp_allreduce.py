@@ -65,7 +65,9 @@ class TcpAllReduce:
                 listener.close()
 
     def sum(self, flat: Flat) -> Flat:
-        """Waits for all hosts' arrays, of one size, and returns their sum. Raises LostPeer if one is lost or hangs."""
+        """Waits for all hosts' arrays, of one size, and returns their sum, a new array. Raises LostPeer if a host is
+        lost or a send or receive takes longer than `seconds` of the constructor, StopRequested if a stop is the
+        cause."""
         try:
             if not self._first:
                 [peer] = self._peers
@@ -88,9 +90,9 @@ class TcpAllReduce:
 
 
 def raise_lost_peer(rendezvous: Rendezvous, activity: str, error: Exception) -> NoReturn:
-    """Raises LostPeer, or StopRequested after a stop, for a collective that failed with `error`. Waits at most
-    NAMING_SECONDS for the rendezvous to know which host is lost. If none is, a host hangs: all other hosts come here
-    after the same time-out, and a barrier of HANGING_SECONDS names the missing one."""
+    """Raises LostPeer, or StopRequested if a stop is the cause, for a collective that failed with `error`. `activity`:
+    for messages. Waits NAMING_SECONDS at most for the rendezvous to know which host is lost. If none is, a host hangs:
+    all other hosts come here after the same time-out, and a barrier of HANGING_SECONDS names the missing one."""
     deadline = time.monotonic() + NAMING_SECONDS
     while time.monotonic() < deadline:
         rendezvous.check()
@@ -102,7 +104,7 @@ def raise_lost_peer(rendezvous: Rendezvous, activity: str, error: Exception) -> 
 
 def _join(cluster: Cluster, rendezvous: Rendezvous, own: HostCredentials, seconds: float) -> socket.socket:
     """Returns a connection to host 0. Retries: other clients there may cost a host its connection. Raises OSError or
-    Malformed if host 0 did not accept this host within `seconds`, LostPeer if another host was lost meanwhile."""
+    Malformed if host 0 did not accept this host within `seconds`, LostPeer or StopRequested if the attempt is over."""
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -43,9 +43,10 @@ def write_model_folder(
     run: TrainerConfig | None = None,
     merge: bool = False,
 ) -> None:
-    """Writes a model folder. `weights`, `snapshot_state`: of Backend, whose copy it waits for; tensors of the optimizer
-    are left out. `config`: values of config.json. `tokenizer`: a folder, of which only `TOKENIZER_FILES` are copied. If
-    `run` has LoRA and a starting model, writes peft's two files, or with `lora.merge` or `merge` the merged model."""
+    """Writes a model folder, a path or URL. `weights`, `snapshot_state`: of Backend, whose copy it waits for; tensors
+    of the optimizer are left out. `config`: values of config.json. `tokenizer`: a folder, or a name on the Hub, of
+    which only `TOKENIZER_FILES` are copied. If `run` has LoRA and a starting model, writes peft's two files, or with
+    `lora.merge` or `merge` the merged model. Raises StorageError, BadInput."""
     tokenizer = tokenizer_folder(tokenizer)
     for name in TOKENIZER_FILES:
         if storage.stat(join(tokenizer, name)):
@@ -69,9 +70,9 @@ def write_model_folder(
 
 
 def export_checkpoint(run: str, out: str, step: int | None = None, *, merge: bool = False) -> int:
-    """Writes the model of a run's checkpoint, the newest unless `step` is given, to the folder `out`; with `merge`, a
-    whole model also of a run with LoRA. Returns its step. Raises BadInput if checkpoint or tokenizer are absent or
-    damaged; StorageError."""
+    """Writes the model of a run's checkpoint, the newest unless `step` is given, to the folder `out`: peft's files for
+    a run with LoRA from a starting model, unless it merges or `merge` is set. `run`, `out`: paths or URLs. Returns the
+    step. Raises BadInput if checkpoint or tokenizer are absent or damaged, or a tensor is not finite; StorageError."""
     place, steps = find_checkpoints(run)
     chosen = choose_step(place, steps, step)
 
@@ -141,7 +142,8 @@ def _write_adapter(
 def _merge_additions(
     lora: Lora, weights: Mapping[str, TensorSpec], buffers: Mapping[str, memoryview], copy: Copy
 ) -> None:
-    """Adds each layer's low-rank product, read by `copy`, to its weight in `buffers`. `weights`: of all tensors."""
+    """Adds each layer's low-rank product, times alpha / rank, to its weight in `buffers`; `copy` reads the two factors.
+    `weights`: of all tensors."""
     turned = _are_turned(weights)
     for layer in sorted(name.removesuffix(_A) for name in weights if name.endswith(_A)):
         parts = {layer + end: bytearray(weights[layer + end].size) for end in (_A, _B)}

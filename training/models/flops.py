@@ -20,8 +20,8 @@ _GATED = (
 
 
 def decoder_flops(config: Mapping[str, Any], length: int) -> float:
-    """Returns the FLOPs of training on one row of a decoder with grouped attention and gated layers; 0 for another.
-    Attention counts as over the whole row, as PaLM's appendix does."""
+    """Returns the FLOPs, forward and backward, of one row for a decoder with grouped attention and gated layers; 0 for
+    a family not in `_GATED`. Attention counts as over the whole row, as PaLM's appendix does."""
     if config.get("model_type") not in _GATED or any(type(config.get(name)) is not int for name in SIZES):
         return 0.0
     width, layers, inner, vocabulary = (int(config[name]) for name in SIZES)
@@ -33,8 +33,9 @@ def decoder_flops(config: Mapping[str, Any], length: int) -> float:
 
 
 def flops_per_row(config: Mapping[str, Any], length: int, predictions: int | None) -> float:
-    """Returns the FLOPs of training an encoder with this config.json on one row; 0 for a family with other layers, or
-    other names of its sizes. `predictions`: places at which a masked-LM head is computed; None for a classifier's."""
+    """Returns the FLOPs of training on one row, with layers as BERT's, whatever the family; 0 for ModernBERT and for
+    other names of its sizes in config.json. `predictions`: places at which a masked-LM head is computed; None for a
+    classifier's."""
     if config.get("model_type") == "modernbert" or any(type(config.get(name)) is not int for name in SIZES):
         return 0.0
     width, layers, inner, vocabulary = (int(config[name]) for name in SIZES)
@@ -67,7 +68,7 @@ class WorkCounter:
 
 
 def peak_flops(accelerator_type: str | None, device_kind: str) -> float | None:
-    """Returns the FLOP/s of all devices in bf16; None if unknown, as for CPUs."""
+    """Returns the bf16 FLOP/s of all chips of a slice; None if `device_kind` is not "TPU" or the slice is unknown."""
     if device_kind != "TPU" or accelerator_type is None:
         return None
     try:

@@ -40,7 +40,8 @@ def push_model(
 ) -> tuple[int, str]:
     """Uploads the model of a run's checkpoint of `step` (None: the newest), and a README.md if the repository has none.
     `repository`, ORGANISATION/NAME, is created if it does not exist, `private` or not. Returns the step and the URL of
-    the commit. Raises BadInput without a token or such a checkpoint; TrainError if the Hub refuses, or fails twice."""
+    the commit. Raises BadInput without HF_TOKEN or such a checkpoint; StorageError; TrainError if the Hub refuses, or
+    fails twice, 3 s apart. Sets the Hub library's variables against Xet and progress bars."""
     token = os.environ.get(TOKEN)
     if not token:
         raise BadInput(
@@ -171,8 +172,8 @@ class BackgroundUploader:
         self._thread = machine.threads.start(self._serve, name="hub")
 
     def note_commit(self, step: int | None) -> None:
-        """Requests an upload of a newly committed step (None: no commit yet) with `hub.every: checkpoint`, once. Call
-        it after every step."""
+        """Requests an upload of `step`, the newest committed one (None: none yet), once, with `hub.every: checkpoint`;
+        else does nothing. Does not wait. Call it after every step."""
         if step is not None and step != self._requested and self.settings.every == "checkpoint":
             self._request(step)
 
@@ -188,7 +189,7 @@ class BackgroundUploader:
         return {"repository": self.settings.repository, "step": self.pushed, "commit": self.commit, "error": self.error}
 
     def close(self) -> None:
-        """Ends the thread and kills an upload that is under way; waits a few seconds for that. The Hub takes a commit
+        """Ends the thread and kills an upload that is under way; waits 5 s at most for that. The Hub takes a commit
         whole or not at all."""
         with self._changed:
             self._is_closed = True

@@ -122,10 +122,10 @@ class ModelRequirements:
 def build_model_config(
     model: Model, needs: ModelRequirements, dropout: float | None, end: int | None = None
 ) -> dict[str, Any]:
-    """Returns the values of config.json for a network with the head that is needed: those of model.path or
-    model.config, or of the named model. `dropout` (None: 0.1) and the padding are for a named model, `end`, the
-    end-of-text token, is for a model.config without its own, and the vocabulary for both. Raises BadInput if model.path
-    has no config.json, or names no network."""
+    """Returns the values of config.json for a network with the head that is needed: those of model.path (a folder, or a
+    name on the Hub, which it downloads) or model.config, or of the named model. `dropout` (None: 0.1) and the padding
+    are for a named model, `end`, the end-of-text token, is for a model.config without its own, and the vocabulary for
+    both. Raises BadInput if config.json is absent or bad or, for a fresh head, names no network; StorageError."""
     try:
         if model.config is not None:
             size = model.vocabulary_size or needs.vocabulary
@@ -146,8 +146,8 @@ def read_labels(config: Mapping[str, Any]) -> list[str]:
 
 
 def require_family(values: Mapping[str, Any], path: str | None, head: Head, backend: BackendName) -> None:
-    """Raises BadInput for a starting model that names no network, or whose family the backend can't train.
-    `values`: of the model's config.json; `path`: for messages."""
+    """Raises BadInput for a starting model whose family the backend can't train or, for a fresh head, that names no
+    network. `values`: of the model's config.json; `path`: for messages."""
     family = values.get("model_type")
     if head.is_fresh:
         _prefix(values, path)
@@ -222,7 +222,8 @@ def usable_positions(family: str, positions: int | None, pad: int) -> int | None
 
 
 def require_positions(family: str, positions: int | None, pad: int, length: int) -> None:
-    """Raises BadInput unless a network has a position for each token of a row. `positions`: None for any number."""
+    """Raises BadInput if a row of `length` tokens has more than the network has positions: `positions` of config.json
+    (None: any number), less pad + 1 in some families."""
     if (left := usable_positions(family, positions, pad)) and length > left:
         raise BadInput(
             f"the dataset's rows have {length} tokens, but the model has only {left} positions; set "
@@ -245,8 +246,8 @@ def check_capacity(network_config: Any, requirements: ModelRequirements) -> None
 
 @contextlib.contextmanager
 def local_copy(folder: str) -> Iterator[str]:
-    """Yields a local model folder: `folder`, the Hub's cache, to which it downloads a name on the Hub, or a copy of a
-    bucket's `MODEL_FILES`, deleted after the block. Raises BadInput, StorageError."""
+    """Yields a local model folder: `folder` itself; for a name on the Hub, the cache to which it downloads the model;
+    for a bucket, a copy of its `MODEL_FILES`, deleted after the block. Raises BadInput, StorageError."""
     folder = model_folder(folder)
     if not storage.is_remote(folder):
         yield folder
@@ -260,7 +261,8 @@ def local_copy(folder: str) -> Iterator[str]:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Returns the values of a model folder's config.json. Raises BadInput if it is absent or has wrong values."""
+    """Returns the values of config.json of a model folder, or of a name on the Hub, which it downloads, weights too.
+    Raises BadInput if it is absent, is no JSON, has no model_type or, in `FAMILIES`, a bad size; StorageError."""
     url = storage.join(model_folder(folder), CONFIG)
     try:
         values: dict[str, Any] = json.loads(storage.read(url))

@@ -31,8 +31,9 @@ def initial_weight(
     model_type: str = "bert",
     pad: int | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Returns the fp32 initial value of the parameter with PyTorch's `name` and `shape`: 0 for a bias, 1 for a norm,
-    else normal with standard deviation `deviation`, and 0 for the embedding of token `pad` (None: no token's)."""
+    """Returns the fp32 initial value of the parameter with PyTorch's `name` and `shape`: 0 for a bias, 1 for any other
+    of one axis (a norm's), else normal with standard deviation `deviation`, decided by `seed` and `name`. The row `pad`
+    (None: none) of word embeddings, and of RoBERTa's positions (by `model_type`), is 0."""
     if name.rpartition(".")[2] == "bias":
         return np.zeros(shape, np.float32)
     if len(shape) == 1:  # of a norm

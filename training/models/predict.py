@@ -30,7 +30,8 @@ class ClassPrediction:
 
 
 def pipeline_of(folder: str) -> str:
-    """Returns the name of transformers' pipeline for a model folder's task. Raises BadInput without weights."""
+    """Returns the name of transformers' pipeline for a model folder's task. Raises BadInput without weights; these
+    functions look for weights in a local folder or a bucket, not on the Hub."""
     _require_model(folder)
     return TASKS[task_of_model(read_config(folder))].head.pipeline
 
@@ -73,7 +74,8 @@ def classify(folder: str, text: str, top: int, pair: str | None = None) -> list[
 
 
 def label_words(folder: str, text: str) -> list[ClassPrediction]:
-    """Returns the parts of `text` that have a label other than O, with the label of each one's first token."""
+    """Returns the parts of `text` that have a label other than O, in order, with the label of each one's first token;
+    neighbours of one entity are one part. Does not look for weights."""
     with local_copy(folder) as local_folder:
         answers = open_pipeline("token-classification", local_folder)(text, aggregation_strategy="first")
         return [ClassPrediction(answer["score"], answer["entity_group"], answer["word"]) for answer in answers]

@@ -47,7 +47,8 @@ class LabelledRows(Task):
 
     @classmethod
     def empty_batch(cls, config: TrainerConfig, rows: int, length: int, labels: int = 0) -> Arrays:
-        """Returns zeros as `Task.empty_batch`: a label for each row, row and one of `labels`, or token."""
+        """Returns zeros as `Task.empty_batch`, without `token_type_ids`. Labels are one a row or token, or for
+        multi-label `labels` a row: only there, the number counts."""
         kind = TASKS[config.task].rows
         of_tokens, of_sets = kind == "token-labelled", kind == "set-labelled"
         shape = (rows, length) if of_tokens else (rows, labels) if of_sets else (rows,)

@@ -59,9 +59,9 @@ class Task(ABC):
         }
 
     def batches(self, start: int) -> Generator[HostBatch, None, None]:
-        """Yields this host's rows of batch `start`, `start` + 1, ..., read ahead by a thread once the first is asked
-        for. Raises BadInput for a label that the task can't have or a damaged shard, and StorageError. Close it in the
-        end; that closes `source`."""
+        """Yields this host's rows of batch `start`, `start` + 1, ... without end, read ahead by a thread once the first
+        is asked for. Raises BadInput for a label that the task can't have or a damaged shard, and StorageError. Close
+        it in the end; that closes `source`."""
         with contextlib.closing(self.source):
             depth = self._config.train.prefetch
             yield from prefetch(lambda number: self.training_batch(self.source.batch(number)), start, depth)
@@ -75,7 +75,8 @@ class Task(ABC):
 
     @property
     def evaluation_batch_count(self) -> int:
-        """Returns the number of batches of one evaluation, the same on every host; a partly filled one counts."""
+        """Returns the number of batches of one evaluation, the same on every host; a partly filled one counts. Call it
+        only if there is an evaluation set."""
         assert self.data.evaluation is not None
         records, size = self.data.evaluation.records_of_length, self._config.evaluation_batch_size
         groups = group_lengths(records, size)
@@ -132,8 +133,9 @@ class RunData:
 
 
 def open_data(config: TrainerConfig) -> RunData:
-    """Reads manifests and the tokenizer, and lists the evaluation set's shards: a missing one is found before the first
-    step, not at the first evaluation. Raises BadInput for anything that does not fit together, and StorageError."""
+    """Reads manifests and the tokenizer (from the Hub, if it is a name there), and lists the evaluation set's shards: a
+    missing one is found before the first step, not at the first evaluation. Raises BadInput for a missing dataset,
+    another tokenizer, kind of rows or length of rows; StorageError."""
     rows = TASKS[config.task].rows
     tokenizer = tokenizers.read(config.data.tokenizer, rows)
 

@@ -38,9 +38,10 @@ def masked_lm(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
 
 
 def causal_lm(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
-    """Returns (3,), sums of loss, weights and hits over all tokens; and None. If it `has_plain_head`, computes a large
-    number of logits in pieces of rows, one after the other. Without an attention mask, transformers takes positions
-    that begin again as borders of documents, and adds them to the causal mask: `network.check_borders` tests it."""
+    """Returns (3,), sums of loss, weights and hits over all tokens; and None. If the network `has_plain_head`, computes
+    a large number of logits in pieces of rows, one after the other. Without an attention mask, transformers takes
+    positions that begin again as borders of documents, and adds them to the causal mask: `network.check_borders` tests
+    it."""
     rows = {
         "input_ids": batch["input_ids"].long(), "position_ids": batch["position_ids"].long(), "use_cache": False,
     }  # fmt: skip
@@ -69,7 +70,8 @@ class _Pieces(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
 
     @staticmethod
     def forward(context: Any, head_sums: Any, tokens: int, *tensors: Tensor) -> Tensor:
-        """Returns the sums (3,). `tokens`: of a piece; `tensors`: hidden, labels, weights, the head's parameters."""
+        """Returns the sums (3,), and keeps the gradients of the loss. `tokens`: of each row in a piece; `tensors`:
+        hidden, labels, weights, the head's parameters."""
         total, of_hidden, trained = torch.zeros(3, device=tensors[0].device), [], tensors[3:]
         of_trained = [torch.zeros_like(parameter) for parameter in trained]
         for part, *others in zip(*(tensor.split(tokens, 1) for tensor in tensors[:3]), strict=True):

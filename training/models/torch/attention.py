@@ -86,8 +86,9 @@ class _Attend(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
-        """Computes the probabilities a second time. Softmax's gradient needs the sum, over a line, of probabilities
-        times their gradient: that of result times gradient (FlashAttention, https://arxiv.org/abs/2205.14135)."""
+        """Returns the gradients of query, key and value, from probabilities computed a second time. Softmax's gradient
+        needs the sum, over a line, of probabilities times their gradient: that of result times gradient
+        (FlashAttention, https://arxiv.org/abs/2205.14135)."""
         module, (query, *others) = context.module, context.saved_tensors
         copies = [tensor.detach().clone() for tensor in (gradient, query)]
         module.barrier(copies)

@@ -29,8 +29,8 @@ Place = Callable[[str, Tensor], Tensor]  # (stacked parameter's name, one layer'
 
 
 def choose_layers(network: Any, train: Train) -> str | None:
-    """Returns the name of the list of layers that run as a scan; None if none do. Raises BadInput if `train.scan` is
-    true and the layers can't."""
+    """Returns the name of the list of layers that run as a scan; None if train.scan is false, train.remat is "none" or
+    `find_layers` finds none. Changes nothing. Raises BadInput for None if `train.scan` is true."""
     layers = None if train.scan is False or train.remat == "none" else find_layers(network)
     if train.scan and layers is None:
         raise BadInput(
@@ -41,8 +41,8 @@ def choose_layers(network: Any, train: Train) -> str | None:
 
 
 def find_layers(network: Any) -> str | None:
-    """Returns the name of the list of a network's layers if they may run as a scan: of a family in `SCANNED`, all
-    built alike, trained alike, without buffers and dropout; else None."""
+    """Returns the name of the list of a network's layers if they may run as a scan: of a family in `SCANNED`, two or
+    more, all built alike, trained alike, without buffers and dropout; else None."""
     if network.config.model_type not in SCANNED:
         return None
     name = next(name for name, module in network.named_modules() if isinstance(module, torch.nn.ModuleList))
@@ -53,7 +53,7 @@ def find_layers(network: Any) -> str | None:
 
 
 def _dropout_rates(layers: Iterable[Any]) -> Iterator[float]:
-    """Yields the rates of dropout modules, and of attention, which has its rate as a number."""
+    """Yields a rate for each module: of dropout, of attention, which has its rate as a number, 0 for the others."""
     for module in (module for layer in layers for module in layer.modules()):
         yield module.p if isinstance(module, torch.nn.Dropout) else getattr(module, "attention_dropout", 0.0)
 
@@ -67,7 +67,7 @@ def _describe(layer: Any) -> tuple[Any, ...]:
 def group_layers(names: Iterable[str], layers: str) -> dict[str, list[str]]:
     """Returns the names of the layers' parameters, from the last layer to the first, by the name of the stacked
     parameter: so the backward pass writes gradients in the order of its rounds, as the forward pass its layers' inputs.
-    `names` may have a prefix, as in a checkpoint; `layers`: what `find_layers` returned."""
+    Skips other names. `names` may have a prefix, as in a checkpoint; `layers`: what `find_layers` returned."""
     members: dict[str, dict[int, str]] = {}
     for name in names:
         if match := re.fullmatch(rf"(.*\b{re.escape(layers)}\.)(\d+)\.(.+)", name):

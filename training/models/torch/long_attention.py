@@ -45,10 +45,10 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Scores], Tensor | None]
 def choose_attention(
     network: Any, wanted: Attention | None, length: int, *, loop: Loop, kernel: Kernel | str
 ) -> str | None:
-    """Replaces the attention of a network whose rows, of `length` tokens, have LONG or more, or if `wanted`,
-    train.attention, says so. Returns a line that says how attention is computed, and why; None if the network keeps its
-    own. Raises BadInput if the wanted one can't be had. `loop` and `kernel`: the runtime's, or why it has no kernel
-    here."""
+    """Replaces a network's attention if its rows' `length` is LONG or more, its family is in `LONG_ATTENTION` and its
+    attention has no dropout; `wanted`, train.attention, decides whatever the length. Returns a line that says how
+    attention is computed, and why; None if the network keeps its own. Raises BadInput if wanted blocks or kernel can't
+    be had. `loop`: the runtime's; `kernel`: its kernel, or why there is none here: then block by block."""
     config = network.config
     reason = None
     if config.model_type not in LONG_ATTENTION:
@@ -70,7 +70,8 @@ def choose_attention(
 
 
 def _replace_attention(network: Any, attention: Callable[..., Tensor]) -> None:
-    """Makes a network's modules call `attention`, by transformers' own tables of implementations."""
+    """Makes a network's modules call `attention`, with the arguments of `attend` but `loop`: adds it to transformers'
+    tables of implementations, which other networks of the process leave alone."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.modernbert import modeling_modernbert
@@ -88,8 +89,8 @@ def _replace_attention(network: Any, attention: Callable[..., Tensor]) -> None:
 def _find_segments(
     batch_size: int, cache_position: Tensor, mask_function: Any, attention_mask: Tensor | None = None, **_: Any
 ) -> Tensor:
-    """Returns the segments where transformers wants a mask: padding apart from text, or the documents between places
-    where a token does not see the token before it."""
+    """Returns the segments, (rows, length) int32, where transformers wants a mask: padding apart from text, or the
+    documents between places where a token does not see the token before it."""
     if attention_mask is not None:
         return attention_mask.int()
     rows, places = torch.arange(batch_size, device=cache_position.device).unsqueeze(1), cache_position.unsqueeze(0)

@@ -48,8 +48,9 @@ class LoraLinear(torch.nn.Module):  # type: ignore[misc]  # torch is not here wh
 
 
 def add_lora(network: Any, lora: Lora, seed: int, *, has_fresh_head: bool) -> None:
-    """Freezes a network and adds trained matrices to its linear layers: those that `lora.targets` names, or all of its
-    base model. Trains a fresh head, and the pooler before it, whole. Raises BadInput for a target that names none."""
+    """Freezes a network and replaces linear layers, those that `lora.targets` names or all of its base model but the
+    pooler, by ones with trained low-rank matrices. With `has_fresh_head`, the head and the pooler stay trained, whole.
+    Raises BadInput for a target that no layer has."""
     from transformers.pytorch_utils import Conv1D
 
     base = network.base_model_prefix
@@ -68,7 +69,8 @@ def add_lora(network: Any, lora: Lora, seed: int, *, has_fresh_head: bool) -> No
 
 
 def freeze(network: Any, patterns: Sequence[str]) -> None:
-    """Freezes parameters whose names match a pattern. Raises BadInput if one matches none, or none is left to train."""
+    """Freezes parameters whose dotted names match a pattern, as fnmatch. Raises BadInput if one matches none, or none
+    is left to train."""
     names = [name for name, _ in network.named_parameters()]
     for pattern in patterns:
         matching = [name for name in names if fnmatch(name, pattern)]

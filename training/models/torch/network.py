@@ -39,8 +39,8 @@ from training.registry import CAUSAL_LM, Head
 
 def build(model: Model, needs: ModelRequirements, *, dropout: float | None, seed: int) -> torch.nn.Module:
     """Returns a network with the task's head, in training mode on the CPU; `dropout` None keeps the model's rates. The
-    same seed gives the same weights on every host. Raises BadInput if model.path can't be trained, lacks weights, or is
-    too small for the data."""
+    same seed gives the same weights on every host. May download model.path, and set torch's seed. Raises BadInput if
+    the model can't be trained, lacks weights, or is too small for the data; StorageError."""
     values = build_model_config(model, needs, dropout)
     place = "model.config" if model.path is None else f"model.path {model.path}"
     if model.config is not None:
@@ -61,11 +61,11 @@ def build(model: Model, needs: ModelRequirements, *, dropout: float | None, seed
 
 
 def patch_modules(network: Any, remat: Remat | None, *, default: Remat, barrier: Barrier) -> DropoutNoise | None:
-    """Replaces dropout and self-attention in a network of BERT's or RoBERTa's family by those of this folder, and
-    returns the random numbers that the dropouts draw from. In a network of another family, for which it returns None,
-    it changes only the layers, for remat "layers". A decoder with a plain head gets the attribute `has_plain_head`: its
-    task may apply `lm_head` to parts of a row. `remat`: train.remat, what is computed a second time in the backward
-    pass; `default`: the same if the file does not say. Raises BadInput if remat is "attention" for another family, or
+    """Replaces dropout and self-attention in an encoder of a family in `PATCHED` by those of this folder, and returns
+    the random numbers that the dropouts draw from. In another network, for which it returns None, it changes only the
+    layers, for remat "layers". A decoder with a plain head gets the attribute `has_plain_head`: its task may apply
+    `lm_head` to parts of a row. `remat`: train.remat, what is computed a second time in the backward pass; None:
+    `default` for an encoder, nothing for others. Raises BadInput if remat is "attention" for another network, or
     "layers" and its layers have no hook for that."""
     config = network.config
     if config.model_type in PLAIN_HEADS and hasattr(network, "lm_head"):
@@ -121,8 +121,9 @@ def _recompute_layers(network: Any, barrier: Barrier) -> bool:
 
 
 def _recompute_layer(layer: Any, barrier: Barrier) -> Callable[..., Any]:
-    """Returns a replacement for a layer's call that keeps only its first argument, the input, and computes the rest
-    again in the backward pass, behind `barrier`. Its result, if a tuple, has the first element alone."""
+    """Returns what transformers' hook calls instead of a layer: it keeps only the input, the first argument, and
+    computes the rest again in the backward pass, behind `barrier`. Its result, if a tuple, has the first element
+    alone."""
 
     def call(function: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
         is_tuple: list[bool] = []
@@ -164,8 +165,8 @@ def _family_config(values: dict[str, Any]) -> Any:
 
 
 def _from_config(place: str, values: dict[str, Any], dropout: float | None, seed: int) -> Any:
-    """Returns the network named in `architectures`, with transformers' own random weights of this seed. Raises
-    BadInput, which begins with `place`, if transformers can't make it."""
+    """Returns the network named in `architectures`, with transformers' own random weights of this seed, which it sets
+    for torch. Raises BadInput, which begins with `place`, if transformers can't make it."""
     import transformers
 
     with _one_line_errors(place):
@@ -187,7 +188,8 @@ def _network_class(values: dict[str, Any]) -> Any:
 
 
 def _from_folder(path: str, head: Head, dropout: float | None) -> Any:
-    """Returns a model folder's network and weights. Raises BadInput for a missing weight: it would be random."""
+    """Returns a model folder's network with `head`, and its weights. Raises BadInput if transformers can't load it, or
+    for a missing weight: it would be random. StorageError."""
     import transformers
 
     with _one_line_errors(f"model.path {path}"), local_copy(path) as folder:
@@ -230,7 +232,8 @@ def _training_values(config: Any, dropout: float | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _one_line_errors(place: str) -> Iterator[None]:
-    """Turns an error of transformers, unless of memory, into a BadInput of one line, which begins with `place`."""
+    """Turns an error in the block, unless a TrainError or of memory, into a BadInput of one line, which begins with
+    `place`."""
     try:
         yield
     except (TrainError, MemoryError):
@@ -246,9 +249,10 @@ def _one_line_errors(place: str) -> Iterator[None]:
 
 
 def _try_out(network: Any, place: str, needs: ModelRequirements) -> None:
-    """Runs a network of an unknown family on one short row, and leaves it in evaluation mode. Sets `applies_whole_head`
-    of a masked-LM network: whether `apply_head` gives another result than its own head. Raises BadInput if the network
-    fails, or if a decoder does not keep documents of a packed row apart."""
+    """Runs a decoder, or a network of an unknown family, on one short row, and leaves it in evaluation mode. Sets
+    `applies_whole_head` of a masked-LM network: whether `apply_head` fails or gives another result than its own head.
+    Raises BadInput, which begins with `place`, if it fails, or a decoder does not keep documents of a packed row
+    apart."""
     ids = torch.arange(min(16, needs.sequence_length)).unsqueeze(0)  # (1, tokens)
     mask = torch.ones_like(ids)
     network.eval()
