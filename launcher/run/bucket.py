@@ -80,7 +80,8 @@ class RunBucket:
         return storage.stat(storage.join(self.url, _RECORD)) is not None
 
     def put_event(self, number: int, text: str) -> str:
-        """Creates event `number` with `text`. Returns `text`, or that of an event which had the number before."""
+        """Creates event `number` with the JSON line `text` in the bucket. Returns `text` or, if the number was taken,
+        the text of the event that has it."""
         url = self._event(number)
         try:
             storage.write(url, text.encode(), create_only=True)
@@ -104,8 +105,9 @@ class RunBucket:
         return storage.join(self.url, "events", f"{number:08d}.json")
 
     def judge_lease(self, clock: Clock, seen: int = 0) -> LeaseState | None:
-        """Returns the run's lease; None before the first, or if its generation is `seen`. If the bucket tells no time,
-        waits LEASE_SECONDS and reads again: a lease that was not renewed gets an age at which it has expired."""
+        """Returns the run's lease; None before the first, or if its generation is `seen`. If it looks live and the
+        bucket tells no time, waits 30 s and reads again: one not renewed by then gets an age at which it has
+        expired."""
         lease = self.read_lease(seen)
         if lease is None or lease.age is not None or not lease.is_live:
             return lease
@@ -114,7 +116,8 @@ class RunBucket:
         return replace(lease, age=LEASE_SECONDS) if later == lease else later
 
     def read_lease(self, seen: int = 0) -> LeaseState | None:
-        """Returns the run's lease; None before the first, and if its generation is `seen`."""
+        """Returns the run's lease; None before the first, and if its generation is `seen`. Does not wait: a lease
+        without an age counts as live."""
         url = storage.join(self.url, "lease.json")
         while (found := storage.stat(url)) is not None and found.generation != seen:
             with contextlib.suppress(storage.Changed):
@@ -123,7 +126,8 @@ class RunBucket:
         return None
 
     def write_lease(self, holder: str, replaces: int) -> int:
-        """Writes the lease, returns its generation. Raises AlreadyExists unless the last was `replaces` (0: none)."""
+        """Writes the lease for `holder` ("": releases it) and returns its generation. Raises AlreadyExists unless the
+        lease still has the generation `replaces` (0: there is none yet)."""
         content = json.dumps({"holder": holder}).encode()
         return storage.write(storage.join(self.url, "lease.json"), content, replaces=replaces).generation
 
@@ -138,8 +142,9 @@ class RunBucket:
                 storage.write(url, path.read_bytes())
 
     def download(self, folder: Path, *, overlays: bool) -> None:
-        """Copies config.yaml, specification.yaml and last run.json into a folder of this machine, with `overlays` also
-        overlays; no events. Raises NotFound if there is no run, another StorageError if the bucket does not answer."""
+        """Copies config.yaml, specification.yaml and last run.json from the bucket over those in a folder of this
+        machine, with `overlays` also overlays that it lacks; no events. Raises NotFound if there is no run, another
+        StorageError if the bucket does not answer."""
         record = storage.read(storage.join(self.url, _RECORD))
         for found in storage.listing(storage.join(self.url, _OVERLAYS)) if overlays else ():
             path = folder / storage.name_of(found.url)
@@ -165,8 +170,8 @@ class Lease:
         self.supervisions = 0  # how many Supervised events there are while this process holds the lease
 
     def take(self, found: LeaseState | None) -> None:
-        """Writes the lease if `found`, as it was last read, is None, not live or this machine's. Raises LaunchError
-        (Exit.CONFLICT) that names a supervisor that has it; StorageError."""
+        """Writes the lease if `found`, as it was last read, is None, not live or of the same holder. Raises LaunchError
+        (Exit.CONFLICT) that names the supervisor that has it, or took it since then; StorageError."""
         try:
             if found is None or not found.is_live or found.holder == self._holder:
                 self._renewed = self._now()
@@ -181,8 +186,9 @@ class Lease:
         )
 
     def keep(self, over: Event, pull: Callable[[], None]) -> None:
-        """Until `over`, renews the lease and pulls events, such as a stop; says a failure once and tries again. Ends
-        the process when another one has the lease."""
+        """Until `over`, renews the lease and calls `pull`, which fetches events such as a stop, every 5 s. Says a
+        failure once and tries again, without end. Ends the process only if another one has the lease, or it was
+        deleted."""
         while not over.wait(RENEW_SECONDS):
             try:
                 self._renew()
@@ -192,7 +198,8 @@ class Lease:
                 self._say_once(error)
 
     def confirm(self) -> None:
-        """Waits until the lease is fresh, and renews it if need be. Ends the process if another one has the lease."""
+        """Waits, without a limit, until the lease was renewed less than 15 s ago; renews it if need be. Ends the
+        process if another one has the lease, or it was deleted."""
         while not self.is_fresh():
             try:
                 self._renew()
@@ -211,7 +218,7 @@ class Lease:
         return max(now[0] - monotonic, abs(now[1] - time)) < LEASE_SECONDS / 2
 
     def end(self, supervisor: str) -> NoReturn:
-        """Says that `supervisor` supervises the run now, and ends the process (Exit.CONFLICT)."""
+        """Says that `supervisor` supervises the run now; ends the process at once, without cleanup (Exit.CONFLICT)."""
         self._say(
             f"run {self._run_id} is supervised by {supervisor} now, so this tpu-launch exits; "
             f"`tpu-launch logs -f --run {self._run_id}` follows the run"
@@ -223,7 +230,7 @@ class Lease:
         return self._machine.clock.monotonic(), self._machine.clock.time()
 
     def _renew(self) -> None:
-        """Renews the lease. Raises StorageError; ends the process if another one has the lease."""
+        """Renews the lease. Raises StorageError; ends the process if another one has the lease, or it was deleted."""
         with self._lock:
             while True:
                 before = self._now()

@@ -21,7 +21,8 @@ _SLICE_LOST = (Kind.PREEMPTED.value, Kind.DELETED.value)
 
 
 def spent(entries: Sequence[Entry], now: float) -> float:
-    """Returns the dollars that a run with these events has cost until `now` (Unix seconds); unknown prices count 0."""
+    """Returns the dollars of a run with these events until `now` (Unix seconds), by recorded prices: each attempt's
+    slice, also while a recovery keeps it. Unknown prices count 0."""
     total, rate, begun, rates = 0.0, 0.0, 0.0, dict[int, float]()  # rates: dollars a second, by attempt
     for entry in entries:
         time, event = parse_time(entry.time) or begun, entry.event
@@ -44,7 +45,8 @@ def is_spent(session: Session) -> bool:
 
 
 def exceeds(config: Config, entries: Sequence[Entry], now: float) -> bool:
-    """Returns whether a run with these events has spent run.budget, less the cost of a save; False without a budget."""
+    """Returns whether a run with these events has spent run.budget, or would within run.stop_seconds after `now` (Unix
+    seconds), as a save costs; False without a budget."""
     budget = config.run.budget
     return budget is not None and spent(entries, now + config.run.stop_seconds) >= budget
 
@@ -60,7 +62,7 @@ def require_prices(config: Config) -> None:
 
 
 def require_left(session: Session) -> None:
-    """If the run's budget is spent, deletes its slice (`take_down`) and raises LaunchError (Exit.STOPPED)."""
+    """If the run's budget is spent, deletes its slice as `take_down` does and raises LaunchError (Exit.STOPPED)."""
     if is_spent(session):
         take_down(session)
         raise LaunchError(
@@ -70,7 +72,7 @@ def require_left(session: Session) -> None:
 
 
 def stop(session: Session, attempt: int) -> None:
-    """Records a request to stop an attempt whose budget is spent, which `supervise` carries out, and tells the user."""
+    """Says that the budget is spent and requests a stop of the attempt, which `supervise` does. Raises NotRecorded."""
     session.say(f": the budget is spent ({describe(session)}): stopping it, so that it saves")
     _record_stop(session, attempt)
 
@@ -102,6 +104,6 @@ def take_down(session: Session, created: str = "") -> None:
 
 
 def describe(session: Session) -> str:
-    """Returns how much of the budget is spent, in words."""
+    """Returns how much of run.budget, which must be set, is spent: "about $3.10 of $10.00, by list prices of ..."."""
     dollars = spent(session.ledger.entries(), session.machine.clock.time())
     return f"about ${dollars:.2f} of ${session.config.run.budget:.2f}, by list prices of {costs.AS_OF}"

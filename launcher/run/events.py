@@ -299,7 +299,7 @@ class Entry:
 
 
 def from_document(document: Mapping[str, Any]) -> Entry:
-    """Returns the event of a ledger's line, with its time. Raises KeyError or TypeError for another JSON object."""
+    """Returns the event of a ledger's line, with its time. Raises Attribute-, Key- or TypeError for other JSON."""
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in document.items()
     }

@@ -32,9 +32,9 @@ echo '{_NO_JUPYTER}'
 def execute(
     config: Config, context: Context, run_id: str | None, command: Sequence[str], *, host: int | None, seconds: float
 ) -> list[CommandReport]:
-    """Runs a command in the live containers of the run (None: the slice's newest) on one host or all (None), for
-    `seconds` at most. Emits its lines as they come, secrets masked. Returns how it ended on each host. Raises BadInput
-    if the run is not running, or has no such host."""
+    """Runs a command in the live containers of the run (None: the slice's newest), on one host or all (None), and ends
+    it after `seconds`. Emits its lines, secrets masked, as they come (through gcloud at its end). Returns each host's
+    exit code, or None and why its end was not seen. Raises BadInput if the run is not running, or has no such host."""
     with live_session(config, context, run_id) as session:
         workers = session.choose_workers(host)
         container = session.container(session.ledger.state.attempt)
@@ -61,8 +61,8 @@ def live_session(config: Config, context: Context, run_id: str | None) -> Iterat
 
 
 def explain_run(session: Session) -> tuple[str | None, str]:
-    """Takes the stacks of all hosts of a live run twice and writes them, masked, into the run's folder. Returns the
-    explanation of what the run waits for (None without stacks), and the path of the folder with the stacks."""
+    """Takes the stacks of all hosts of a live run twice (10 to 60 s) and writes them, masked, into the run's folder.
+    Returns what the run waits for, in words (None if no host answered), and the folder's path. Raises OSError."""
     number, machine = session.ledger.state.attempt, session.machine
     container = session.container(number)
 
@@ -78,7 +78,8 @@ def explain_run(session: Session) -> tuple[str | None, str]:
 
 
 def exit_code(reports: Sequence[CommandReport]) -> int:
-    """Returns 0 if a command succeeded on all hosts, else the first failed host's code; without one, CLOUD_ERROR."""
+    """Returns 0 if a command succeeded on all hosts, else the code of the host where it failed first by time;
+    CLOUD_ERROR if that host's end was not seen."""
     failed = [report for report in reports if report.exit_code != 0]
     if not failed:
         return Exit.OK
@@ -111,8 +112,8 @@ class Jupyter:
 
 def start_jupyter(session: Session, host: int, port: int) -> Jupyter:
     """Starts Jupyter in a host's container, at `port` of its loopback address or the next free one; returns when it has
-    printed its address, and lets it run. Raises BadInput if the image has no Jupyter or the slice is reached through
-    gcloud alone; LaunchError if Jupyter ended, or printed no address within two minutes."""
+    printed its address. A thread lets it run for a week at most. Raises BadInput if the image has no Jupyter or the
+    slice is reached through gcloud alone; LaunchError if Jupyter ended, or printed no address within two minutes."""
     if session.config.run.transport == "gcloud" or session.config.slice.iap:  # lines come when a command has ended
         raise BadInput(
             "notebook: the address of Jupyter comes over our own ssh connections, and this slice is reached through "

@@ -114,8 +114,9 @@ class _HostLook:
 def explain_hang(
     first: Mapping[int, HostStacks], second: Mapping[int, HostStacks], lines: Mapping[int, ProgressLine], seconds: float
 ) -> Hang | None:
-    """Returns which host differs, and what it or all hosts wait for, from their stacks, taken twice, their newest lines
-    of progress, and the seconds since the last progress (0: unknown). None without any stacks."""
+    """Returns which host differs, and what it or all hosts wait for, from two samples of their stacks, their newest
+    lines of progress, and the seconds since the last progress (0: unknown). None if `second` has no host; a host that
+    gave no stacks counts as the one that differs."""
     hosts: dict[int, _HostLook] = {}
     for worker, stacks in sorted(second.items()):
         samples = [sample for sample in (first.get(worker), stacks) if sample is not None and sample.processes]
@@ -201,7 +202,8 @@ def _look(first: HostStacks, second: HostStacks, line: ProgressLine | None) -> _
 
 
 def _look_at_processes(first: HostStacks, second: HostStacks) -> _HostLook:
-    """Returns where one host is, by the state of its processes, then by their threads."""
+    """Returns where one host is: by the state of its processes, then who holds Python's lock, then the place of a
+    thread that tells most. Its kind is "no stacks" if none could be read."""
     if not second.processes:
         return _HostLook("no stacks", f"gives no stack traces ({second.problem or 'no answer'})")
     was_stuck = {process.pid for process in first.processes if process.state == "D"}
@@ -300,9 +302,9 @@ def explain_live(
     native: bool,
     only: Collection[int] | None = None,
 ) -> Explanation:
-    """Takes the stacks of all hosts twice, with `native` those of native code too, which pauses the processes. Masks
-    secrets in them before any line is cut, and compares them, or only those of the hosts in `only`. Takes 10 to 60 s.
-    Ignores errors of the provider. `progress`, `seconds`: as in `explain_hang`."""
+    """Takes the stacks of all hosts twice, 5 s apart (10 to 60 s in all); with `native` those of native code too, which
+    pauses the processes. Masks secrets. Returns all stacks and an explanation, of the hosts in `only` (None: all); None
+    for it if no host answered, as the provider's errors are ignored. `progress`, `seconds`: as in `explain_hang`."""
 
     def take() -> dict[int, str]:
         found = session.provider.stacks(session.container(attempt), native=native)
@@ -364,8 +366,8 @@ def explain_stall(
 
 
 def blame_silent_host(ledger: Ledger, attempt: int, verdict: Verdict, running: Sequence[int]) -> Verdict:
-    """Returns a STALLED verdict with a `running` host as its cause, if the failed host's log says that TensorFlow ended
-    it because that one was silent; else the given verdict."""
+    """Returns a STALLED verdict with a `running` host as its cause, if `verdict` is FAILED and the last 200 kB of the
+    failed host's log say that TensorFlow ended it because that one was silent; else the given verdict."""
     if verdict.kind is not Kind.FAILED or verdict.cause is None:
         return verdict
     path = ledger.log_file(attempt, verdict.cause.worker)

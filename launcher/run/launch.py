@@ -64,9 +64,9 @@ class RunRequest:
 
 
 def read_extras(request: RunRequest, context: Context) -> tuple[dict[str, str], Overlay | None]:
-    """Reads the env file and packs the overlay, or the changed files of --sync; {} and None for what is not asked for.
-    Tells the user which files are left out because they hold credentials, and which --sync found changed or removed.
-    Raises BadInput if the env file, the overlay or the folder can't be used."""
+    """Returns the env file's variables (not asked for: {}) and the packed overlay, or that of the files that --sync
+    found changed (None). Says which files are left out because they hold credentials, and which --sync found changed or
+    removed. Raises BadInput if the env file, the overlay or the folder can't be used, or both options are given."""
     config, say = request.config, context.output.say
     variables = specification.read_env_file(request.env_file) if request.env_file is not None else {}
     if option := request.sync or request.overlay:
@@ -90,8 +90,9 @@ def run(request: RunRequest, context: Context) -> Outcome:
     its specification says (--sync stops it first); `request` counts for an attempt that is started. Returns how the
     last attempt ended.
 
-    Raises BadInput if the request can't be carried out (nothing was started); LaunchError if an attempt could not be
-    started, or another process supervises the run (Exit.CONFLICT); RunStopped if the user stops it meanwhile."""
+    Raises BadInput if the request can't be carried out or there is no slice (nothing was started), or a later attempt
+    lacks secrets or the overlay; LaunchError if an attempt could not be started, or another process supervises the run
+    (Exit.CONFLICT); RunStopped if the user stops it before an attempt runs: afterwards that is an Outcome."""
     config, say = request.config, context.output.say
     for ledger in runs_on_slice(config, context.home, context.machine)[-1:]:
         pull_known(ledger, context.machine)
@@ -148,9 +149,9 @@ def attach(request: RunRequest, context: Context) -> Outcome:
     """Watches a run that was started before, from this terminal or another. Attempts that follow are made from the
     run's specification; the file on this command line only finds the run, and an env file gives values of its secrets.
 
-    Raises BadInput if there is no such run, it is not running, its start was interrupted (StartInterrupted), or an
-    attempt would follow and secrets are missing; LaunchError if another process supervises the run (Exit.CONFLICT), or
-    it could not be recovered."""
+    Raises BadInput if --overlay or --sync is given, there is no such run, it is not running, its start was interrupted
+    (StartInterrupted), or an attempt would follow and secrets are missing; LaunchError if another process supervises
+    the run (Exit.CONFLICT), or it could not be recovered."""
     config = request.config
     if (request.overlay or request.sync) is not None:
         option = "--overlay" if request.sync is None else "--sync"
@@ -191,7 +192,8 @@ def run_attempts(
 
     Raises:
         LaunchError: An attempt could not be started, or the run could not be recovered.
-        BadInput: Another attempt would follow, and secrets or the overlay are missing. The run stays resumable.
+        BadInput: Another attempt would follow, and secrets or the overlay are missing. The run stays resumable. Or the
+            watched attempt proves never to have started (StartInterrupted).
         RunStopped: The user stopped the run before the first attempt had started.
     """
     while True:
@@ -242,8 +244,9 @@ def resume_open_attempt(session: Session) -> Outcome | None:
 
 
 def _recover(session: Session, attempt: int, verdict: Verdict) -> int | None:
-    """Starts the attempt that follows, and returns its number; None if the run is over: by the verdict, a spent budget
-    or a stop. Raises LaunchError if the recovery is given up, BadInput if secrets or the overlay are missing."""
+    """Says the verdict, records Recovering, waits the delay, starts the attempt that follows in rounds (`Recovery`),
+    and returns its number; None if the run is over: by the verdict, retry budgets, a spent run.budget or a stop. Raises
+    LaunchError if the recovery is given up, BadInput if secrets or the overlay are missing."""
     ledger, settings = session.ledger, session.config.run
     decision = decide(
         verdict,
@@ -315,7 +318,8 @@ def _require_startable(request: RunRequest, ledger: Ledger, known_stops: int) ->
 
 def _choose_image(request: RunRequest, context: Context, kept: Specification, spec: Specification) -> str:
     """Returns the image that hosts will run; builds and pushes it if necessary, and records its code in the launcher's
-    folder for a later --sync. An overlay, of this request or kept, goes over the image that ran last, unbuilt."""
+    folder for a later --sync. Nothing is built for an overlay if there is an image for it: for one of this request that
+    of the newest attempt on the slice, of any run, for a kept one the run's own."""
     known: str | None = None
     if request.overlay is not None or request.sync is not None:
         known = _last_image(request.config, context)
@@ -329,7 +333,8 @@ def _choose_image(request: RunRequest, context: Context, kept: Specification, sp
 
 
 def _last_image(config: Config, context: Context) -> str | None:
-    """Returns the image of the newest attempt on this slice that this machine knows; None before the first."""
+    """Returns the image of the newest attempt that this machine knows on the slice, of any run; None before the
+    first."""
     for ledger in reversed(runs_on_slice(config, context.home, context.machine)):
         if ledger.state.last_attempt is not None:
             return ledger.state.last_attempt.image

@@ -122,8 +122,8 @@ class Ledger:
 
     def append(self, event: RunEvent, *, patience: float = _FULL_DISK_SECONDS) -> None:
         """Records an event, which must not hold secrets, in the bucket, if there is one, and in the file. Retries for
-        `patience` seconds, then raises NotRecorded; a holder of the lease waits for the bucket without end (`patience`
-        0: not at all). Ends this process if another one has the lease."""
+        `patience` seconds (0: tries once), then raises NotRecorded; but with patience, a holder of the lease waits for
+        the bucket without end. Ends this process if another one has the lease."""
         deadline = self.clock.monotonic() + patience
         document = Entry(format_time(self.clock.time()), event).document()
         line = json.dumps(document | ({"by": self._writer} if self.bucket else {}))
@@ -164,8 +164,9 @@ class Ledger:
             self.lease.confirm()
 
     def pull(self, threads: Threads | None = None) -> None:
-        """Appends to the file the events that only the bucket has; does nothing without a bucket. `threads` read many
-        at once. Raises LaunchError if the bucket does not answer. Ends this process if it has lost the run's lease."""
+        """Appends to the file the events that only the bucket has; does nothing without a bucket. `threads` reads many
+        at once (None: one by one). Raises LaunchError if the bucket does not answer or this machine's disk is full.
+        Ends this process if it has lost the run's lease."""
         if self.bucket is None:
             return
         try:
@@ -179,7 +180,8 @@ class Ledger:
             raise LaunchError(f"run {self.run_id}: its events can't be read: {from_disk(error) or error}") from None
 
     def publish(self) -> None:
-        """Copies config, specification, overlays and run.json to the bucket, if there is one. Raises LaunchError."""
+        """Copies config, specification and, if missing there, overlays and run.json to the bucket; does nothing without
+        one. First waits until this process's lease is fresh (`confirm`). Raises LaunchError."""
         if self.bucket is not None:
             self.confirm()
             try:
@@ -245,7 +247,8 @@ class Ledger:
         _append(self.folder / f"hosts-{attempt}.jsonl", json.dumps({"step": step, "seconds": seconds}))
 
     def newest_progress(self, attempt: int) -> ProgressLine | None:
-        """Returns the newest line of progress that is kept of an attempt; None without one."""
+        """Returns the newest line of progress in the run's folder, where a supervisor keeps those of the first host
+        that tells any; None without one. Asks no host."""
         try:
             with open(self.progress_file(attempt), "rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 2 * LONGEST_LINE))
@@ -310,9 +313,9 @@ class Ledger:
         return path
 
     def supervised(self) -> bool | None:
-        """Returns whether a process supervises the run: one of this machine holds its lock or, for an unfinished run,
-        one of another machine its lease. None if that can't be told: the bucket does not answer, or there is none and
-        the file system has no locks, of which it warns."""
+        """Returns whether a process supervises the run: one of this machine holds its lock or, if the run has not
+        finished, one of another machine has its lease in the bucket, which is read. None if the bucket does not answer,
+        or it has no say and the file system has no locks, of which it warns."""
         held = is_held(self.folder / "lock", exclusively=True)
         if held or self.bucket is None or self.state.phase is Phase.FINISHED:
             return held
@@ -352,7 +355,7 @@ class Ledger:
 
 
 def _append(path: Path, line: str) -> None:
-    """Appends a line to a file, unless the disk is full."""
+    """Appends a line to a file, which it creates if need be. Silently does nothing if that fails, as on a full disk."""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with open(fd, "ab", buffering=0) as file:

@@ -63,10 +63,11 @@ class Cursor:
         return max(begin, after(max(self.cut))) if self.cut else begin
 
     def advance(self, lines: Sequence[LogLine], open: Iterable[str] = ()) -> list[LogLine]:
-        """Returns the lines of an observation from `since` or earlier that were not delivered yet, in order, and counts
-        them as delivered. A line in the overlap is new if it comes more often than it was delivered. A line from before
-        the overlap is new only after the last delivered one, or if it was open. Updates `since`, which stays before the
-        times in `open`, of lines that have not ended."""
+        """Returns, in order, the lines of an observation from `since` or earlier that were not delivered yet, counts
+        them as delivered and updates `since`. These are the lines after the last delivered one; if that is not among
+        `lines`, those of the overlap that come more often than they were delivered. Before either, only lines that were
+        open are new; of a cut line only its first part is. `open`: times of lines that have not ended, which `since`
+        stays before."""
         # Where an observation is cut short, a line that was delivered seems open, or is cut.
         open = frozenset(open)
         doubtful = open | {line.timestamp for line in lines if line.text.endswith(CUT)}
@@ -138,9 +139,9 @@ class HostLog:
         return self.path.with_suffix(".open")
 
     def append_new(self, lines: Sequence[LogLine], since: str | None = None, open: Iterable[str] = ()) -> list[LogLine]:
-        """Writes the new lines of an observation that begins at `since`, and returns them. `open`: times of lines that
-        have not ended in it. Raises OSError if they can't be written: they stay new, and later observations are skipped
-        until they are."""
+        """Writes the new lines of an observation that begins at `since` (None: unknown, taken as it is) to the log
+        file, and returns them. `open`: times of lines that have not ended in it. Raises OSError if they can't be
+        written: they stay new, and until they are written, observations that begin later are skipped ([])."""
         if self.behind and since is not None and since > (self.cursor.since or ""):
             return []
         cursor = replace(self.cursor, recent=self.cursor.recent.copy())
@@ -201,7 +202,8 @@ def next_page(observation: Observation) -> str:
 
 
 def tail(path: Path, size: int) -> list[LogLine]:
-    """Returns the whole lines in the last `size` bytes of a host's log file, which must exist."""
+    """Returns the whole lines in the last `size` bytes (at most 4 MB) of a host's log file, which must exist; the first
+    is left out unless the file begins with it."""
     start = max(0, path.stat().st_size - size)
     lines, _ = read_from(path, start)
     return lines[1:] if start else lines  # the first may be cut
@@ -230,7 +232,7 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
     """Emits every line of the run's newest attempt once, of one host or all (None): first what the run's folder has,
     then further lines of hosts, with `follow` until the attempt, or without a supervisor its containers, have ended.
     While another process supervises the run, that process fetches the lines, and this one reads its files. Without a
-    supervisor, this process fetches them into the run's folder, and stops following after minutes without an answer.
+    supervisor, this process fetches them into the run's folder, and stops following after 10 minutes without an answer.
     Raises BadInput if the run was never started, or the slice has no such host."""
     ledger = find_on_slice(config, context, run_id)
     number = ledger.state.attempt

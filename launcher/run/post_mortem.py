@@ -26,7 +26,8 @@ _LAST_LINES, _LAST_CHARACTERS, _LAST_BYTES = 8, 2_000, 2_000_000
 
 
 def last_lines(ledger: Ledger, attempt: int, verdict: Verdict, masker: SecretMasker) -> tuple[str, ...]:
-    """Returns the last log lines of the host that is the first cause, masked and cut; () without such a host."""
+    """Returns the last 8 log lines of the host that is the first cause, as kept here, masked, each cut to its last
+    2,000 characters; () without such a host or its log."""
     if verdict.cause is None or verdict.cause.worker < 0:
         return ()
     path = ledger.log_file(attempt, verdict.cause.worker)

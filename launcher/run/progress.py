@@ -58,7 +58,8 @@ class ProgressView:
         return statistics.median(seen) if seen else 0.0
 
     def limit(self, seconds: float) -> float:
-        """Returns how many seconds without progress are normal in its phase: in training at least `seconds`."""
+        """Returns how many seconds without progress are normal in its phase: `seconds` in training, 6 or 12 times as
+        many in others; more if 20 median steps, its longest save or the limit that it tells are longer."""
         trains = self.line.phase == TRAINING or (not self.line.phase and len(self.steps) > 1)
         least = seconds if trains else seconds * _PHASE_FACTORS.get(self.line.phase, _PHASE_FACTORS[START])
         return max(least, SLOW_STEPS * self.step_seconds, self.line.save_seconds, self.line.limit)
@@ -123,7 +124,8 @@ class Straggler:
 
 
 def compare(before: Mapping[int, ProgressLine], now: Mapping[int, ProgressLine]) -> Straggler | None:
-    """Returns the host slowest by far in a part of a window's steps; None if none was, or fewer than two made steps."""
+    """Returns the host slowest by far in one part of its steps between two sets of lines, the begin and end of a
+    window; None if none was, or fewer than two made steps. Waiting for results does not count."""
     found: list[tuple[float, Straggler]] = []
     if len(shares := _seconds_a_step(before, now)) < 2:
         return None
@@ -147,8 +149,8 @@ def own_seconds(before: Mapping[int, ProgressLine], now: Mapping[int, ProgressLi
 
 
 def draw_hosts(windows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the heat map of hosts by steps as an SVG file. `windows`: "step", and "seconds" by host; several become
-    one column, of the slowest, where there are too many."""
+    """Returns the heat map of hosts by steps as the text of an SVG file. `windows`: each with "step" and "seconds", a
+    mapping of a host to its seconds a step; several become one column, of the slowest, beyond 200."""
     size = math.ceil(len(windows) / _COLUMNS)
     columns = [windows[begin : begin + size] for begin in range(0, len(windows), size)]
     workers = sorted({worker for window in windows for worker in window["seconds"]}, key=int)
@@ -164,7 +166,8 @@ def draw_hosts(windows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _seconds_a_step(before: Mapping[int, ProgressLine], now: Mapping[int, ProgressLine]) -> dict[int, dict[str, float]]:
-    """Returns the seconds by part of a step in a window, of hosts that tell parts, made steps and did not restart."""
+    """Returns by host the seconds a step that each part took between two sets of lines, the begin and end of a window,
+    of hosts that tell parts, made steps and did not restart."""
     shares = {}
     for worker, line in now.items():
         old = before.get(worker, line)  # a host that is new has made no step
@@ -186,9 +189,9 @@ class Watch:
     def observe(
         self, lines: Mapping[int, ProgressLine], now: float
     ) -> tuple[Watch, Straggler | None, Straggler | None]:
-        """Returns the next watch, and the straggler that has begun and the one that has ended now, or None. `lines` end
-        a window if WINDOW_SECONDS have passed and two hosts made steps since it began; else the watch stays. A
-        straggler begins when the last WINDOWS windows show it, and ends when none of them does. `now`: monotonic."""
+        """Returns the next watch, and the straggler that has begun and the one that has ended now, or None. The first
+        `lines` begin a window; later ones end it if 30 s have passed and two hosts made steps since, else the watch
+        stays. A straggler begins when the last 3 windows show it, and ends when none of them does. `now`: monotonic."""
         if (window := self.window) is None:
             return Watch(self.current, dict(lines), now, self.recent), None, None
         moved = sum(worker not in window or line.step != window[worker].step for worker, line in lines.items())
@@ -223,7 +226,8 @@ class HostsProgress:
         self._kept_step = -1  # of the progress that was last kept
 
     def draw(self) -> None:
-        """Writes hosts-<attempt>.svg, a heat map of the kept seconds, if there are any and the disk is not full."""
+        """Writes hosts-<attempt>.svg, a heat map of hosts-<attempt>.jsonl, if that can be read and the disk is not
+        full."""
         folder = self._ledger.folder
         with contextlib.suppress(OSError, ValueError):
             kept = (folder / f"hosts-{self._attempt}.jsonl").read_text(encoding="utf-8").splitlines()

@@ -55,8 +55,9 @@ class Decision:
 
 def decide(verdict: Verdict, spent: Retries, budgets: Retries, *, stop_requested: bool) -> Decision:
     """Decides whether another attempt follows one that ended with `verdict`, which `spent` does not count yet. Never
-    after a finished or stopped run, a deleted slice or bad input; after a preemption at once, after a failure with a
-    delay that doubles, both within their budget."""
+    after a finished or stopped run, a deleted slice or bad input; at once after a preemption, a lost host or connection
+    (for which the budget is 3 at least) or a save that no one asked for; after other failures with a delay that doubles
+    (5 to 300 s). Both within their budget."""
     kind = verdict.kind
     assert kind.ended
     if kind is Kind.FINISHED:
@@ -92,8 +93,8 @@ class SliceDeleted(LaunchError):
 def decide_round(
     error: LaunchError, failed: int, seconds: float, *, limit: float, may_replace: bool | None
 ) -> Decision:
-    """Returns what follows a failed round: give up (permanent error, or no time left), recreate the slice (hosts
-    unreachable), or try again; the delay doubles with each failure.
+    """Returns what follows a failed round: give up (permanent error, or no time left for the delay), recreate the slice
+    if it proves broken (hosts unreachable), or try again; the delay doubles with each failure, from 5 to 300 s.
 
     Args:
         error: Why it failed. Permanent is one that is not transient, and SliceDeleted.
@@ -116,15 +117,16 @@ def decide_round(
 
 
 def spent_so_far(recorded: Sequence[events.RunEvent]) -> Retries:
-    """Returns the retries that a run's events record: the budgets hold for the run, across launcher processes."""
+    """Returns the retries, of preemptions and of failures, that a run's events record, across launcher processes."""
     ends = [Kind(event.after) for event in recorded if isinstance(event, events.Recovering)]
     preemptions = sum(kind in _PREEMPTIONS for kind in ends)
     return Retries(preemptions, len(ends) - preemptions)
 
 
 def bad_host(recorded: Sequence[events.RunEvent]) -> tuple[int, int]:
-    """Returns the host that was the first cause of the last attempts, and of how many in a row; (-1, 0) if the last one
-    had no single host as its cause, or the slice was replaced after it. Counts only attempts since a replacement."""
+    """Returns the host that was the first cause of the last attempts' ends, and of how many in a row; (-1, 0) if the
+    last one had no single host as its cause. Skips attempts that did not start or vanished, and ignores all before the
+    slice was last replaced."""
     worker, count = -1, 0
     for event in reversed(recorded):
         if isinstance(event, events.SliceReplaced):
@@ -186,8 +188,9 @@ class Recovery:
         self.changed = self.begun  # when they were first seen so
 
     def wait(self, delay: float, *, settle: bool) -> None:
-        """Waits `delay` seconds. Then asks the API about a slice in use, with `settle` for 60 s more until it is not
-        READY. Raises SliceDeleted, recorded as RecoveryGivenUp, if a user deleted it; RunStopped after a stop."""
+        """Waits `delay` seconds. Then, unless `in_use` is False, asks the API about the slice, with `settle` for 60 s
+        more until it is not READY; ignores an API that does not answer. Raises SliceDeleted, recorded as
+        RecoveryGivenUp, if a user deleted the slice; RunStopped after a stop."""
         self.clock.sleep(delay)
         if self.in_use is False:
             return
@@ -213,8 +216,9 @@ class Recovery:
                 self._wait_after(error)
 
     def _check_slice(self, *, settle: bool) -> None:
-        """Sets `in_use`. Raises SliceDeleted when the slice was deleted, and the API's error when it does not answer.
-        With `settle`, waits SETTLE_SECONDS at most until the API reports that the slice is not READY."""
+        """Sets `in_use`: whether the slice is READY (False where the platform chooses the hosts of each attempt).
+        Raises SliceDeleted when two answers say that it is gone, and the API's error when it does not answer. With
+        `settle`, says so and waits 60 s at most until the API reports that the slice is not READY."""
         session = self.session
         if not session.provider.capabilities.replaces_hosts:
             self.in_use = False
@@ -275,7 +279,8 @@ class Recovery:
         return attempt
 
     def _wait_after(self, error: LaunchError) -> None:
-        """Records the failed round and waits for the next; raises LaunchError if `decide_round` gives up."""
+        """Records the failed round and waits for the next, which recreates the slice if `decide_round` says so and a
+        proof is found. Raises LaunchError, with what is billed, if `decide_round` gives up."""
         session, now = self.session, self.clock.monotonic()
         self.failed += 1
         self.first_failure = self.first_failure if self.failed > 1 else now
@@ -359,7 +364,8 @@ class Recovery:
 
 
 def _list_files(session: Session) -> Sequence[storage.Stat]:
-    """Returns the trainer's files in the run's bucket; [] if there are none, or this account may not list them."""
+    """Returns the trainer's files in the run's bucket; [] without any, for a local output, or if they can't be
+    listed."""
     trainer = session.config.trainer
     if trainer is not None and storage.is_remote(trainer.output):
         with contextlib.suppress(storage.StorageError):

@@ -131,8 +131,8 @@ class Session:
         return found
 
     def delete_slice(self, created: str) -> None:
-        """Deletes the slice, unless one of its name was created at another time than `created` (RFC 3339; "": not
-        known). Raises LaunchError, for an API that does not answer after two minutes."""
+        """Deletes the slice and waits until it is gone; leaves one, and says so, that was created at another time than
+        `created` (RFC 3339; "": not known). Raises LaunchError, for an API that does not answer after two minutes."""
         retry = Retry(self.machine, self.context.output.say, f"slice {self.config.slice.name}")
         found = retry.call(self.provider.describe, self.machine.clock.monotonic() + _DESCRIBE_SECONDS)
         if found is not None and created and found.created and found.created != created:
@@ -146,7 +146,7 @@ class Session:
         return self.secrets.values(self.specification) if self.provider.capabilities.sends_secrets else {}
 
     def unknown_secrets(self) -> list[str]:
-        """Returns the names of secrets whose values this process does not know, and so can't mask."""
+        """Returns the names of secrets whose values this process does not know, and so can't mask; on GKE, all."""
         if not self.provider.capabilities.sends_secrets:
             return list(self.config.gke.secrets)
         known = self.secret_values()
@@ -154,7 +154,8 @@ class Session:
 
 
 def open_session(context: Context, ledger: Ledger, given: Mapping[str, str] | None = None) -> Session:
-    """Returns a run's session with a provider, which the caller closes. `given`: values of secrets, by name."""
+    """Returns a run's session with a provider, which the caller closes. `given`: values of secrets, by name. Raises
+    BadInput if the run's specification is missing or damaged."""
     spec = specification.read(ledger.folder)
     config = spec.config()
     secrets = SecretSource(context.environment, given or {})
@@ -178,7 +179,7 @@ def list_runs(home: Path, machine: Workstation) -> list[Ledger]:
 
 
 def runs_on_slice(config: Config, home: Path, machine: Workstation) -> list[Ledger]:
-    """Returns the runs on a slice of this name, project, zone and provider, oldest first, ended ones too."""
+    """Returns the runs known here on a slice of this name, project, zone and provider, oldest first, ended ones too."""
     wanted = (config.slice.name, config.project, config.zone, config.provider)
     return [
         ledger
@@ -190,8 +191,8 @@ def runs_on_slice(config: Config, home: Path, machine: Workstation) -> list[Ledg
 def find_run(
     home: Path, machine: Workstation, run_id: str | None, *, slice_name: str | None = None, provider: str | None = None
 ) -> Ledger:
-    """Returns the run of that id, or the newest one (`run_id` None), of that slice and provider (None: any), after
-    pulling its bucket's events, if the bucket answers. Raises BadInput when there is none, or it is damaged."""
+    """Returns the run of that id, or the newest (`run_id` None), among those of that slice and provider (None: any),
+    after pulling an unfinished one's events, if its bucket answers. Raises BadInput for none, or a damaged one."""
     known = [
         ledger
         for ledger in list_runs(home, machine)
@@ -308,7 +309,8 @@ def import_run(home: Path, machine: Workstation, url: str, *, overlays: bool = T
 def begin_run(
     home: Path, machine: Workstation, record: RunRecord, document: str, spec: Specification, overlay: Overlay | None
 ) -> Ledger:
-    """Writes a new run's folder on this machine, its record last. `document` is the resolved configuration as YAML."""
+    """Writes a new run's folder, which must not exist, on this machine, its record last; `spec` gets the run's id.
+    `document` is the resolved configuration as YAML."""
     folder = home / "runs" / record.run_id
     folder.mkdir(mode=0o700, parents=True)
     write_private(folder / "config.yaml", document)
@@ -350,9 +352,9 @@ def supervising(ledger: Ledger, machine: Workstation, say: Callable[[str], None]
 
 
 def take_lease(ledger: Ledger, place: RunBucket, machine: Workstation, say: Callable[[str], None]) -> Lease:
-    """Pulls the run's events, takes its lease, sets `ledger.lease` and records Supervised. Waits 30 s first if the
-    bucket tells no time and a lease looks live. Raises LaunchError if another process has the lease (Exit.CONFLICT), or
-    the bucket does not answer."""
+    """Pulls the run's events, takes its lease, which the caller renews (`Lease.keep`), sets `ledger.lease` and records
+    Supervised; first names the folder (file `holder`). Waits 30 s if the bucket tells no time and a lease looks live.
+    Raises LaunchError if another process has the lease (Exit.CONFLICT), or the bucket does not answer."""
     if not (holder := ledger.holder):
         holder = f"{os.uname().nodename}:{machine.random.randrange(1 << 32):08x}"
         write_private(ledger.folder / "holder", holder)  # later processes with the folder's lock reuse it

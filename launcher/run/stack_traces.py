@@ -88,7 +88,7 @@ _LEAST_MEMORY, _MOST_STALLED = 0.02, 40  # share that is left; percent of the ti
 
 
 def _judge_memory(facts: str) -> str:
-    """Returns how a host is short of memory, from the figures that the kernel keeps; "" if it is not."""
+    """Returns how a host is short of memory, from the kernel's `facts`, a line of stacks.sh; "" if it is not."""
     numbers = {name: int(number) for name, number in re.findall(r"(\w+):? +(\d{1,15})\b", facts)}
     total, left = numbers.get("MemTotal", 0), numbers.get("MemAvailable", 0)
     stalled = max((int(percent) for percent in re.findall(r"full avg10=(\d{1,3})", facts)), default=0)
@@ -220,7 +220,7 @@ class Place:
 
 def locate(thread: ThreadStack, sources: Mapping[tuple[str, int], str]) -> Place:
     """Returns the innermost call of the program's own code, and what it waits for, by its native calls, by the library
-    calls inside it, or else by its source line; CODE if none of these tells. Without own code, the outermost call."""
+    calls inside it, or else by its source line; CODE if none tells. Without own code, the outermost call, or none."""
     calls = "\n".join(thread.native)
     waits = _match(((Waits.COMPILER, _COMPILER),), calls)
     native = next((call for call in thread.native if not _PLAIN.search(call)), "")

@@ -90,7 +90,8 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
 
 
 def judge_slice(session: Session) -> Verdict | None:
-    """Returns the verdict on an attempt that did not start if the API says that the slice is gone; else None."""
+    """Returns a verdict if the API says (for a missing slice twice) that the slice is gone; else, or without an answer,
+    None."""
     try:
         slice_state = session.describe_slice()
     except LaunchError:
@@ -131,7 +132,8 @@ def require_inputs(session: Session) -> None:
 
 
 def require_all(reports: Sequence[HostReport], verb: str) -> None:
-    """Raises LaunchError unless every host could `verb` ("start", "stop"); Exit.CONFLICT if another run uses one."""
+    """Raises LaunchError unless all `reports` are ok; Exit.CONFLICT if another run uses a host. `verb`: "start", to
+    say."""
     failed = [report for report in reports if not report.ok]
     if not failed:
         return
@@ -215,7 +217,8 @@ def _may_lack_secrets(session: Session, answer: Observation, container: Containe
 
 
 def end_interrupted_start(session: Session) -> None:
-    """Ends and removes the containers of an attempt whose start was interrupted, and records its end, "not started"."""
+    """Ends (SIGKILL after run.stop_seconds) and removes an interrupted start's containers; records the end, "not
+    started"."""
     number = session.ledger.state.attempt
     session.say(f": attempt {number} was interrupted while it was started: ending it")
     end_everywhere(session, number, session.workers, grace=session.config.run.stop_seconds)
@@ -224,7 +227,8 @@ def end_interrupted_start(session: Session) -> None:
 
 def observe_open_attempt(session: Session) -> Phase | None:
     """Returns the phase of the attempt whose end is not recorded, as its hosts answer. Returns None after it recorded
-    the end of an attempt that is gone, or ended an interrupted start."""
+    the end of an attempt whose containers are gone, or whose slice is after a failed round of a recovery, or ended an
+    interrupted start."""
     ledger = session.ledger
     number = ledger.state.attempt
     if ledger.state.recovering and (lost := judge_slice(session)):  # a round of that recovery has failed

@@ -80,7 +80,7 @@ class Status:
     progress: ProgressLine | None = None  # of the first host that tells it
 
     def lines(self) -> list[str]:
-        """Returns the slice and the run in lines for the user."""
+        """Returns the slice, the run, its progress and its history in lines for the user, without the hosts."""
         if self.slice is None:
             lines = [f"slice {self.slice_name}: does not exist"]
         else:
@@ -136,7 +136,8 @@ def describe_event(entry: Entry) -> str:
 
 
 def _describe_details(event: events.RunEvent) -> str:
-    """Returns the first of an event's outcome, problem, reason, path and holder, or its figures; "" without any."""
+    """Returns the figures of an event, or the first of its outcome, problem, reason, path and holder; "" without
+    any."""
     if isinstance(event, events.Recovered):
         seconds = event.seconds
         parts = ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items())
@@ -204,7 +205,8 @@ class View:
 
 
 def render(view: View, columns: int, rows: int | None = None) -> list[str]:
-    """Returns a frame's lines, none wider than `columns`. With too few `rows`, leaves out hosts that do as others."""
+    """Returns the lines of `top`, none wider than `columns`. If they are more than `rows` (None: no limit), leaves out
+    hosts that are neither behind nor slow, but one, and says how many; still may return more than `rows`."""
     lines = [_spread(view.run, view.time, columns), view.slice]
     if view.cost:
         lines.append(view.cost)
@@ -228,7 +230,8 @@ def _usualness(host: HostStatus) -> tuple[bool, int, float]:
 
 
 def plot(losses: Mapping[int, float], columns: int, rows: int) -> list[str]:
-    """Returns the loss over steps in braille dots, `rows` high, with the extremes as labels; [] if none is finite."""
+    """Returns the loss over steps in braille dots, `rows` lines high, with the extremes as labels, between a title and
+    a line of the first and last step; [] if no loss is finite."""
     points = sorted((step, loss) for step, loss in losses.items() if math.isfinite(loss))
     if not points:
         return []
@@ -270,7 +273,8 @@ def _progress(view: View, columns: int) -> list[str]:
 
 
 def _hosts(hosts: Sequence[HostStatus], columns: int) -> list[str]:
-    """Returns a row for each host; the last log line takes the rest of the width."""
+    """Returns a header and a row for each host, the last log line at its end, uncut: `columns` only decides whether
+    addresses, device memory and bytes read are shown."""
     is_wide = columns >= _WIDE
     address, more = ["address"] * is_wide, ["device memory", "read"] * is_wide
     table = [["host", *address, "container", "step", "doing", "memory", *more, "last line"]]

@@ -64,8 +64,9 @@ def _stop_on_hosts(session: Session, grace: int) -> list[HostReport]:
 
 
 def delete_slice(config: Config, context: Context) -> None:
-    """Deletes the slice. First stops its runs and waits for the processes that supervise them, a minute beyond
-    run.stop_seconds at most, so that none recreates it. Meanwhile this machine's `tpu-launch run` refuses the slice."""
+    """Deletes the slice and waits until it is gone. First stops its runs and waits for the processes that supervise
+    them, a minute beyond run.stop_seconds at most, so that none recreates it; says which go on, and deletes it all the
+    same. Meanwhile this machine's `tpu-launch run` refuses the slice."""
     with hold_shared(deletion_mark(config)):
         _stop_runs(config, context)
         with contextlib.closing(context.make_provider(config)) as provider:
@@ -73,9 +74,9 @@ def delete_slice(config: Config, context: Context) -> None:
 
 
 def _stop_runs(config: Config, context: Context) -> None:
-    """Requests a stop of each run on the slice, which their supervising processes carry out, and this one for a run
-    without such a process. Waits for these processes, a minute beyond run.stop_seconds at most, and says which have not
-    ended, and which runs may not have saved."""
+    """Requests a stop of each run on the slice that is open, recovering, supervised or has orphans, and waits for the
+    processes that supervise them, a minute beyond run.stop_seconds at most; stops the containers of those without one
+    itself. Says which processes have not ended, which stops can't be recorded, and which runs may not have saved."""
     stopped = []
     for ledger in [pull_known(each, context.machine) for each in runs_on_slice(config, context.home, context.machine)]:
         state = ledger.state  # after all pulls, which may take long
@@ -123,8 +124,9 @@ def _stop_detached(ledger: Ledger, context: Context) -> None:
 
 
 def stop_before_restart(config: Config, context: Context) -> list[str]:
-    """Stops the open runs on the slice, so that they can save, waits for the processes that supervise them, and returns
-    the runs' ids. Raises LaunchError if a host could not be stopped, or a process does not end within a minute."""
+    """Stops the open runs on the slice, so that they can save, waits for the processes that supervise them, up to a
+    minute each, and returns the runs' ids. Raises LaunchError if a host could not be stopped, or a process does not
+    end."""
     stopped = []
     for ledger in runs_on_slice(config, context.home, context.machine):
         if not ledger.state.phase.is_open:

@@ -166,8 +166,9 @@ class _Supervision:
         self.disk_full = False  # this machine's, so that lines wait on their hosts
 
     def watch(self) -> tuple[Verdict, list[int]]:
-        """Polls all hosts, each in a task, and delivers their lines until a verdict ends the attempt; after a stop of
-        the run also stops the hosts. Returns the verdict, and the hosts that answer. Raises StartInterrupted."""
+        """Polls all hosts, each in a task, and delivers their lines until a verdict ends the attempt; requests a stop
+        once run.budget is spent, and after any stop stops the hosts. Returns the verdict, and the hosts that answer, on
+        which nothing was ended or removed yet. Raises StartInterrupted."""
         for worker in self.session.workers:
             self.threads.start(self._poll_repeatedly, worker)
         try:
@@ -340,7 +341,7 @@ class _Supervision:
         )  # fmt: skip
 
     def _describe_slice_if_unreachable(self) -> None:
-        """Asks the API for the slice's state, in a task, if a host is unreachable and it was last asked 15 s ago."""
+        """Asks the API for the slice's state, in a task, if a host is unreachable, but not again within 15 s."""
         now = self.clock.monotonic()
         unreachable = any(not view.reachable for view in self.views.values())
         if unreachable and now - self.slice_described > _DESCRIBE_SLICE_EVERY:
@@ -364,7 +365,8 @@ class _Supervision:
                 budget.stop(self.session, self.attempt)
 
     def _poll_all_now(self) -> None:
-        """Polls each host not seen to end, in tasks, when first called: a long poll must not count as silence."""
+        """On its first call polls each host not seen to end, in tasks, without waiting on the host: a long poll must
+        not count as silence. Later calls do nothing."""
         if self.polled_all:
             return
         self.polled_all = True
@@ -451,7 +453,8 @@ class _Supervision:
             self.inbox.put(answer)
 
     def _ask_for_slice(self, wait: Callable[[float], object]) -> SliceAnswer | None:
-        """Returns the API's answer; None without one. Asks again after a `wait` before it says gone or recreated."""
+        """Returns the slice's state and trouble by the API: state None if it is gone, RECREATED if another one has its
+        name. Asks again after a `wait` of 5 s before it says so. Returns None if the API does not answer."""
         try:
             slice_state = self.session.describe_slice(wait, doubted="CREATING")  # a stale answer must not end a run
         except LaunchError:
@@ -462,8 +465,8 @@ class _Supervision:
         return SliceAnswer(state, slice_state.trouble)
 
     def _fetch_rest_of(self, worker: int) -> None:
-        """Delivers a host's last lines, each page while it holds `turn`. Retries a host that does not answer, as its
-        container is removed next; then says that lines may be missing."""
+        """Delivers a host's last lines, each page while it holds `turn`; after 60 s only the last 1000. Tries a host
+        that does not answer 3 times, as its container is removed next; then says that lines may be missing."""
         log = self.logs[worker]
         since, failures, begun = log.cursor.since, 0, self.clock.monotonic()
         while True:

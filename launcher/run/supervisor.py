@@ -41,8 +41,8 @@ def is_unfinished(ledger: Ledger, now: float) -> bool:
 
 
 def _follows(ledger: Ledger, now: float) -> bool:
-    """Returns whether another attempt follows the last recorded end or failed round, by specification and budgets; also
-    True if run.budget is spent, as the slice is to be deleted then."""
+    """Returns whether another attempt follows the last recorded end or failed round (there must be one), by
+    specification and budgets; also True if run.budget is spent, as the slice is to be deleted then."""
     kinds = events.Ended | events.RoundFailed | events.RecoveryGivenUp
     last = next(event for event in reversed(ledger.events()) if isinstance(event, kinds))
     if not isinstance(last, events.Ended):
@@ -57,7 +57,7 @@ def _follows(ledger: Ledger, now: float) -> bool:
 
 
 def _verdict(ended: events.Ended) -> Verdict | None:
-    """Returns the verdict that an end records; None for an attempt that ended without one."""
+    """Returns the verdict that an end records; None for an attempt that did not start or vanished."""
     with contextlib.suppress(ValueError):
         return Verdict(Kind(ended.outcome), ended.cause, ended.symptoms)
     return None
@@ -65,9 +65,9 @@ def _verdict(ended: events.Ended) -> Verdict | None:
 
 def take_over(ledger: Ledger, context: Context) -> Outcome | None:
     """Supervises a run to its end: watches the attempt that is running, or starts the next one, by the run's
-    specification and budgets. If run.budget is spent, deletes the slice and starts none. Returns how the last attempt
-    ended; None if it watched none. Raises LaunchError if another process supervises the run (Exit.CONFLICT), or the run
-    could not be recovered; BadInput if the next attempt lacks secrets."""
+    specification and budgets. Returns how the last attempt ended; None if the run needs no supervisor, or run.budget is
+    spent: then it deletes the slice. Raises LaunchError if another process supervises the run (Exit.CONFLICT), or the
+    run could not be recovered; BadInput if the next attempt lacks secrets or the overlay."""
     with supervising(ledger, context.machine, context.output.say):
         if not is_unfinished(ledger, context.machine.clock.time()):
             return None
@@ -97,8 +97,8 @@ def take_over(ledger: Ledger, context: Context) -> Outcome | None:
 
 
 def _last_attempt(session: Session) -> tuple[int | None, Verdict | None]:
-    """Returns the open attempt (no verdict), or the ended one and its verdict; (None, None) to start the next. Ends an
-    attempt whose start was interrupted."""
+    """Returns the open attempt (no verdict), or the ended one and its verdict; (None, None) if the next is to be
+    started or a recovery to go on. Ends an attempt whose start was interrupted."""
     ledger, state = session.ledger, session.ledger.state
     if not state.phase.is_open:
         ended = next(event for event in reversed(ledger.events()) if isinstance(event, events.Ended))
@@ -132,7 +132,8 @@ class Supervisor:
     _children: dict[str, _Child] = field(default_factory=dict)
 
     def watch(self) -> None:
-        """Starts a process for each unsupervised run, every 15 s until Ctrl-C, which ends them; leases are released."""
+        """Starts a process for each unsupervised run of the folder, looking every 15 s. Returns after Ctrl-C, which
+        ends these processes; the runs go on on their hosts, and their leases are released."""
         say, clock = self.context.output.say, self.context.machine.clock
         say(f"supervising the runs of {self.folder}")
         try:
@@ -187,7 +188,8 @@ class Supervisor:
         return False
 
     def _start(self, name: str, child: _Child) -> None:
-        """In a thread, runs `tpu-launch supervise` for the run and says its lines; `child` has its result and `end`."""
+        """Says so, and in a thread runs `tpu-launch supervise` for the run and says its lines. Sets `child.result`, of
+        its end, and `child.end`, which ends it. Returns at once."""
         say, machine = self.context.output.say, self.context.machine
         argv = [sys.executable, "-m", "launcher.cli", "supervise", storage.join(self.folder, name)]
 
@@ -205,7 +207,8 @@ class Supervisor:
         child.result = machine.threads.submit(run)
 
     def _report_end(self, name: str, child: _Child) -> None:
-        """Says how a run's process ended, and doubles the pause before the next one unless the run ended well."""
+        """Says how a run's process ended. Sets the pause before the next: 15 s after exit code 0, else twice the last,
+        300 s at most."""
         assert child.result is not None
         error = child.result.exception()
         code = None if error is not None else child.result.result().returncode

@@ -159,14 +159,15 @@ def judge(
     api_only_seconds: float = 0.0,
     stepped: float = float("-inf"),
 ) -> Verdict:
-    """Returns the state of an attempt and, if it is over, the first cause and its symptoms.
+    """Returns RUNNING, SETTLING (a failure's cause may still come), or how an attempt ended or has to be ended, with
+    the first cause and its symptoms. The slice's state counts before the hosts'.
 
     Args:
         views: All hosts.
         now: The monotonic clock.
         slice_state: The slice's state as the API last reported it; None: it does not exist.
         stop_requested: Whether the user stopped the run: failures other than bad input then count as STOPPED.
-        stall: How the attempt hangs, as its progress or its output shows, in words; None: it does not.
+        stall: How the attempt hangs, in words; None: it does not. Counts while all hosts answer, without a stop.
         api_only_seconds: For how many seconds the API has answered while no host has.
         stepped: When a host was last seen to do another training step, by the monotonic clock.
     """
@@ -203,9 +204,9 @@ def _trust_end(view: HostView) -> HostView:
 
 
 def _judge_lost(views: Sequence[HostView], now: float, limits: Limits, stepped: float) -> Verdict | None:
-    """Returns HOST_LOST for a host whose container had not ended and that has not answered for `limits.lost` seconds,
-    if another one went on answering for half of them; None without one. While hosts do steps (`stepped`), which need
-    every host, an unreachable one is alive."""
+    """Returns HOST_LOST for a host not seen to end its container, which has not answered for `limits.lost` seconds and
+    failed each look for half of them, if another host answered for half of them after its last answer; None without
+    one. Training steps count as answers of all hosts: `stepped` is when the last one was seen (monotonic clock)."""
     unreachable = [view for view in views if not view.reachable]
     # A look may take as long as a short limit: one that failed late shows little.
     failing = [view for view in unreachable if now - view.failing_since > limits.lost / 2 and not view.ended]
@@ -267,7 +268,8 @@ def _judge_failure(views: Sequence[HostView], now: float, limits: Limits, *, sto
 def _find_lost(
     failed: Sequence[HostView], removed: Sequence[HostView], silent: Sequence[HostView], now: float
 ) -> tuple[HostView, Cause] | None:
-    """Returns the host that is lost, or else one that went away and came back, and the cause; None without one."""
+    """Returns the lost host, the one of `silent` (hosts that do not answer) that answered least recently, or else one
+    that went away and came back, and the cause; None without one."""
     if lost := [view for view in silent if not view.ended]:
         host = min(lost, key=lambda view: view.seen)
         return host, _describe_lost(host, now)
@@ -304,7 +306,8 @@ def _describe_lost(view: HostView, now: float) -> Cause:
 
 
 def _describe_unreachable(views: Sequence[HostView], seconds: float) -> Cause:
-    """Returns the cause of an end by all hosts being out of reach while the API answers."""
+    """Returns the cause of an end by all hosts being out of reach for `seconds` while the API answers; it names the
+    host that answered least recently, of those not seen to end."""
     first = min((view for view in views if not view.ended), key=lambda view: view.seen)
     who = "no host has" if len(views) > 1 else "the host has not"
     return Cause(
