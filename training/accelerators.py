@@ -137,7 +137,8 @@ class Accelerator:
 
 
 def gke_nodes(slice_: Accelerator) -> GkeNodes:
-    """Returns a slice's nodes on GKE, one a host with all chips for one pod. Raises ValueError if GKE has none."""
+    """Returns the accelerator label and the machine type of a slice's nodes on GKE, one node a host. Raises ValueError
+    for v2, which GKE never offered."""
     generation = slice_.generation
     nodes = generation.gke_one_host if slice_.hosts == 1 and generation.gke_one_host else generation.gke
     if nodes is None:
@@ -245,7 +246,8 @@ class UnknownAccelerator(ValueError):
 
 
 def accelerator(name: str) -> Accelerator:
-    """Returns what `--accelerator-type name` names. Raises UnknownAccelerator, which names what exists or was meant."""
+    """Returns the slice size of this name, such as "v4-32", exactly. Raises UnknownAccelerator, whose message lists the
+    sizes that exist, or gives the name that was meant."""
     if name in ACCELERATORS:
         return ACCELERATORS[name]
     prefix = name.rsplit("-", 1)[0]

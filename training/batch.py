@@ -71,7 +71,8 @@ class StepResult:
         return self.sums["loss"] / self.sums["weight"] if self.sums["weight"] else float("nan")
 
     def nonfinite(self, step: int) -> str | None:
-        """Returns which figure of training step `step` is NaN or infinite, for messages; None if none is."""
+        """Returns a message if the loss (also when nothing was counted) or the gradient norm is NaN or infinite; None
+        if neither is. `step`, this result's training step, is only for the message."""
         if not math.isfinite(self.loss):
             return f"the loss of step {step} is {self.loss}"
         if self.gradient_norm is not None and not math.isfinite(self.gradient_norm):

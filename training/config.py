@@ -255,7 +255,7 @@ class Telemetry(Section):
     @field_validator("trackers")
     @classmethod
     def _once_each(cls, value: list[str]) -> list[str]:
-        """Refuses a list that names a tracker twice."""
+        """Returns the list unchanged. Raises ValueError if it names a tracker twice."""
         if len(set(value)) < len(value):
             raise ValueError("names a tracker twice")
         return value
@@ -370,13 +370,14 @@ class TrainerConfig(Section):
 
 
 def load(path: str | Path, overrides: tuple[str, ...] = ()) -> TrainerConfig:
-    """Reads and checks a YAML file, with the changes of `--set`. Raises ConfigError with file:line of each mistake."""
+    """Reads and checks a YAML file, with the changes of `--set`. Raises ConfigError as `from_document`, or if the file
+    is missing or not YAML."""
     return from_document(load_document(path, overrides))
 
 
 def from_document(document: Document) -> TrainerConfig:
     """Checks the trainer's sections of a document, which may hold the launcher's too. Raises ConfigError with a line
-    for each unknown key, wrong value and contradiction between keys."""
+    for each mistake of the first kind found: unknown top-level keys, wrong keys or values, contradictions."""
     refuse_unknown(document, (*TrainerConfig.model_fields, *IGNORED_SECTIONS))
     own = {key: value for key, value in document.value.items() if key not in IGNORED_SECTIONS}
     config = validate(TrainerConfig, Document(document.name, own, document.places))
@@ -387,7 +388,8 @@ def from_document(document: Document) -> TrainerConfig:
 
 
 def restore(values: Mapping[str, Any], place: str) -> TrainerConfig:
-    """Returns the configuration kept in a checkpoint, which `place` names. Raises BadInput if it can't be read."""
+    """Returns the configuration of a checkpoint's manifest, without checking keys against each other. Raises BadInput,
+    naming `place` and the first mistake, if it can't be read."""
     try:
         return TrainerConfig.model_validate(values)
     except ValidationError as error:
@@ -439,7 +441,8 @@ def _is_used(config: TrainerConfig, key: str) -> bool:
 
 
 def _contradictions(config: TrainerConfig, document: Document) -> Iterator[Mistake]:
-    """Yields (key, message) for each mistake between keys that are each right."""
+    """Yields (key, message) for each mistake between keys that are each right, or with the launcher's slice and
+    secrets."""
     unused = {**TASKS[config.task].unused_keys, **BACKENDS[config.backend].unused_keys}
     yield from _model_mistakes(config.model)
     yield from _task_mistakes(config)
@@ -473,8 +476,8 @@ def _model_mistakes(model: Model) -> Iterator[Mistake]:
 
 
 def _task_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields mistakes: a network without the task's head, a model.config that names none, or an encoder's name for
-    causal-lm; a task that TensorFlow lacks; LoRA without model.path or beside train.freeze."""
+    """Yields mistakes: a model.config without model_type or one architecture, or whose network lacks the task's head;
+    an encoder's name for causal-lm; a task that TensorFlow lacks; LoRA without model.path or beside train.freeze."""
     entry, model = TASKS[config.task], config.model
     if model.config is not None:
         named = model.config.get("architectures")

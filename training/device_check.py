@@ -63,7 +63,8 @@ def parse_facts(lines: Iterable[str]) -> dict[str, Any]:
 
 
 def find_problems(facts: Facts, hosts: int, accelerator_type: str | None = None) -> list[Problem]:
-    """Returns the problems of one of `hosts` hosts, which reported `facts`, with other advice for v2 and v3."""
+    """Returns the problems of one of `hosts` hosts, which reported `facts`; [] for none. Only little free disk is not
+    fatal. `accelerator_type`, such as "v3-8", only adds advice for v2 and v3."""
     slice_ = ACCELERATORS.get(accelerator_type or "")
     older = f"; {OLDER_TORCH_XLA}" if slice_ is not None and slice_.generation.name in ("v2", "v3") else ""
     recreate = f"`tpu-launch down`, then `up`: a host of a slice can't be exchanged{older}"
@@ -136,9 +137,9 @@ def check_host(
     backend: str, output: str | None, cluster: Cluster, rendezvous: Rendezvous, report: Callable[[str, Any], None]
 ) -> None:
     """Passes each fact about this host to `report`: whether its devices multiply right and add up with all hosts',
-    which must call it together, and whether and how fast `output` is written and read, if that is in Cloud Storage.
-    A wrong sum or a refusal of the bucket is a fact; raises TrainError if a device can't be opened or used, or a
-    host is lost."""
+    which must call it together, and whether and how fast `output` is written and read, if that is in Cloud Storage (not
+    for None or a local folder). A wrong sum or a refusal of the bucket is a fact; raises TrainError if a device can't
+    be opened or used, a host is lost, or a stop is requested."""
     report("phase", "waiting for all hosts")
     token: str = rendezvous.meet("device check", secrets.token_hex(4))[0]
     report("clock", time.time())

@@ -62,8 +62,9 @@ def evaluate_all(
     phase: str,
     on_batch: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """Returns the totals over the evaluation set, or over a part of it if all hosts stopped early (`signals.stop`).
-    Warns of replaced damaged records. Other hosts see `phase` meanwhile; `on_batch` is called before each batch."""
+    """Returns the totals over the evaluation set, or over a part of it if all hosts stopped early (`signals.stop`); all
+    hosts call it. Warns of replaced damaged records. Other hosts see `phase` meanwhile; `on_batch` is called before
+    each batch."""
     total, replaced = StepResult(dict.fromkeys(SUMS, 0.0), Signals()), 0
     in_flight: deque[Pending] = deque()
     for number, batch in enumerate(backend.evaluation_batches(task)):
@@ -97,8 +98,8 @@ def evaluate(
 ) -> Evaluated:
     """Evaluates the model of `place`: a run's folder (its checkpoint of `step`, None: the newest), a model folder in
     Hugging Face's layout, or a name on the Hub. `config` decides data, batch size and precision. All hosts call it.
-    Raises BadInput when model and data are absent or do not fit together, TrainError when the process was asked to
-    stop. Ends the process if opening the devices takes longer than rendezvous.start_seconds."""
+    Raises BadInput when model and data are absent or do not fit together, TrainError when a host was asked to stop or
+    is lost. Ends the process if opening the devices takes longer than rendezvous.start_seconds."""
     if config.data.evaluation is None:
         raise BadInput("there is nothing to evaluate on: set data.evaluation")
     place = model_folder(place)
@@ -147,8 +148,8 @@ def _load_weights(folder: str, manifest: Manifest, backend: Backend) -> None:
 
 
 def _open_checkpoint(place: str, step: int | None) -> tuple[str, Manifest]:
-    """Returns a run's checkpoint folder, and the manifest of `step` or the newest. Raises BadInput if it has none, or a
-    damaged one."""
+    """Returns the checkpoint folder of a run (`place`: as for `find_checkpoints`), and the manifest of `step` (None:
+    the newest). Raises BadInput if there is none, or it is damaged."""
     try:
         folder, steps = find_checkpoints(place)
     except BadInput as error:
@@ -161,7 +162,8 @@ def _open_checkpoint(place: str, step: int | None) -> tuple[str, Manifest]:
 
 
 def _require_same_task(place: str, task: Task, manifest: Manifest | None) -> None:
-    """Raises BadInput unless the model was made for this task, tokenizer and labels: figures would mean nothing."""
+    """Raises BadInput unless the model was made for this task, tokenizer and labels: figures would mean nothing.
+    Without a manifest, reads config.json and, if present, the tokenizer of the model folder `place`."""
     if manifest:
         identity = manifest.identity
         kind, labels, tokenizer = identity.get("task"), identity.get("labels"), identity.get("tokenizer")

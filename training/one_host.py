@@ -51,7 +51,8 @@ def _settings_as_before() -> Iterator[None]:
 
 @_settings_as_before()
 def shards(*arguments: str) -> None:
-    """Makes a dataset, as `tpu-train shards ARGUMENTS`; does nothing if it is there already."""
+    """Makes a dataset, as `tpu-train shards ARGUMENTS`, and prints a line for each split; keeps one that is there
+    already. Raises TrainError, and click.UsageError for wrong arguments."""
     from training.cli.data import shards as command
 
     command.main(list(arguments), prog_name="shards", standalone_mode=False)
@@ -64,8 +65,8 @@ def configuration(file: str | Path, *settings: str) -> TrainerConfig:
 
 @_settings_as_before()
 def train(config: TrainerConfig, run_id: str = "notebook") -> dict[str, Any]:
-    """Trains to the last step, from the run's newest checkpoint if there is one, and writes to its folder. Returns its
-    summary.json. Raises TrainError. Evaluates and exports a finished run again."""
+    """Trains to the last step or an early stop, from the newest checkpoint if there is one, in the folder `run_id`
+    below config.output. Returns its summary.json. Raises TrainError. Evaluates and exports a finished run again."""
     from training.trainer import train as run
 
     return run(config, _this_host(run_id), SingleHost(), ShutdownRequest(), PhaseTimer())
@@ -85,7 +86,7 @@ def _this_host(run_id: str) -> Cluster:
 
 
 def metrics(config: TrainerConfig, run_id: str = "notebook") -> list[dict[str, Any]]:
-    """Returns the run's history: an object for each progress line (step, loss, learning_rate, ...) and evaluation."""
+    """Returns the run's history, [] without any: an object for each progress line (step, loss, ...) and evaluation."""
     return read_history(storage.join(config.output, run_id))
 
 

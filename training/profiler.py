@@ -178,7 +178,7 @@ class Profiler:
         self._answer(name, answer)
 
     def _answer(self, name: str, answer: Answer) -> None:
-        """Writes the answer for `request` to read, and warns of a problem."""
+        """Writes the answer for `request` to read, unless that fails, and warns of a problem in it."""
         assert self._folder
         if answer.problem:
             self._warn(f"profile {name}: {answer.problem}")
@@ -199,8 +199,8 @@ class _Recording:
 
 def request(folder: Path, name: str, steps: int, seconds: float, machine: Machine = SYSTEM) -> Answer:
     """Requests a profile of the next steps from the trainer of a folder (see `folder_of`), and waits for it. Raises
-    BadInput if no trainer is running there, another request is pending, or the name is invalid or taken; TrainError
-    if no profile came within `seconds`, or the trainer reports a problem."""
+    BadInput if no trainer is running there, another request is pending, or the name is invalid or taken; TrainError if
+    the trainer reports a problem or ends, or no profile came within `seconds`: a request not begun is withdrawn."""
     path, answered = folder / "request.json", folder / f"{_checked_name(name)}.json"
     if not _is_training(folder):
         raise BadInput("no trainer is running on this host, or it has not reached its first step")

@@ -44,7 +44,7 @@ class Progress:
     signals: Signals = field(default_factory=Signals)
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint of `step` with this `state`."""
+        """Takes over the losses and the skipped steps of a checkpoint's `state`; sets the steps to `step`."""
         self.step = self.finished = step
         self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
         self.skipped = state["skipped_steps"]
@@ -73,7 +73,7 @@ class Progress:
             self.last_loss = result.loss
 
     def _describe(self, batch: HostBatch) -> str:
-        """Returns the last finite loss and the records of the batch, for messages."""
+        """Returns the last finite loss and the first 64 records of this host's batch, for messages."""
         records = ", ".join(map(str, batch.records[:_SHOWN_RECORDS]))
         last = "none before was finite" if self.last_loss is None else f"the last finite one was {self.last_loss}"
         return f"{last}. Records of this host's batch: {records}"
@@ -100,8 +100,9 @@ class NonFiniteHistory:
         return frozenset(record.checkpoint for record in first_steps if record.checkpoint)
 
     def judge(self, error: NonFinite, restored: int) -> TrainError:
-        """Returns the error that ends an attempt which had restored step `restored` (0: none): a failure, after which
-        another attempt may help, or BadInput if trying again changes nothing."""
+        """Returns the error that ends an attempt which had restored step `restored` (0: none): NonFinite, as another
+        attempt may help, or BadInput if the same step was not finite before, or too many checkpoints were passed
+        over."""
         advice = "lower train.learning_rate or train.clip_norm, look at these records, or set train.on_nonfinite: skip"
         earlier = [record for record in self.records if record.step == error.step]
         if earlier:
@@ -150,7 +151,8 @@ class Evaluations:
         self.figures = {name: math.nan if value is None else value for name, value in figures.items()}
 
     def record(self, step: int, figures: dict[str, float], counts: np.ndarray | None) -> None:
-        """Keeps the figures of the evaluation after `step` steps, as the best one if they are."""
+        """Keeps the figures of the evaluation after `step` steps, as the best one if `rule` finds them better; else
+        counts one more in a row that was not. `counts`: the task's further totals, if any."""
         self.step, self.figures, self.counts = step, figures, counts
         if self.rule:
             value = figures[self.rule.metric]

@@ -32,9 +32,9 @@ from training.telemetry.writer import MetricsWriter, join_thread
 
 
 def compare_weights(run: Run, backend: Backend, replaced: int, seconds: float) -> tuple[str, int]:
-    """Raises TrainError if the hosts ended with different weights. All hosts call it, within `seconds` after their
-    last save. Returns the weights' checksum, and how many rows of all hosts replaced damaged records (`replaced`: of
-    this host)."""
+    """Compares the hosts' weights; all hosts call it, and wait for each other at most `seconds`. Returns the weights'
+    checksum, and how many rows of all hosts replaced damaged records (`replaced`: of this host). Raises TrainError if
+    the weights differ, LostPeer, and StopRequested."""
     reports = run.rendezvous.meet("end", [weights_crc32c(backend, run.cluster.worker), replaced], seconds)
     checksums: dict[str, str] = {}
     for held in (held for held, _ in reports):
@@ -48,8 +48,8 @@ def compare_weights(run: Run, backend: Backend, replaced: int, seconds: float) -
 
 
 def weights_crc32c(backend: Backend, worker: int) -> dict[str, str]:
-    """Returns checksums, 8 hexadecimal digits. If this host holds all weights: "" -> that of all in the order of their
-    names. Else: key in a part -> that of each slice that this host holds."""
+    """Returns checksums, 8 hexadecimal digits. If each host holds all weights: {"": that of all in the order of their
+    names}. Else that of each slice that host `worker` holds, by tensor name and place (`key_in_part`)."""
     specs = {name: spec for name, spec in sorted(backend.tensor_specs().items()) if name.startswith(export.PREFIX)}
     if is_held_by_each_host(backend):
         sizes = {name: spec.size for name, spec in specs.items()}
@@ -97,8 +97,8 @@ def export_model(run: Run, backend: Backend, step: int | None) -> None:
 
 
 def export_seconds(run: Run, backend: Backend) -> float:
-    """Returns how long the other hosts wait for the export of host 0: as long as storage may take for the weights, and
-    rendezvous.start_seconds."""
+    """Returns how long the other hosts wait for the export of host 0: the seconds that storage may take for the
+    weights, plus rendezvous.start_seconds."""
     size = sum(spec.size for name, spec in backend.tensor_specs().items() if name.startswith(export.PREFIX))
     return run.config.rendezvous.start_seconds + default_storage.transfer_seconds(run.model_folder, size)
 
@@ -195,9 +195,9 @@ def record_attempt_end(
 
     In a thread, calls the functions in `context.close`, and writes the last metrics, the end record beside the start
     record at `start_url`, and report.html in the run's folder `folder`. A stopped attempt skips report.html: the
-    next attempt or `tpu-train report` writes it. This takes at most `END_SECONDS`; after an error also at most half
-    of `patience`, the seconds that the other hosts wait at a barrier, or they would report this host as lost
-    instead."""
+    next attempt or `tpu-train report` writes it. This takes at most `END_SECONDS`, or HURRIED_SECONDS from
+    `context.is_hurried` on; after an error also at most half of `patience`, the seconds that the other hosts wait at a
+    barrier, or they would report this host as lost instead."""
     limit = END_SECONDS
     error: BaseException | None = None
 

@@ -69,7 +69,7 @@ class Run:
         return self.config.for_device(device_kind()).train.precision
 
     def model_config(self) -> dict[str, Any]:
-        """Returns the values of the model's config.json."""
+        """Returns the values of the model's config.json; reads that of model.path. Raises BadInput if that has none."""
         needs = model_requirements(self.config, self.task)
         return build_model_config(self.config.model, needs, self.config.train.dropout, self.task.data.tokens.end)
 
@@ -178,8 +178,8 @@ def model_identity(config: TrainerConfig) -> dict[str, Any]:
 
 
 def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, rendezvous: Rendezvous) -> TrainerConfig:
-    """Returns the configuration with a model folder as `model.path`. If that is another run's folder, or one checkpoint
-    in it, host 0 writes that model to `start` in this run's `folder`, the new path, unless an earlier attempt did, and
+    """Returns the configuration, unchanged unless `model.path` is another run's folder or one checkpoint in it: then
+    host 0 writes that model to `start` in this run's `folder`, the new `model.path`, unless an earlier attempt did, and
     all hosts wait for it. All hosts call it. Raises BadInput for a damaged checkpoint."""
     path, start = config.model.path, join(folder, "start")
     if path is None or default_storage.stat(join(path, CONFIG)) is not None:

@@ -86,9 +86,9 @@ def train(
 
 
 def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progress: HostProgress) -> Trainer:
-    """Builds the model and restores the newest checkpoint; on host 0 also opens the metrics and the uploads to the
-    Hub, and adds them to `context`, for the record of the attempt's end beside its record at `record_url`. Raises
-    TrainError."""
+    """Builds the model and restores the newest usable checkpoint, if any; writes another run's model, if that is where
+    this one starts. On host 0 also opens the metrics and the uploads to the Hub, and adds them to `context`, for the
+    record of the attempt's end beside its record at `record_url`. Raises TrainError."""
     cluster, config = run.cluster, run.config
     with run.timer.phase("start"):
         run = replace(run, config=run_setup.with_starting_model(run.config, run.folder, cluster, run.rendezvous))
@@ -136,7 +136,8 @@ def open_metrics(run: Run, step: int) -> MetricsWriter:
 
 
 def open_profiler(run: Run, finished: Callable[[], int]) -> Profiler:
-    """Returns a `Profiler` of this host's steps that writes below the run's folder, by the backend's own tracer."""
+    """Returns a `Profiler` of this host's steps, which takes requests from now on and writes below the run's folder, by
+    the backend's own tracer. `finished` returns the number of steps whose results were read."""
     dependencies, worker = run.dependencies, run.cluster.worker
     return Profiler(
         dependencies.profiles(worker), storage.join(run.folder, "profiles"), worker,
@@ -180,7 +181,8 @@ class Trainer:
         self._start_seconds: dict[str, float] | None = None  # to the first step's result; empty when it was recorded
 
     def resume(self, restored: Restored) -> None:
-        """Continues from a checkpoint. Newer ones that were passed over as damaged may be written again."""
+        """Takes over the counts and evaluations of a checkpoint, whose tensors the backend has. Newer ones that were
+        passed over as damaged may be written again. Prints where the run goes on."""
         step, state = restored.manifest.step, restored.manifest.state
         self.restored = restored
         self.progress.resume(step, state)
@@ -254,7 +256,8 @@ class Trainer:
         return Signals(self.run.shutdown.requested, save_due)
 
     def read_results_due(self, pending: Pending, batch: HostBatch, signals: Signals) -> list[FinishedStep]:
-        """Counts a step as started; waits for and returns the oldest results, until few enough are in flight."""
+        """Counts a step as started; waits for the oldest steps until at most `backend.in_flight` are left, or none if a
+        host without others asks to stop in `signals`. Returns their results."""
         self._in_flight.append((pending, batch))
         self.progress.start_step()
         self.work.add(batch.arrays)
@@ -264,7 +267,8 @@ class Trainer:
             return self._read_results(leave=0 if is_last else self.backend.in_flight)
 
     def check_step(self, batch: HostBatch) -> None:
-        """Raises errors of other hosts, saves and repeated compilations; tells the uploader of a new commit."""
+        """Raises errors of other hosts and of saves; warns, or with train.strict raises, if the step just started, of
+        `batch`, compiled again. Tells the uploader of a new commit."""
         self.checkpoints.check()
         self.run.rendezvous.check()
         if self.uploader:
@@ -272,7 +276,8 @@ class Trainer:
         self.compilations.check_step(self.progress.step - 1, batch)
 
     def save(self) -> None:
-        """Waits for the steps in flight, and saves the state if it is not saved, by default in the background."""
+        """Waits for the steps in flight, and saves the state if it is not saved, by default in the background. Raises
+        NonFinite; later errors of the save come from `check_step`."""
         progress = self.progress
         self.finish_steps()
         progress.signals, self._saved_at = Signals(stop=progress.signals.stop), self.run.timer.total()
@@ -315,9 +320,9 @@ class Trainer:
         raise StopRequested(f"stopped after step {step}, which is committed: {self._checkpoint_url(step)}")
 
     def finish(self) -> dict[str, Any]:
-        """Evaluates, compares the hosts' weights, exports and waits for the upload to the Hub. Returns the summary,
-        which host 0 writes. Raises StopRequested if a host was asked to stop meanwhile, and TrainError if weights
-        differ."""
+        """Evaluates and exports, if configured, compares the hosts' weights and waits for the upload to the Hub.
+        Returns the summary, which host 0 writes. Raises StopRequested if a host was asked to stop meanwhile, and
+        TrainError if weights differ."""
         run, config = self.run, self.run.config
         is_evaluated = config.best is not None and self.evaluations.step == self.progress.step
         if config.data.evaluation and config.evaluation.at_end and not is_evaluated:
@@ -354,10 +359,10 @@ class Trainer:
         return self.history.judge(error, self.restored.manifest.step if self.restored else 0)
 
     def record(self, error: NonFinite) -> None:
-        """Records on host 0, for later attempts, the first step of this attempt that was not finite. All hosts wait
-        for the record, because host 0 ends soon after the first host that leaves. Threads that save call this too:
-        they learn that a state is not finite at different steps, while host 0 may wait in a step for a host that has
-        left the loop."""
+        """Records on host 0, for later attempts, the first step of this attempt that was not finite; later calls do
+        nothing. All hosts wait for the record, at most RECORD_SECONDS, because host 0 ends soon after the first host
+        that leaves. Threads that save call this too: they learn that a state is not finite at different steps, while
+        host 0 may wait in a step for a host that has left the loop."""
         manifest = self.restored.manifest if self.restored else None
         with self._recording:
             if self._is_recorded:
@@ -399,7 +404,8 @@ class Trainer:
         return self.run.rendezvous.limit("the first step", seconds)
 
     def take_results(self, results: list[FinishedStep]) -> None:
-        """Counts the results of steps; host 0 shows and logs those due by train.log_every. Raises NonFinite."""
+        """Counts the results of steps. Host 0 shows and logs those due by train.log_every and the last one, announces
+        the first, and warns of skipped ones. Raises NonFinite."""
         train = self.run.config.train
         for result, batch in results:
             self.progress.finish_step(result, batch)
@@ -417,7 +423,8 @@ class Trainer:
                 self._report(self.log, step, result)
 
     def _report(self, log: MetricsWriter, step: int, result: StepResult) -> None:
-        """Shows the progress line and gives its values to the trackers. A skipped step shows the last finite loss."""
+        """Shows the progress line, and gives its values to the trackers and to this host's line of progress. For a
+        skipped step shows the last finite loss; trackers get its own."""
         train, loss = self.run.config.train, result.loss
         if result.skipped and self.progress.last_loss is not None:
             loss = self.progress.last_loss

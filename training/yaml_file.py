@@ -130,7 +130,7 @@ class _Representer(SafeRepresenter):
     """Writes scalars so that readers of YAML 1.1 and of 1.2 get the same value."""
 
     def represent_str(self, data: str) -> ScalarNode:
-        """Quotes a string if a YAML version would read the bare text as another type."""
+        """Quotes text that a YAML version would read as another type, or that is not printable ASCII."""
         ambiguous = any(pattern.match(data) for _, _, pattern, _ in implicit_resolvers)
         plain = data.isascii() and data.isprintable() and not ambiguous
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if plain else '"')
@@ -234,7 +234,7 @@ def _collect_places(
 
 
 def _override(document: Document, override: str) -> Document:
-    """Returns the document with one change, "key=value" with a YAML value. Raises ConfigError."""
+    """Returns the document with one change, "key=value"; the value is YAML, or "" if missing. Raises ConfigError."""
     key, equals, text = override.partition("=")
     shown = override[:200] if override.isprintable() else repr(override[:200])
     parts = tuple(key.split("."))
@@ -249,8 +249,8 @@ def _override(document: Document, override: str) -> Document:
 
 
 def _with(value: dict[str, Any], parts: tuple[str, ...], new: Any, key: str) -> dict[str, Any]:
-    """Returns a copy of `value` with `new` at the path `parts`. Raises ConfigError, naming `key`, where it meets no
-    section."""
+    """Returns a copy of `value` with `new` at the path `parts`, adding missing sections. Raises ConfigError, naming
+    `key`, if a part on the way is no section."""
     head, rest = parts[0], parts[1:]
     if not rest:
         return {**value, head: new}
@@ -290,7 +290,7 @@ def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str
 
 
 def _did_you_mean(key: str, known: Sequence[str]) -> str:
-    """Returns the end of a message: the known key closest to `key`, else all known keys."""
+    """Returns the end of a message: the known key closest to `key`, else all known keys; "" if none are known."""
     close = difflib.get_close_matches(key, known, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"

@@ -47,7 +47,7 @@ _field_option = option(
 @option("--out", required=True, metavar="FOLDER", help="Folder to write: local or gs://bucket/folder.")
 @option("--overwrite", is_flag=True, help="Replace another tokenizer that is there.")
 def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: str, out: str, overwrite: bool) -> None:
-    """Train a tokenizer; the result is a Hugging Face tokenizer folder.
+    """Train a tokenizer and write it as a Hugging Face tokenizer folder; nothing changes if the same one is there.
 
     \b
     tpu-train tokenizer --corpus builtin:pydoc --vocabulary 2000 --out gs://my-bucket/tokenizer
@@ -134,7 +134,8 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
 def shards(splits: tuple[str, ...], **options: Any) -> None:
     """Tokenize a corpus and write TFRecord datasets of a task.
 
-    After an interruption, run it again: it continues where it stopped. It does nothing to a finished dataset.
+    After an interruption, run it again: it continues where it stopped. It does nothing to a finished dataset
+    of the same settings, and refuses another one without --overwrite.
 
     \b
     tpu-train shards --corpus builtin:pydoc --tokenizer gs://b/tokenizer --sequence-length 128 --out gs://b/data
@@ -193,7 +194,7 @@ def dataset() -> None:
 @dataset.command()
 @click.argument("url", metavar="PATH")
 def show(url: str) -> None:
-    """Print the contents of a dataset's manifest."""
+    """Print a summary of a dataset's manifest, the parts of a mixture, and a line for each shard."""
     opened = open_dataset(url)
     manifest, shards = opened.manifest, opened.shards
     size, length = sum(shard.bytes for shard in shards) / 1e6, opened.sequence_length
@@ -222,7 +223,7 @@ def show(url: str) -> None:
 )
 @option("--out", required=True, metavar="FOLDER", help="Folder to write: local or gs://bucket/folder.")
 def mix(parts: tuple[str, ...], out: str) -> None:
-    """Write a dataset that is a weighted mixture of others. It reads their shards where they are.
+    """Write a dataset that is a weighted mixture of others: a list of their shards, which runs read where they are.
 
     \b
     tpu-train dataset mix --part gs://b/web/train=1 --part gs://b/books/train=3 --out gs://b/mixed/train
@@ -240,7 +241,7 @@ def mix(parts: tuple[str, ...], out: str) -> None:
 @click.argument("url", metavar="PATH")
 @option("--tokenizer", "tokenizer_url", metavar="FOLDER", help="Also check that this tokenizer wrote it.")
 def verify(url: str, tokenizer_url: str | None) -> None:
-    """Read every record of a dataset and print all problems; exits with 2 if there are any."""
+    """Read every record of a dataset, not a mixture, and print all problems; exits with 2 if there are any."""
     opened = open_dataset(url)
     vocabulary = None
     if tokenizer_url is not None:

@@ -157,7 +157,7 @@ def check(module: str, inputs: str, steps: int, shapes: int, as_json: bool) -> N
 def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list[LintFinding]:
     """Runs `steps` training steps of a user's own PyTorch module on the CPU; returns the findings. Sets PJRT_DEVICE.
     `module` and `inputs`: FILE:FUNCTION; the functions return the module, and its batches of `shapes` different shapes
-    or fewer. Raises BadInput, with the user's line, if one does not exist or fails, or torch_xla is not installed."""
+    or fewer. Raises BadInput if one does not exist or fails (naming the line), or torch_xla is not installed."""
     os.environ["PJRT_DEVICE"] = "CPU"
     from training.run_setup import prepare_framework
 
@@ -178,8 +178,9 @@ def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list
 
 
 def _load_function(option: str, reference: str) -> Callable[[], Any]:
-    """Runs FILE as a module, once even if it is named twice, with its folder on sys.path; returns its FUNCTION. The
-    file's errors pass. Raises BadInput, naming `option`, if there is no such file or function."""
+    """Runs the FILE of `reference`, FILE:FUNCTION, as a module, once even if it is named twice, and returns its
+    FUNCTION. Puts the folder on sys.path, and the module into sys.modules in place of one of that name. The file's
+    errors pass. Raises BadInput, naming `option`, if there is no such file or function."""
     file, _, name = reference.rpartition(":")
     if not file or not name:
         raise BadInput(f"{option} is {reference!r}, and must be FILE:FUNCTION, for example my_model.py:build")

@@ -46,10 +46,9 @@ from training.telemetry.progress_line import FILE_VARIABLE
 
 
 def chip_process_environment(cluster: Cluster) -> dict[str, str]:
-    """Returns the variables from which `torch_xla.launch` derives those of one process for each chip: bounds must
-    have the names of hosts' bounds, because it takes the bounds of processes, which `tpu_environment` returns, as
-    final. Raises BadInput if the accelerator is unknown, has another number of hosts, or has two devices a chip (v2
-    and v3)."""
+    """Returns the variables from which `torch_xla.launch` derives those of one process for each chip: `tpu_environment`
+    with the bounds renamed to those of hosts, which it does not take as final, and without the task's id. Raises
+    BadInput if the accelerator is unknown, has another number of hosts, or has two devices a chip (v2 and v3)."""
     environment = tpu_environment(cluster)
     accelerator = ACCELERATORS[environment["TPU_ACCELERATOR_TYPE"]]
     if accelerator.generation.devices_per_chip > 1:
@@ -103,9 +102,10 @@ def _run_chip_process(ordinal: int, script: str, arguments: Sequence[str]) -> No
 
 
 def run_on_host(script: str, arguments: Sequence[str]) -> None:
-    """Runs a program on this host of the slice, in as many processes as its devices need; where one is enough, in this
-    one, and its exceptions pass. Changes os.environ. Raises BadInput if the image lacks torch_xla, or the accelerator
-    is unknown or can't be used so; TrainError if a process ended early."""
+    """Runs a program on this host of the slice and waits for it: on several CPU hosts in this process, where its
+    exceptions pass; else through `torch_xla.launch`, where an exception ends its process with FAILED: a child for each
+    chip, one child on a CPU, this process on a virtual TPU. Changes os.environ. Raises BadInput if torch_xla is needed
+    and missing, or the accelerator is unknown or can't be used so; TrainError if a child ended early."""
     cluster, device = discover(), device_kind()
     os.environ["PJRT_DEVICE"] = device
     if device != "TPU" and cluster.hosts > 1:
@@ -130,7 +130,7 @@ def run_on_host(script: str, arguments: Sequence[str]) -> None:
 def run_chip_processes(module: Sequence[str]) -> int:
     """Runs a module with its arguments, as `python -m` would, in one process of TorchTPU for each chip of this host.
     Returns the exit code of the first process that failed, or 0. Warns of another version of torch_tpu than ours.
-    Raises BadInput if the image has no torch_tpu, this is no TPU, or TorchTPU does not know it."""
+    Raises BadInput if the image has no torch_tpu, or this is no TPU that TorchTPU knows, with all its hosts."""
     installed = next((found.version for found in importlib.metadata.distributions(name="torch_tpu")), None)
     if other := torch_tpu.find_other_version(installed):
         warn(other)
@@ -199,8 +199,9 @@ class RankProcess:
 
 def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
     """Runs a command in one process for each environment, which is added to this process's own and has RANK, all at the
-    same time, and forwards signals to them. If one fails, ends the others (after a signal, waits for them instead),
-    prints the last lines of the first that failed and returns its exit code. Returns 0 if none fails."""
+    same time; prints their lines after "rank N: ". Returns 0 if none fails, else prints the last lines of the first
+    that failed and returns its code, after ending the others: SIGTERM, and SIGKILL after STOP_SECONDS. Forwards
+    signals; after SIGTERM or SIGINT waits for all processes without limit."""
     output = threading.Lock()
     ranks: list[RankProcess] = []
     requested: list[int] = []
@@ -260,7 +261,8 @@ def _await_failure(ranks: Sequence[RankProcess]) -> RankProcess | None:
 
 @contextlib.contextmanager
 def _forwarding(ranks: Sequence[RankProcess], requested: list[int]) -> Iterator[None]:
-    """Forwards signals to the processes during the block. Appends SIGTERM and SIGINT to `requested`."""
+    """Forwards SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 to `ranks`, a list that may grow, during the block. Appends SIGTERM
+    and SIGINT to `requested`. Restores the former handlers."""
 
     def forward(number: int, _frame: FrameType | None) -> None:
         if number in (signal.SIGTERM, signal.SIGINT):

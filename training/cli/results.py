@@ -97,7 +97,7 @@ def export(run: str, out: str, step: int | None, best: bool) -> None:
 @option("--beside", is_flag=True, hidden=True, help="Started by a run: lower its priority, and print JSON.")
 def push(run: str, repository: str, step: int | None, private: bool, beside: bool) -> None:
     """Push the model of RUN, a run's folder, to REPOSITORY (org/name) on the Hugging Face Hub, with the token in
-    HF_TOKEN."""
+    HF_TOKEN. Creates the repository if it does not exist."""
     if beside:
         os.nice(10)
     from training.models.hub import push_model

@@ -74,7 +74,7 @@ def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: 
 @option("--json", "as_json", is_flag=True, help="One JSON object, with the confusion matrix of a classifier.")
 def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | None, as_json: bool) -> None:
     """Evaluate MODEL, a run's folder, a model folder or a name on the Hub, on the whole evaluation set. On a slice, run
-    it on every host.
+    it on every host; the first one prints the figures, alone on standard output.
 
     \b
     tpu-train evaluate runs/local -c run.yaml --step 500
@@ -110,7 +110,8 @@ def check_devices(backend: str, output: str | None, seconds: float) -> None:
     """Check this host's devices together with all hosts of the slice: number, memory, a matrix product, a sum over all
     devices; and clock, disk and bucket.
 
-    Prints a line for each fact. Exits with 0 if there is no problem, else with 1.
+    Prints a line for each fact. Exits with 0 if there is no problem that would fail a run, 76 if another host was
+    lost, 2 for a wrong accelerator or image, else with 1.
     """
     from training.device_check import check_host, find_problems, print_fact
     from training.distributed.config import RendezvousSection
@@ -201,8 +202,8 @@ def _start_chip_processes(backend: str) -> None:
 
 
 def _discover(backend: str) -> Cluster:
-    """Returns this host's cluster; with TorchTPU, which has a process for each chip, that of this process. Raises
-    BadInput if the variables or the metadata server contradict themselves."""
+    """Returns this host's cluster; with TorchTPU, one in which each process, one for each chip, counts as a host.
+    Raises BadInput if the variables or the metadata server contradict themselves."""
     from training.distributed import torch_tpu
     from training.distributed.cluster import discover
 
@@ -211,9 +212,9 @@ def _discover(backend: str) -> Cluster:
 
 
 def _join_cluster(config: TrainerConfig, shutdown: ShutdownRequest) -> tuple[Cluster, Rendezvous]:
-    """Reads this host's cluster, and connects to host 0; returns both. Raises BadInput for a cluster that
-    contradicts itself or has no shared secret, StopRequested if asked to stop, LostPeer or TrainError if host 0 does
-    not answer or refuses."""
+    """Reads this host's cluster, and connects to host 0, for rendezvous.start_seconds at most; returns both. Raises
+    BadInput for a cluster that contradicts itself or has no shared secret, StopRequested if asked to stop, LostPeer if
+    host 0 does not answer, TrainError if it refuses or can't listen."""
     from training.distributed.rendezvous import join
 
     cluster = _discover(config.backend)
@@ -238,7 +239,7 @@ def _program_host(
 @contextlib.contextmanager
 def ending_process(rendezvous: Rendezvous, machine: Machine = SYSTEM) -> Iterator[None]:
     """Ends the process after the block, or at its error, which it prints: tells the other hosts how this one ended, and
-    exits with 0, a TrainError's code or FAILED."""
+    exits with 0, a TrainError's code or FAILED. SystemExit and Ctrl-C in the block count as FAILED, unprinted."""
     code, message = Exit.FAILED, "unexpected error"
     try:
         yield
@@ -259,8 +260,8 @@ def ending_process(rendezvous: Rendezvous, machine: Machine = SYSTEM) -> Iterato
 
 
 def exit_overdue(rendezvous: Rendezvous, seconds: float, machine: Machine = SYSTEM) -> NoReturn:
-    """Ends the process with exit code SAVED, and with it the attempt on all hosts. Called from a timer thread when the
-    main thread has not stopped `seconds` after a stop request."""
+    """Ends the process with exit code SAVED, after a message, and with it the attempt on all hosts. Does not wait: a
+    timer thread calls it when the main thread has not stopped `seconds` after a stop request."""
     message = (
         f"could not stop in good order within {seconds:g} s (checkpoint.stop_seconds); the run goes on from its last "
         "commit"

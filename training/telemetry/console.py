@@ -19,7 +19,7 @@ def warn(message: str) -> None:
 
 
 def note(message: str) -> None:
-    """Prints a line on standard error; standard output is for results."""
+    """Prints "tpu-train: MESSAGE" on standard error (standard output is for results); a failed write is ignored."""
     with contextlib.suppress(OSError):  # a full disk or a closed pipe must not change the exit code
         print(f"tpu-train: {message}", file=sys.stderr, flush=True)
 
@@ -48,7 +48,7 @@ class Console:
             self._line_open = False
 
     def _print(self, text: str, stays: bool) -> None:
-        """Prints `text`, if `shown`, over an open progress line; unless `stays`, `text` is the next open one."""
+        """Prints `text`, if `shown`, over an open progress line; unless `stays`, cuts it and leaves it open."""
         if not self._shown:
             return
         if not stays:  # a wider line would wrap, and could not be replaced
@@ -90,7 +90,7 @@ def format_figures(figures: dict[str, float]) -> str:
 
 
 def format_program_counts(summary: dict[str, Any]) -> str:
-    """Returns a line with the framework's counts of what costs time: compilations, syncs, operations on the host."""
+    """Returns a line of compilations, graphs, syncs and operations on the host, which cost time, and of preflight."""
     fallbacks = summary.get("host_fallbacks") or []
     counts = [f"{summary['compilations']} compilations in {summary.get('compile_seconds', 0.0):.1f} s"]
     if "graphs" in summary:
@@ -104,7 +104,8 @@ def format_program_counts(summary: dict[str, Any]) -> str:
 
 
 def format_upload(hub: dict[str, Any]) -> str:
-    """Returns a line about the summary's "hub": the newest step in the Hub's repository, and the last error."""
+    """Returns a line about the summary's "hub": the newest step that this attempt uploaded, and the last error, if
+    any."""
     done = f"has step {hub['step']}: {hub['commit']}" if hub["commit"] else "has nothing of this attempt"
     return f"hub: {hub['repository']} {done}" + (f"; the last upload failed: {hub['error']}" if hub["error"] else "")
 

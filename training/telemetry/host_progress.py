@@ -137,7 +137,8 @@ class HostProgress:
         self.count += 1
 
     def line(self) -> ProgressLine:
-        """Returns this moment's line: the loop's figures with the phase, seconds of parts and steps, and memory."""
+        """Returns this moment's line: the loop's figures with the phase, seconds of parts and steps, and memory. Notes
+        when a phase changed, so one thread calls it."""
         now, innermost, part = self._now(), self._timer.innermost, self._part
         phase = _PHASES.get(innermost, progress_line.TRAINING if self._finished else progress_line.START)
         if phase == progress_line.START and innermost in ("step", "data_wait"):

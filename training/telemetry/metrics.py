@@ -168,7 +168,7 @@ def read_history(folder: str, storage: Storage = default_storage) -> list[dict[s
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
-    """Returns the values of a line; None for a truncated or foreign one."""
+    """Returns the values of a line; None without a whole number as "step" or "resumed_at", or if truncated."""
     try:
         values = json.loads(line)
     except ValueError:

@@ -84,7 +84,8 @@ def parse(text: str) -> ProgressLine | None:
 
 
 def _clean(name: str, value: Any) -> Any:
-    """Returns a field's value, bounded; None for an unknown field or another type."""
+    """Returns a field's value, long texts and mappings cut; None for an unknown field, another type, or a number that
+    is not finite or is huge."""
     kind = _KINDS.get(name)
     if kind is None or not isinstance(value, kind) or isinstance(value, bool):
         return None

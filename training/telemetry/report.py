@@ -293,6 +293,7 @@ def _render_phases(attempts: Sequence[AttemptRecords]) -> str:
 
 
 def _render_attempts(attempts: Sequence[AttemptRecords]) -> str:
+    """Renders a table with a row for each attempt: begin, hosts, accelerator, and how, when and why it ended."""
     rows = []
     for attempt in attempts:
         end = attempt.end or {}

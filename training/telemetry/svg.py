@@ -35,8 +35,8 @@ def standalone(svg: str) -> str:
 
 
 def line_chart(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """Draws curves of (step, value) by name, without values that are not finite, with a dot at each value of a curve of
-    at most 40; an empty chart says that nothing was recorded."""
+    """Draws curves of (step, value) by name, thinned to POINTS values, without values that are not finite, with a dot
+    at each value of a curve of at most 40; an empty chart says that nothing was recorded."""
     width, height, left, right, top, bottom = 560, 240, 64, 16, 34, 30  # and the margins of the plot area
     finite = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in curves.items()}
     kept = {name: downsample(points, POINTS) for name, points in finite.items() if points}
@@ -157,7 +157,7 @@ def heat_map(title: str, steps: Sequence[int], rows: Mapping[str, Sequence[float
 
 
 def downsample(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """Returns at most `most` points: the lowest and the highest of each stretch, so that no spike is lost."""
+    """Returns all points, or if more than `most` those lowest and highest in each stretch, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(len(points) / (most // 2))
@@ -202,6 +202,7 @@ def _empty_chart(title: str, width: float) -> str:
 
 
 def _svg_document(title: str, width: float, height: float, parts: Sequence[str]) -> str:
+    """Returns an SVG element of `parts`. `title` is its label for screen readers, and is not drawn."""
     attributes = f'role="img" aria-label="{escape(title)}" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {attributes}>' + "".join(parts) + "</svg>"
 

@@ -53,6 +53,7 @@ class TensorBoardTracker:
         self._append_event(self._event(wall_time=now, step=info.resumed_at + 1, session_log=start))
 
     def log(self, step: int, values: Values) -> None:
+        """Buffers an event with the values that are not None, at the time now."""
         scalars = [self._summary.Value(tag=tag, simple_value=value) for tag, value in name_scalars(values).items()]
         self._append_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=scalars)))
 
@@ -232,6 +233,7 @@ class MlflowRun:
             self._client.log_batch(self._run_id, params=parameters[first : first + _MLFLOW_PARAMETERS])
 
     def send(self, lines: Sequence[Line]) -> None:
+        """Sends the values with the time now, in calls of at most `_MLFLOW_METRICS`."""
         now = int(time.time() * 1000)
         metrics = [self._metric(name, value, now, step) for step, values in lines for name, value in values.items()]
         for first in range(0, len(metrics), _MLFLOW_METRICS):
