@@ -72,7 +72,8 @@ class Estimate:
 
 def estimate(config: Config, home: Path, machine: Workstation) -> list[Estimate]:
     """Returns an estimate for each type and zone of the candidates; the wait is that of the first capacity there. Reads
-    `home` and the datasets' manifests, no more. Raises BadInput without trainer's sections."""
+    `home`, the datasets' manifests and the tokenizer, and hashes the image's files. Raises BadInput without trainer's
+    sections, Dockerfile or CA bundle."""
     if config.trainer is None:
         raise BadInput(
             f"{config.document.name}: has no trainer's sections, and only the trainer's step can be estimated"
@@ -102,6 +103,7 @@ def estimate(config: Config, home: Path, machine: Workstation) -> list[Estimate]
 
 
 def _dollars(candidate: Candidate, capacity: str, hours: Range) -> Range:
+    """Returns the least and the most dollars for `hours`; None if these or the price are unknown."""
     price = costs.per_hour(candidate.accelerator_type, candidate.zone, capacity)
     return None if price is None or hours is None else (price * hours[0], price * hours[1])
 
@@ -110,8 +112,8 @@ def _dollars(candidate: Candidate, capacity: str, hours: Range) -> Range:
 
 
 def step_bound(config: Config, home: Path, kept: dict[str, Any] | None = None) -> Bound | None:
-    """Returns the least time of a training step on the configuration's accelerator, with its source; None if neither a
-    preflight nor the model's sizes tell. `kept`: the accelerator's kept preflight; None: looks it up."""
+    """Returns the least seconds of a training step on the configuration's accelerator, with their source: its preflight
+    (`kept`; None: the one in `home`), else another type's in `home`, else the model's sizes; None without all these."""
     assert config.trainer is not None
     batch, target = config.trainer.train.global_batch_size, config.accelerator
     kept = kept or preflight.known(config, home)
@@ -133,7 +135,7 @@ def _training_graph(result: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _roofline(flops: float, byte_count: float, target: Accelerator) -> float:
-    """Returns the seconds that all chips of a slice need at their published peaks for the work of all devices."""
+    """Returns the seconds of all devices' work on a slice at the published peaks: of FLOPs or of bytes, the longer."""
     generation = target.generation
     return max(
         flops / (generation.bf16_flops_per_chip * target.chips),

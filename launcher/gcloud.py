@@ -149,7 +149,8 @@ _OF_CREATION: tuple[tuple[str, type[LaunchError], str], ...] = (
 
 
 def explain_error(stderr: str, argv: Sequence[str]) -> LaunchError:
-    """Returns the error that gcloud's message means, with advice; a transient LaunchError for an unknown wording."""
+    """Returns the error that gcloud's message means, with advice; a transient LaunchError for an unknown wording.
+    `argv` (gcloud compute tpus KIND VERB ...) tells creations, after which an internal error means no capacity."""
     text = summarize_error(stderr)
     creates = list(argv[4:5]) in (["create"], ["start"])
     for pattern, kind, advice in (*(_OF_CREATION if creates else ()), *_MEANINGS):
@@ -264,8 +265,8 @@ class Retry:
 
     def call(self, operation: Callable[[], T], deadline: float) -> T:
         """Returns the operation's result. Retries it with growing pauses, and tells the user each new error. Raises the
-        operation's LaunchError: at once when it is not transient, else that of a try at the deadline (monotonic
-        clock)."""
+        operation's LaunchError: at once when it is not transient (with `retry_denied`, PERMISSION_DENIED after ten
+        minutes), else that of a try at the deadline (monotonic clock)."""
         backoff = Backoff(self._machine)
         while True:
             try:
@@ -289,7 +290,8 @@ class Retry:
             self._reported = text
 
     def _is_retryable(self, error: LaunchError, now: float) -> bool:
-        """Returns whether an error may pass; notes since when permission has been denied."""
+        """Returns whether an error may pass (a denied permission: for ten minutes, with `retry_denied`); notes since
+        when."""
         if not isinstance(error, PermissionDenied):
             self._denied_since = None
             return error.transient

@@ -63,9 +63,10 @@ def run(
     env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> Result:
-    """Runs a command to its end, without a terminal and in a session of its own; it inherits `pass_fds`, and gets the
-    variables `env` beside those of this process. A non-zero exit code raises nothing. Raises CommandMissing without the
-    program, CommandTimeout after `timeout` seconds, when the command's whole process group is ended."""
+    """Runs a command to its end, in a session of its own and without a terminal, with `input` or nothing on stdin; it
+    inherits `pass_fds`, and gets the variables `env` beside those of this process. A non-zero exit code raises nothing.
+    Raises CommandMissing without the program, CommandTimeout after `timeout` seconds; that and any other exception end
+    the command's whole process group."""
     data = input.encode() if isinstance(input, str) else input
     begun, stdin = time.monotonic(), subprocess.DEVNULL if data is None else subprocess.PIPE
     options = _prepare(argv, env, stdin=stdin, stderr=subprocess.PIPE, pass_fds=pass_fds)
@@ -91,7 +92,8 @@ def stream(
     on_start: Callable[[Callable[[], None]], object] | None = None,
 ) -> Result:
     """Runs a command and passes each line of its stdout and stderr to `on_line`, without line end, as it comes.
-    `on_start` is given a function that ends the command early. The result's stdout has all lines. Raises as `run`."""
+    `on_start` is given a function that ends the command early, which raises nothing. The result's stdout has all lines.
+    Raises as `run`, and what `on_line` raises, which ends the command."""
     begun = time.monotonic()
     options = _prepare(argv, env, stderr=subprocess.STDOUT, errors="replace")
     process = subprocess.Popen(list(argv), stdout=subprocess.PIPE, **options)
@@ -125,7 +127,8 @@ def stream(
 
 
 def attached(argv: Sequence[str]) -> int:
-    """Runs a command on this terminal until it ends; returns its exit code. Ctrl-C goes to the command."""
+    """Runs a command on this terminal until it ends; returns its exit code, negative for a signal's number. Ctrl-C goes
+    to the command alone."""
     process = subprocess.Popen(list(argv), **_prepare(argv, None, stdin=None, start_new_session=False))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -32,8 +32,8 @@ class Owner:
 
 
 def this_owner() -> Owner:
-    """Returns this process's user name, as a valid label, with the hash of the account that gcloud uses: of its
-    settings, or the service account of a VM; "" without an account or gcloud. Takes about half a second."""
+    """Returns this process's user name, as a valid label, with a hash of gcloud's account: of $CLOUDSDK_CORE_ACCOUNT,
+    else of what gcloud says (in half a second, or up to 30 s); "" if it has none or is missing."""
     account = os.environ.get("CLOUDSDK_CORE_ACCOUNT", "")
     if not account:
         try:

@@ -75,7 +75,7 @@ def examine(config: Config) -> list[Finding]:
 
 
 def _cost(config: Config) -> Finding:
-    """Checks the hourly cost against slice.max_cost_per_hour; warns of an unknown price without such a limit."""
+    """Checks the hourly cost against its limits in `slice`; without limits, warns of an unknown price."""
     try:
         costs.check(config)
     except LaunchError as error:
@@ -181,8 +181,8 @@ _QUOTA_PREFIX = {"v5e": "TPUV5s"}
 
 
 def check_quota(config: Config) -> Finding:
-    """Returns a warning that names the quotas that the slice needs, one a zone and one a region, and the command that
-    shows them: most accounts have no rights for the Cloud Quotas API."""
+    """Checks nothing: returns a warning that names the quotas that the slice needs, one a zone and one a region, and
+    the command that shows them, because most accounts have no rights for the Cloud Quotas API."""
     generation = config.accelerator.generation.name
     begin = _QUOTA_PREFIX.get(generation, f"TPU{generation.upper()}")
     preemptible = ".*Preemptible" if config.slice.capacity == "spot" else ""
@@ -235,7 +235,8 @@ def _engine(config: Config) -> Finding:
 
 
 def _registry(config: Config) -> Finding:
-    """Checks docker's credentials, or the base image if no engine makes the image; warns without image.repository."""
+    """Checks docker's credentials, or the base image if no engine makes the image; warns if image.repository and
+    image.reference are missing."""
     if config.image.repository is None:
         if config.image.reference:
             return ok("registry", "not pushed to: image.reference is given")
@@ -267,7 +268,8 @@ def check_base_image(config: Config) -> Finding:
 
 
 def check_registry(host: str, settings: dict[str, Any]) -> Finding:
-    """Checks docker's config.json (`settings`) for credentials of a registry; missing ones fail for Google's only."""
+    """Looks in docker's config.json (`settings`) for credentials of a registry: passes with its own, warns with a store
+    of credentials, which is not asked; without any, fails for Google's registries and warns for others."""
     for kind in ("credHelpers", "auths"):
         if host in settings.get(kind, {}):
             return ok("registry", f"docker has credentials for {host} ({kind})")

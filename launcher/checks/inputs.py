@@ -19,10 +19,10 @@ _REQUEST_SECONDS = 10.0
 
 
 def buckets(config: Config, say: Callable[[str], None], warn: Callable[[str], None] | None = None) -> None:
-    """Requires that every bucket that the trainer's sections name exists. `say` is given a line for a bucket that this
-    account may not read, because the hosts' account may; `warn`, or `say`, one for a bucket whose data costs dollars
-    on the way to a candidate's region. Raises BadInput for a missing bucket and without valid credentials, LaunchError
-    if Cloud Storage does not answer in time."""
+    """Requires that the buckets of `output` and of the datasets and tokenizer in `data` exist. `say` is given a line
+    for one that this account may not read, because the hosts' account may; `warn`, or `say`, one for a bucket whose
+    data costs dollars on the way to a candidate's region. Does nothing without trainer's sections. Raises BadInput for
+    a missing bucket or invalid credentials, LaunchError if Cloud Storage does not answer in 30 s."""
     if config.trainer is None:
         return
     data = config.trainer.data
@@ -46,10 +46,11 @@ def buckets(config: Config, say: Callable[[str], None], warn: Callable[[str], No
 
 
 def data(config: Config, say: Callable[[str], None]) -> None:
-    """Checks that the datasets are complete and fit the configuration, including their tokenizer (unless it is on the
-    Hub, of which this machine has no client) and the size of every shard, and that the run can train the model family
-    of `model.path`. `say` is given a line for a dataset that this account may not read, because the hosts' account may.
-    Raises BadInput if a dataset is missing, incomplete or does not fit, LaunchError if storage does not answer."""
+    """Checks that the datasets are complete, with the size of every shard, and fit the configuration and tokenizer
+    (unless it is on the Hub), and that the run can train the family of `model.path` on rows so long. `say` is given a
+    line for a dataset that this account may not read, because the hosts' account may. Does nothing without trainer's
+    sections. Raises BadInput if a dataset is missing, incomplete or does not fit, LaunchError if the bucket does not
+    answer."""
     if config.trainer is None:
         return
     from training.data.formats.open_dataset import check_dataset

@@ -43,10 +43,10 @@ def check(
     config: Config, home: Path, names: Sequence[str], *, max_batch: bool, more: Sequence[str], say: Say
 ) -> list[dict[str, Any]]:
     """Compiles the training step, in a container here, for the accelerators `names` ([]: the configuration's), unless
-    `home` has a kept result; keeps new results there. Returns a result for each name, as `tpu-train preflight --json`
-    prints it, whether the step fits or not. `max_batch` also searches for the largest batch; with `more` arguments of
-    `tpu-train preflight`, results are neither kept nor reused. Raises BadInput without a trainer or for an unknown
-    accelerator, LaunchError if the compiler gives no answer."""
+    `home` has a kept result; makes the image if needed, and keeps new results in `home`. Returns a result for each
+    name, as `tpu-train preflight --json` prints it, whether the step fits or not. `max_batch` also searches for the
+    largest batch; with `more` arguments of `tpu-train preflight`, results are neither kept nor reused. Raises BadInput
+    without a trainer or for an unknown accelerator, LaunchError if the compiler gives no answer."""
     if config.trainer is None:
         raise BadInput(
             f"{config.document.name}: has no trainer's sections, and preflight compiles the trainer's step: "
@@ -77,7 +77,8 @@ def known(config: Config, home: Path) -> dict[str, Any] | None:
 
 
 def known_elsewhere(config: Config, home: Path) -> dict[str, dict[str, Any]]:
-    """Returns the kept results of the configuration's step for other accelerators, by their names."""
+    """Returns the kept results of the configuration's step for other accelerators, by their names. Reads and raises as
+    `known`; {} without a trainer or kept results."""
     if config.trainer is None:
         return {}
     names = {path.name.rpartition("-")[0] for path in (home / "preflight").glob("*-*.json")}
@@ -87,7 +88,8 @@ def known_elsewhere(config: Config, home: Path) -> dict[str, dict[str, Any]]:
 
 def require_fit(config: Config, home: Path, say: Say) -> tuple[str, ...]:
     """Raises LaunchError (Exit.DOES_NOT_FIT) if the step does not fit according to a kept result. If it fits, says so
-    and returns the hashes of its programs, which the containers compare with what they run; () without a result."""
+    and returns the hashes of its programs, which the containers compare with what they run; () without a result.
+    Compiles nothing; reads and raises as `known`."""
     result = known(config, home)
     if result is None:
         return ()
@@ -145,7 +147,7 @@ def _compile(
     config: Config, names: Sequence[str], *, max_batch: bool, more: Sequence[str], say: Say
 ) -> list[dict[str, Any]]:
     """Runs `tpu-train preflight` in a container here, after building the image if needed, and returns a result for each
-    accelerator type. Raises LaunchError if the container prints none."""
+    accelerator type; `say` gets its other lines. Raises LaunchError if the container prints no result."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="preflight-") as file:
         file.write(config.document.dump())
         file.flush()
@@ -172,7 +174,8 @@ def _compile(
 
 
 def _path(config: Config, home: Path, name: str) -> Path | None:
-    """Returns where the result for an accelerator is kept; None when what the result depends on can't be read."""
+    """Returns where the result for an accelerator is kept; None when a manifest or the tokenizer can't be read. Hashes
+    the image's files too: raises BadInput without its Dockerfile or CA bundle."""
     assert config.trainer is not None
     trainer = {key: value for key, value in config.trainer.canonical().items() if key not in _NOT_IN_PROGRAMS}
     trainer["train"] = {key: value for key, value in trainer["train"].items() if key not in _NOT_IN_STEP}

@@ -34,8 +34,9 @@ def emulator() -> None:
     help="Print `export` lines that point gcloud, docker and storage clients of this shell to it.",
 )
 def start(port: int | None, bucket: str | None, full_pushes: bool | None, environment: bool) -> None:
-    """Start the emulator, or continue one that crashed, and print its address. One that runs goes on: another --port
-    or kind of pushes is refused then."""
+    """Start the emulator, or continue one that crashed, and print its address (with --environment, `export` lines
+    instead). A first start builds the image of its hosts. One that runs goes on: another --port or kind of pushes is
+    refused then."""
     home = control.default_home()
     control.start(home, port=port, bucket=bucket, full_pushes=full_pushes)
     values = control.environment(home)
@@ -91,7 +92,8 @@ def status(as_json: bool) -> None:
 @click.argument("path", metavar="[FILE]", type=click.Path(path_type=Path), required=False)
 @click.option("--clear", is_flag=True, help="Any number of every slice again.")
 def stock(path: Path | None, clear: bool) -> None:
-    """Enter how many slices of each type there are in each zone, and when they come and go, from a YAML file.
+    """Enter how many slices of each type there are in each zone, and when they come and go, from a YAML file; or end
+    that with --clear. The emulator must run.
 
     Queued resources wait for the stock, and spot slices are taken when it falls. The guide's page on capacity shows a
     file.
@@ -111,10 +113,12 @@ def inject() -> None:
 
 
 def _add_fault(name: str, text: str, *parameters: click.Parameter, **fixed: Any) -> None:
-    """Adds `emulator inject NAME`, whose help is `text`. Its parameters, and `fixed`, are the fault's arguments."""
+    """Adds `emulator inject NAME`, whose help is `text`. Its parameters that are given, and `fixed`, are the fault's
+    arguments; a parameter `kind` takes the place of NAME in the fault."""
 
     def run(as_json: bool, **given: Any) -> None:
-        """Injects the fault, and prints its name and the hosts that it hits or brings back."""
+        """Injects the fault, and prints its name and the hosts that it hits or brings back ("set" without any), or
+        JSON. Raises BadInput if no emulator runs or the target is unknown or not READY."""
         arguments = {key: value for key, value in {**given, **fixed}.items() if value is not None}
         done = control.inject(control.default_home(), {"fault": arguments.pop("kind", name), **arguments})
         touched = ", ".join(done.get("hosts") or done.get("restored") or ["set"])

@@ -64,7 +64,8 @@ def init(
     bucket: str | None,
     repository: str | None,
 ) -> None:
-    """Write a first file, commented and valid; asks on a terminal for what flags do not say. Never overwrites.
+    """Write a first file, commented and valid; asks on a terminal for what flags do not say. Without a terminal
+    --project and --accelerator-type are needed. Never overwrites.
 
     \b
     tpu-launch init
@@ -84,7 +85,8 @@ def init(
 
 
 def _ask(flag: str, question: str, default: str | None = None, *, optional: bool = False) -> str:
-    """Returns the user's answer; without a terminal, an optional one's default, else raises BadInput with the flag."""
+    """Asks on the terminal, where Enter means `default`, and returns the answer. Without a terminal, returns the
+    default if `optional`, else raises BadInput, which names `flag`."""
     if sys.stdin.isatty():
         return str(click.prompt(question, default=default, err=True)).strip()
     if default is not None and optional:
@@ -150,7 +152,8 @@ output: {runs} # checkpoints, metrics, summary: below <output>/<run id>
 
 
 def text(answers: Answers) -> str:
-    """Returns the file's content. Raises BadInput for an unknown accelerator or an invalid project id."""
+    """Returns the file's content, with the trainer's sections only if there is a bucket. Raises BadInput for an unknown
+    accelerator or an impossible project id; `write` checks the other answers."""
     slice_type = known(answers.accelerator_type)
     if not _PROJECT.fullmatch(answers.project):
         raise BadInput(f"{answers.project!r} can't be a project id: lower-case letters, digits and hyphens")

@@ -22,7 +22,7 @@ _ANSWER_SECONDS = 30  # for the answer to `profile`, after the trainer's own tim
 
 
 def _parse_host(_context: click.Context, _option: click.Parameter, value: str) -> int | None:
-    """Returns a worker index; None for `all`. Raises click.BadParameter for any other text."""
+    """Returns a worker index, which the slice may lack; None for `all`. Raises click.BadParameter for other texts."""
     if value != "all" and not value.isdigit():
         raise click.BadParameter(f"{value!r} is neither a worker index nor `all`")
     return None if value == "all" else int(value)
@@ -49,7 +49,8 @@ def _timeout_option(most: int, help: str) -> Callable[[Function], Function]:
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @configured
 def exec_(config: Config, run_id: str | None, host: int | None, seconds: int, command: tuple[str, ...]) -> None:
-    """Run a command in the live container of every host, or of one; it has no standard input.
+    """Run a command in the live container of every host, or of one; it has no standard input. Values of secrets are
+    masked in its output.
 
     Each line has its host in front. The exit code is 0, or that of the host that failed first. Ctrl-C ends the
     command on its hosts; the run goes on.
@@ -81,7 +82,8 @@ def exec_(config: Config, run_id: str | None, host: int | None, seconds: int, co
 @configured
 def notebook(config: Config, run_id: str | None, host: int, port: int, local_port: int | None) -> None:
     """Start Jupyter, which the image must have, in the live container of a host, and print its address with the token.
-    Ctrl-C ends it; the run goes on."""
+    Ctrl-C ends it; the run goes on. Fails if Jupyter ends by itself, and for slices reached by gcloud alone
+    (run.transport: gcloud, slice.iap)."""
     with execution.live_session(config, run_context(), run_id) as session:
         session.choose_workers(host)
         terminal.say(f"run {session.ledger.run_id}: starting Jupyter on host {host}")
@@ -105,7 +107,7 @@ def notebook(config: Config, run_id: str | None, host: int, port: int, local_por
 
 
 def _end_after(ended: Future[list[CommandReport]], end: Callable[[], None]) -> None:
-    """Waits until Jupyter has ended, well or not, then calls `end`, which ends the tunnel."""
+    """Waits until Jupyter has ended, well or not, then calls `end`, which ends the tunnel. Runs in a thread."""
     ended.exception()
     end()
 
@@ -142,7 +144,8 @@ def profile(config: Config, run_id: str | None, steps: int, host: int | None, se
 @run_option
 @configured
 def explain(config: Config, run_id: str | None) -> None:
-    """Say where every host of the live run is, and which one differs. Takes stacks twice, 5 s apart; the run goes on.
+    """Say where every host of the live run is, and which one differs. Takes stacks twice, 5 s apart, and keeps them in
+    the run's folder here, secrets masked; the run goes on.
 
     \b
     tpu-launch explain -f run.yaml
@@ -172,7 +175,7 @@ def explain(config: Config, run_id: str | None) -> None:
 @configured
 def top(config: Config, once: bool, seconds: float, columns: int | None) -> None:
     """Watch the slice's newest run: step, loss curve, examples/s, data wait, hosts with their memory, cost so far.
-    Ctrl-C ends it; the run goes on."""
+    Ctrl-C ends it; the run goes on. Shows an error and looks again; with --once, fails."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text

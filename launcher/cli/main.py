@@ -52,6 +52,7 @@ COMMANDS = (  # name, where it is below launcher.cli, short help
 
 
 def _print_version(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    """Prints the version and ends the command if `wanted`, unless the shell completes words."""
     if wanted and not context.resilient_parsing:
         click.echo(f"{context.find_root().info_name}, version {installation.version()}")
         context.exit()
@@ -89,7 +90,8 @@ def cli(context: click.Context, emulated: bool, verbose: bool) -> None:
 
 def main() -> None:
     """Runs the command line and exits. Turns every expected error into one message and its exit code; SIGTERM, and
-    SIGHUP unless it is ignored (nohup), into Ctrl-C; a closed pipe (`| head`) into exit code 0."""
+    SIGHUP unless it is ignored (nohup), into Ctrl-C, which ends with Exit.DETACHED; a closed pipe (`| head`) into exit
+    code 0. Any other error is a traceback."""
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _interrupt)

@@ -54,16 +54,18 @@ run_option = click.option(
 
 
 def set_option(example: str) -> Callable[[Function], Function]:
-    """Returns the decorator that adds --set, which changes keys of the file."""
+    """Returns the decorator that adds --set KEY=VALUE, for changes of the file; a command gets all as `overrides`."""
     text = f"Change a key of the file: --set {example}."
     return click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help=text)
 
 
 def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--file")) -> Function:
-    """Returns the command with the shared options: it loads the file and calls `function` with its configuration first,
-    or None for a folder of runs. A run gs://bucket/runs/ID, named in place of the file or by --run, is imported; then
-    `function` gets its configuration and id. The command raises BadInput for a missing file and an unsupported
-    provider. With --emulated, `function` reaches the emulator (`emulation`). `file_flags` are the file's options."""
+    """Returns the command with -f, --set, --provider and --emulated. It loads the file (an argument `named` stands for
+    -f, a `command` replaces the file's) and calls `function` with the configuration and the other options; for a
+    `folder` of runs with None, without a file. A run gs://bucket/runs/ID, in place of the file or by --run, is copied
+    here; `function` gets its configuration, and its id as `run_id`. With --emulated, `function` reaches the emulator.
+    Raises BadInput for a missing or wrong file, or if the provider lacks the command. `file_flags`: the flags that name
+    the file."""
 
     def wrapped(
         context: click.Context, /, path: str, overrides: tuple[str, ...], provider: str, emulated: bool, **options: Any
@@ -106,8 +108,9 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
 
 
 def _import(url: str, overrides: tuple[str, ...]) -> tuple[Config, str]:
-    """Copies a run of a bucket into the launcher's folder; returns configuration and id. Lets this machine record
-    requests for slices in the run's bucket. Raises BadInput, also for any `overrides`, LaunchError or OSError."""
+    """Copies a run of a bucket into the launcher's folder; returns configuration and id. If the run's slice has
+    candidates, later requests for it are recorded in the run's bucket too, unless this machine has records of its own.
+    Raises BadInput, also for any `overrides`, LaunchError or OSError."""
     from launcher.run import specification
     from launcher.run.session import import_run
     from launcher.tpu_vm.requests import RequestRecord
@@ -123,8 +126,9 @@ def _import(url: str, overrides: tuple[str, ...]) -> tuple[Config, str]:
 
 @contextlib.contextmanager
 def emulation(emulated: bool) -> Iterator[None]:
-    """With `emulated`, lets the block reach an emulator: starts one unless it runs, and, if no slice is left after the
-    block, stops one that a block started."""
+    """With `emulated`, points this process and its commands to an emulator in the block, by environment variables:
+    starts one unless it runs; after the block, if no slice is left, stops one that a block started and keeps its
+    buckets. Else does nothing."""
     if not emulated:
         yield
         return

@@ -25,7 +25,8 @@ from launcher.run.progress import describe_limits
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @configured
 def plan(config: Config, as_json: bool, command: tuple[str, ...]) -> None:
-    """Print every gcloud and docker command that up, run and down would use. Touches nothing."""
+    """Print every gcloud and docker command that up, run and down would use, below cost, estimate and time limits as
+    comments. Touches nothing. Refuses a file with nothing to run."""
     config.require_something_to_run()
     steps = plans.list_commands(config)
     if as_json:
@@ -45,7 +46,8 @@ def plan(config: Config, as_json: bool, command: tuple[str, ...]) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
 @configured
 def estimate(config: Config, as_json: bool) -> None:
-    """Estimate hours and dollars of the run on each candidate, from what is known: compiles and rents nothing."""
+    """Estimate hours and dollars of the run on each candidate, from what is known: compiles and rents nothing. Reads
+    the datasets' manifests; needs the trainer's sections."""
     items = estimates.estimate(config, home(), machine())
     if as_json:
         terminal.dump({"candidates": [asdict(item) for item in items]})
@@ -81,7 +83,7 @@ def preflight(
     labels: int | None,
 ) -> None:
     """Compile the run's step with the TPU compiler, here, for slices that need not exist: does it fit, and what does it
-    cost?
+    cost? Makes the image if needed, and reuses kept results. Exits with 15 unless the step fits on all.
 
     \b
     tpu-launch preflight -f run.yaml

@@ -107,9 +107,10 @@ def _rehearse(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _list_steps(config: Config, path: Path, file: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Returns the commands between `emulator start` and `emulator stop`, each after the phase that its seconds count
-    for: create the slice, build the image, make tokenizer and dataset of Python's help, run. Raises BadInput unless the
-    file trains mlm, with data and output in one bucket, in the folders FOLDER/train and FOLDER/evaluation."""
+    """Returns the commands between `emulator start` and `down`, each after the phase that its seconds count for: create
+    the slice, build the image, make tokenizer and dataset of Python's help, run. `file`: the words that name the file
+    and its changes. Raises BadInput unless the file trains mlm, with data and output in one bucket, in the folders
+    FOLDER/train and FOLDER/evaluation."""
     if config.trainer is None:
         raise BadInput(
             f"{path}: a rehearsal trains: the file needs the trainer's sections (task, model, data, train, output)"
@@ -146,7 +147,7 @@ def _list_steps(config: Config, path: Path, file: Sequence[str]) -> list[tuple[s
 
 def _run(arguments: Sequence[str], folder: Path) -> float:
     """Prints a `tpu-launch` command, then its output, with the home `folder`; returns its seconds. Raises LaunchError
-    with its exit code if that is not 0, CommandTimeout after half an hour."""
+    with its exit code if that is not 0 (CLOUD_ERROR for an unknown one), CommandTimeout after half an hour."""
     text = shlex.join(["tpu-launch", *arguments])
     terminal.say(f"$ {text}", bold=True)
     begun = time.monotonic()

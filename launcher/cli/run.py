@@ -61,7 +61,8 @@ def run(
     no_preflight: bool,
     command: tuple[str, ...],
 ) -> None:
-    """Start the container on every host and watch it to its end; resumes an unfinished run.
+    """Start the container on every host of a READY slice and watch it to its end; resumes an unfinished run. Ctrl-C
+    detaches: the run goes on. The exit code says how the last attempt ended.
 
     \b
     tpu-launch run -f run.yaml                      the trainer, as the file says
@@ -84,7 +85,8 @@ def run(
 
 
 def show_outcome(outcome: Outcome, as_json: bool) -> None:
-    """Prints how the run ended: its verdict, the last lines of the first cause; all of it as JSON if `as_json`."""
+    """Prints on standard error how the run ended: its verdict, the last lines of the first cause. With `as_json` prints
+    all of it as JSON on standard output too."""
     verdict = outcome.verdict
     for line in explain(verdict):
         terminal.say(f"run {outcome.run_id}, attempt {outcome.attempt}: {line}")
@@ -112,7 +114,8 @@ def show_outcome(outcome: Outcome, as_json: bool) -> None:
 )
 @configured
 def stop(config: Config, run_id: str | None, grace: int | None) -> None:
-    """Stop the run's containers on every host: the trainer saves and can be resumed."""
+    """Stop the run's containers on every host and wait for their end: the trainer saves. No attempt follows until `run`
+    resumes it, whichever process supervises the run."""
     reports = stop_run(config, run_context(), run_id, grace=grace)
     failed = [report for report in reports if not report.ok]
     for report in failed:

@@ -37,6 +37,7 @@ class _Dollars(click.FloatRange):
     """A finite amount above 0: NaN and infinity would limit nothing."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Returns the amount. Raises click.BadParameter for NaN, infinity, no number, or one outside the range."""
         amount = super().convert(value, param, ctx)
         if not math.isfinite(amount):
             self.fail(f"{value} is not an amount of dollars", param, ctx)
@@ -84,8 +85,9 @@ def _print_finding(finding: Finding, before: str = "") -> None:
 
 
 def _show_devices(config: Config, as_json: bool) -> None:
-    """Checks devices in a container on each host, whose image is made if needed, and prints a row a host and the
-    findings. Ends the process with Exit.DEVICES if a check fails."""
+    """Checks devices in a container on each host of a READY slice, whose image is made if needed, and prints a row a
+    host and the findings, or JSON. Ends the process with Exit.DEVICES if a check fails. Raises LaunchError if a run is
+    on the slice."""
     from launcher.device_check import COLUMNS, check_devices
 
     results = check_devices(config, run_context())
@@ -104,7 +106,8 @@ def _show_devices(config: Config, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
 @configured
 def capacity(config: Config, as_json: bool) -> None:
-    """Show the slice's candidates, when each was asked for, and what became of it."""
+    """Show the slice's candidates with their prices, the newest 30 requests for them, and what became of each; with
+    --json all requests only."""
     shared = RequestRecord(config)
     try:
         shared.pull()
@@ -147,7 +150,9 @@ def up(
     config: Config, max_cost: float | None, dry_run: bool, no_preflight: bool, any_owner: bool, check_devices: bool
 ) -> None:
     """Create the slice and wait until every host answers. Idempotent: waits for a slice that is being created, also by
-    another `up`; starts a stopped one; waits for one that is being deleted, and recreates it."""
+    another `up`; starts a stopped one; waits for one that is being deleted, and recreates it. First checks that the
+    buckets exist, and leaves out candidates on which the step does not fit by a kept preflight. On GKE creates nothing,
+    and warns if the cluster has too few nodes."""
     from launcher.checks import inputs, preflight
 
     config = _for_owners(config, any_owner)
@@ -218,8 +223,9 @@ everywhere_option = click.option(
 @click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
 @configured
 def list_(config: Config, folder: str | None, everywhere: bool, as_json: bool) -> None:
-    """List the project's slices that tpu-launch made: state, owner, run, age, cost so far, expiry. With a folder of
-    runs, list these: where each stands, and the machine that supervises it."""
+    """List the project's slices that tpu-launch made, of all users: state, owner, run, age, cost so far, expiry. With a
+    folder of runs, list these: where each stands, and the machine that supervises it. Fails at the end if a zone can't
+    be listed."""
     if folder:
         from launcher.cli.supervise import list_runs_of
 

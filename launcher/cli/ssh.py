@@ -32,7 +32,7 @@ local_port_option = click.option(
 
 
 def _check_host(config: Config, host: int) -> None:
-    """Raises BadInput for a host that the slice does not have."""
+    """Raises BadInput for a host that the slice, as the candidate last seen, does not have."""
     placed = slice_hints.in_current_place(config)
     if host >= placed.accelerator.hosts:
         raise BadInput(
@@ -45,7 +45,8 @@ def _check_host(config: Config, host: int) -> None:
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @configured
 def ssh(config: Config, host: int, command: tuple[str, ...]) -> None:
-    """Open a shell on a host, or run a command there; its exit code is ours.
+    """Open a shell on a host, outside the run's container, or run a command there; its exit code is ours (254 for a
+    command's 255).
 
     \b
     tpu-launch ssh -f run.yaml --host 1
@@ -69,7 +70,8 @@ def remote_script(command: tuple[str, ...]) -> str:
 @local_port_option
 @configured
 def tunnel(config: Config, host: int, port: int, local_port: int | None) -> None:
-    """Make a port of a host reachable on 127.0.0.1 of this machine until Ctrl-C; prints the address."""
+    """Make a port of a host reachable on 127.0.0.1 of this machine until Ctrl-C; prints the address. Fails if it ends
+    by itself."""
     _check_host(config, host)
     local = find_port(local_port, port)
     text = f"http://127.0.0.1:{local} leads to port {port} of host {host}; Ctrl-C closes it"

@@ -51,7 +51,8 @@ def supervise(
     context: click.Context, url: str, kind: str | None, image: str | None, project: str | None, zone: str
 ) -> None:
     """Take over every unfinished run of a folder that no process supervises: watch it, recover it by its own budgets.
-    Works until Ctrl-C or SIGTERM; the runs continue then, and another supervisor can take them over.
+    Works until Ctrl-C or SIGTERM; the runs continue then, and another supervisor can take them over. With --manifest
+    only prints a script, after making and pushing --image unless it has a digest.
 
     \b
     tpu-launch supervise gs://bucket/runs       all runs, each in a process of its own
@@ -103,8 +104,9 @@ def _context(ledger: Ledger | None) -> Context:
 
 
 def list_runs_of(folder: str, *, as_json: bool) -> None:
-    """Prints each run of a bucket's folder with its state and the machine that supervises it. Raises BadInput if
-    `folder` is not gs://, LaunchError if the bucket does not answer."""
+    """Prints each run of a bucket's folder with its state and the machine that supervises it, as a table or JSON; skips
+    folders that hold no run. Raises BadInput if `folder` is not gs:// or a run in it is a copy, LaunchError if the
+    bucket does not answer."""
     _require_bucket(folder)
     with tempfile.TemporaryDirectory() as scratch:
         try:
@@ -121,8 +123,8 @@ def list_runs_of(folder: str, *, as_json: bool) -> None:
 
 
 def _row(url: str, scratch: Path) -> dict[str, Any] | None:
-    """Imports a run into `scratch` and returns its cells in `list_runs_of`, by column; None for a folder without a
-    ledger. Raises BadInput, LaunchError or StorageError."""
+    """Imports a run into `scratch` and returns its row of `list_runs_of` by column, "supervised by" being "" without a
+    live lease; None for a folder without a run. Raises BadInput, LaunchError or StorageError."""
     if not RunBucket.of_run(url).has_run():
         return None
     ledger = import_run(scratch, machine(), url, overlays=False)

@@ -25,8 +25,9 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u20
 
 
 def printable(text: str) -> str:
-    """Returns a text without colours, and with symbols for control characters other than tabs and line feeds (ESC
-    becomes U+241B): a host's line must not move the cursor, set a title or write to the clipboard."""
+    """Returns a text without colours, with symbols for control characters below the blank, but tabs and line feeds (ESC
+    becomes U+241B), and U+FFFD for others: a host's line must not move the cursor, set a title or write to the
+    clipboard."""
     plain = _COLOUR.sub("", text)
     return _UNPRINTABLE.sub(lambda match: chr(0x2400 + ord(match[0])) if match[0] < " " else "\ufffd", plain)
 
@@ -50,7 +51,7 @@ class _SayRecords(logging.Handler):
 
 
 def show_log() -> None:
-    """Prints the launcher's log from now on: every local command, and how it ended."""
+    """Prints the launcher's log on standard error from now on: every local command, and how it ended."""
     logger = logging.getLogger("launcher")
     logger.setLevel(logging.DEBUG)
     logger.addHandler(_SayRecords())

@@ -119,7 +119,8 @@ class Config:
 
     @property
     def all_candidates(self) -> list[Candidate]:
-        """Returns all slices that would do, each once: the slice itself in its zones, then `slice.candidates`."""
+        """Returns all slices that would do, each once: the slice itself in its zones, then `slice.candidates`, in all
+        zones that have the type unless they name zones."""
         slice_ = self.slice
         found = [Candidate(slice_.accelerator_type, zone, slice_.capacity) for zone in self.zones]
         for entry in slice_.candidates:
@@ -169,7 +170,8 @@ class Config:
 
 def load(path: str | Path, overrides: Iterable[str] = (), *, command: Iterable[str] = ()) -> Config:
     """Reads and checks a run's YAML file, with changes of keys (KEY=VALUE, where the value is YAML). A command replaces
-    the trainer and `run.command`. Raises BadInput, whose message names file:line of every mistake."""
+    the trainer and `run.command`. Raises BadInput with file:line of the mistakes found first: unknown sections, else
+    the launcher's, else the trainer's, else the first one that concerns several keys."""
     with _mistakes_as_bad_input():
         return _from_document(load_document(path, overrides), tuple(command))
 
@@ -239,7 +241,7 @@ def _as_list(value: str | Sequence[str]) -> list[str]:
 
 
 def _check_torch_tpu(config: Config) -> None:
-    """Raises ConfigError if the run needs TorchTPU, and a slice that it may get, or its image, can't run it."""
+    """Raises ConfigError if the backend or `--runtime` is torch-tpu, and a possible slice or the image can't run it."""
     words = [word for argument in config.run.command or () for word in argument.split("=")]
     wanted = ("--runtime", torch_tpu.RUNTIME) in itertools.pairwise(words)
     document, image = config.document, config.image
@@ -256,7 +258,7 @@ def _check_torch_tpu(config: Config) -> None:
 
 
 def _check_secrets(config: Config) -> None:
-    """Raises ConfigError for the first secret that would stay visible. The message does not show its value."""
+    """Raises ConfigError for the first secret in run.environment or image.build_args. The message lacks its value."""
     values = {("run", "environment"): config.run.environment, ("image", "build_args"): config.image.build_args}
     for key, reason in _VISIBLE.items():
         for name, value in values[key].items():
@@ -267,8 +269,8 @@ def _check_secrets(config: Config) -> None:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Returns whether a variable is named like a secret (and not like a file's or an id's name), or its value holds a
-    password, a token in a URL or a private key."""
+    """Returns whether a variable is named like a secret (and not like a file's or an id's name, nor holds the path of a
+    credentials file), or its value holds a password, a token in a URL or a private key."""
     if _CREDENTIALS_IN_VALUE.search(value):
         return True
     if name.upper().endswith("CREDENTIALS") and re.fullmatch(r"/[\w./-]+\.\w+", value):
@@ -277,7 +279,8 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def _check_texts(document: Document) -> None:
-    """Raises ConfigError for the first text that is empty, or not of its key's form, and would fail only later."""
+    """Raises ConfigError for the first text of the launcher's sections, but in lists and maps, that is empty or not of
+    its key's form, and would fail only later."""
     for section in LAUNCHER_SECTIONS:
         for key, value in _texts((section,), document.value.get(section)):
             pattern, problem = _FORMS.get(key, (None, ""))

@@ -73,7 +73,7 @@ def _convert(value: Any, column: int) -> Any:
 
 
 def _hoist(item: Any) -> Any:
-    """Returns a list item with the comment of its first key moved above the item's dash."""
+    """Returns a list item with its first key's comment moved above the item's dash; an item without one unchanged."""
     value, comment = _split(item)
     first = next(iter(value), None) if isinstance(value, dict) else None
     if first is None or not isinstance(value[first], Commented):

@@ -47,9 +47,9 @@ class Kubectl:
         on_start: Callable[[Callable[[], None]], object],
         seconds: float,
     ) -> None:
-        """Runs a command that watches or follows until it ends. `on_start` is given a function that ends it, which is
-        no error; after `seconds` it ends itself, because it would survive this process being killed. Raises the
-        LaunchError that explains its failure."""
+        """Runs a command that watches or follows until it ends; `on_line` gets lines of stdout and stderr. `on_start`
+        is given a function that ends it, which is no error; after `seconds` it ends itself, because it would survive
+        this process being killed. Raises the LaunchError that explains its failure."""
         argv = self.argv(*words, seconds=seconds)
         result = self.machine.stream(argv, on_line, timeout=seconds + 10, on_start=on_start)
         if result.returncode > 0:

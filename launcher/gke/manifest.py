@@ -40,8 +40,8 @@ _HEADING = "A run on {hosts} host(s) of {accelerator} on GKE, as `tpu-launch man
 
 def render(config: Config, *, secret: str, name: str | None = None, image: str | None = None) -> str:
     """Returns the YAML of a run that the cluster restarts, named `name` (None: run.name), with an image
-    REPOSITORY@sha256:... (None: the configuration's) and a secret by which its hosts know each other. Raises BadInput
-    if GKE can't run it, or the image has no digest."""
+    REPOSITORY@sha256:... (None: the file's published one, for which it may ask the registry) and a secret by which its
+    hosts know each other. Raises BadInput if GKE can't run it, or the image's digest is unknown."""
     workload.check(config)  # before the registry is asked
     work = standalone_workload(config, name or config.run_name, _resolve_image(config, image), secret)
     slice_ = config.accelerator
@@ -51,7 +51,7 @@ def render(config: Config, *, secret: str, name: str | None = None, image: str |
 
 
 def standalone_workload(config: Config, name: str, image: str, secret: str) -> Workload:
-    """Returns the workload of run `name`, which the cluster restarts. `secret`: by which its hosts know each other."""
+    """Returns the workload of run `name`, which the cluster restarts; checks nothing. `secret`: shared by its hosts."""
     attempt = Attempt(
         run_id=name,
         number=0,
@@ -67,7 +67,8 @@ def standalone_workload(config: Config, name: str, image: str, secret: str) -> W
 
 
 def make_objects(work: Workload) -> list[Any]:
-    """Returns a workload's objects, with comments. Raises BadInput for a configuration or name that GKE can't use."""
+    """Returns a workload's ConfigMap, its Secret if it needs one, and its JobSet, with comments. Raises BadInput for a
+    configuration or name that GKE can't use."""
     workload.check(work.config)
     workload.check_name(work.name)
     files = {name: content.decode() for name, content in work.attempt.files.items()}
@@ -135,7 +136,7 @@ def _jobset(work: Workload) -> dict[str, Any]:
 
 
 def _jobset_metadata(work: Workload) -> dict[str, Any]:
-    """Returns the metadata with Kueue's queue and, for several hosts, exclusive use of a node pool."""
+    """Returns the metadata with Kueue's queue, if given, and, for several hosts, exclusive use of a node pool."""
     fields, config = work.metadata, work.config
     if config.gke.queue:
         queue = Commented(config.gke.queue, "Kueue admits all hosts of the run together.")
@@ -246,7 +247,7 @@ def _container_security(privileged: bool) -> dict[str, Any]:
 
 
 def _container(work: Workload) -> dict[str, Any]:
-    """Returns the pod's container, which requests and gets all chips of a node."""
+    """Returns the pod's container, which gets all chips of a node and raises its locked-memory limit first."""
     gke, chips = work.config.gke, str(work.config.accelerator.chips_per_host)
     requests = {key: value for key, value in (("cpu", gke.cpu), ("memory", gke.memory)) if value}
     tpu = Commented(chips, "All chips of the node: GKE gives them to one pod only.")
@@ -269,7 +270,7 @@ def _container(work: Workload) -> dict[str, Any]:
 
 
 def _environment(work: Workload) -> list[Any]:
-    """Returns a container's environment without GKE's variables (TPU_WORKER_ID, TPU_WORKER_HOSTNAMES)."""
+    """Returns the container's variables, secrets by reference; GKE adds TPU_WORKER_ID, TPU_WORKER_HOSTNAMES."""
     config, attempt = work.config, work.attempt
     run_id = _variable("TPU_LAUNCH_RUN_ID", attempt.run_id)
     source = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
@@ -314,6 +315,7 @@ def literal(text: str) -> str:
 
 
 def _mounts(config: Config) -> list[Any]:
+    """Returns the container's mounts: configuration, /dev/shm and, if given, gke.gcsfuse and gke.node_cache."""
     mounts: list[Any] = [
         {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},
@@ -326,6 +328,7 @@ def _mounts(config: Config) -> list[Any]:
 
 
 def _volumes(work: Workload) -> list[Any]:
+    """Returns the pod's volumes for `_mounts`."""
     size = work.attempt.shm_size  # Docker's "16g" is Kubernetes' "16Gi"
     memory = {"medium": "Memory", "sizeLimit": size[:-1] + {"k": "Ki", "m": "Mi", "g": "Gi"}[size[-1]]}
     volumes: list[Any] = [

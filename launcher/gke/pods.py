@@ -60,7 +60,8 @@ class Pod:
 
     def state(self) -> tuple[ContainerState | None, str]:
         """Returns the container's state and "": "created" while the pod waits, "absent" if the pod is gone without one.
-        Returns None and the reason if it can't be known, because the pod was disrupted or failed without a state."""
+        Returns None and the reason if the pod failed without a state, or was disrupted and its exit code is not 0, 2 or
+        75."""
         code = self.container.exit_code if self.container else None
         if self.disruption and self.ended and code not in _OWN_END:
             return None, f"its pod was disrupted: {self.disruption}"
@@ -74,7 +75,7 @@ class Pod:
 
 
 def parse(document: Mapping[str, Any]) -> Pod:
-    """Parses a pod, as the API gives it."""
+    """Parses a pod, as the API gives it; one without an index is worker 0."""
     metadata, status = document["metadata"], document.get("status", {})
     labels = {**metadata.get("annotations", {}), **metadata.get("labels", {})}
     conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
@@ -214,8 +215,8 @@ class PodWatch:
 
     def pods(self, *, fresh: bool = False) -> dict[int, Pod]:
         """Returns the newest pod of each host by worker number, including ended and deleted ones. Lists the pods again
-        if `fresh`, or if the last list is old, and starts the thread that watches them unless it runs. Raises
-        LaunchError when the cluster does not answer or refused the watch."""
+        if `fresh` or after 10 s, and starts the thread that watches them unless it runs. Raises LaunchError when the
+        cluster refused the watch or did not answer: again for 2 s, without asking."""
         with self._listing:
             now = self._clock.monotonic()
             if fresh or now - self._asked > _LIST_EVERY / (1 if self._unlisted is None else 5):
@@ -239,8 +240,9 @@ class PodWatch:
         self._log_starts[worker] = since
 
     def final_lines(self, pod: Pod, since: str | None) -> list[LogLine] | None:
-        """Returns the log lines of a pod that is being deleted or is gone, from `since` on; None for other pods, whose
-        log can be read. Waits a few seconds for the rest of an ended pod's log."""
+        """Returns the log lines of a pod that is being deleted or is gone, from `since` (None: the first) on, [] if the
+        log was not followed before; None for other pods, whose log can be read. Waits 5 s for the rest of an ended
+        pod's log."""
         with self._lock:
             log = self._final_logs.get(pod.worker)
         if log is None or log.uid != pod.uid:

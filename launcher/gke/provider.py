@@ -162,8 +162,8 @@ class Gke:
         self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
     ) -> Observation:
         """Returns the state of a host's pod, its log from `since` on and, with `progress`, lines of progress while it
-        runs; "absent" if the attempt has no pods. When the cluster does not answer, or only this pod is missing, the
-        state is None, and `problem` says why. Ignores `patience`: the watch knows the state."""
+        runs; "absent" if the attempt has no pods. The state is None, and `problem` says why, when the cluster does not
+        answer or only this pod is missing; an ended pod whose log can't be read keeps its state. Ignores `patience`."""
         watch = self._watch_pods(container)
         watch.note_log_start(worker, since)
         self._observed = jobset_name(container)
@@ -190,8 +190,9 @@ class Gke:
         return Observation(worker, state, window.lines, more=more, problem=problem, open=window.open, progress=told)
 
     def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:
-        """Returns the state of a host's pod, as the watch knows it, and at most its `lines` newest lines. Without an
-        answer of the cluster the state is None, and `problem` says why."""
+        """Returns the state of a host's pod, as the watch knows it, and at most its `lines` newest lines; "absent"
+        without a pod. The state is None for a disrupted pod, and, with a `problem`, without an answer of the
+        cluster."""
         try:
             pod = self._watch_pods(container).pods().get(worker)
             if pod is None:
@@ -204,8 +205,9 @@ class Gke:
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
     ) -> list[HostReport]:
-        """Deletes the running pods of `workers` and waits `grace` + 30 s for their end; reports those that go on, and
-        a transient error; raises others. With `remove`, or before any pod started, deletes the attempt's objects."""
+        """Deletes the running pods of `workers` (None: all) and waits `grace` + 30 s for their end; reports those that
+        go on, and a transient error; raises others. With `remove`, or before any pod started, deletes the attempt's
+        objects too and waits until its pods are gone."""
         wanted = list(self._workers) if workers is None else list(workers)
         try:
             if remove:
@@ -251,7 +253,7 @@ class Gke:
         seconds: float,
         on_line: Callable[[int, str], None],
     ) -> list[CommandReport]:
-        """Raises BadInput, with the `kubectl exec` command to use instead."""
+        """Always raises BadInput, with the `kubectl exec` command to use instead."""
         pod = self._known_pods(container).get(min(workers, default=0))
         raise BadInput(
             "commands in live containers are for TPU VMs; on GKE: "
@@ -315,8 +317,8 @@ class Gke:
         self._kubectl.call("patch", *files, "--type", "merge", "--patch", patch, "--output", "name")
 
     def _wait_started(self, attempt: Attempt, name: str, clock: Clock) -> None:
-        """Waits until every host's container has started: first for nodes, as long as for a slice, then for containers.
-        Raises LaunchError for a container that can't start and when the time is over, and what `clock` raises."""
+        """Waits until every host's container has started or ended: first for nodes, as long as for a slice, then for
+        containers. Raises LaunchError for a container that can't start and after that time; and as `clock`."""
         run, slice_ = self.config.run, self.config.slice
         node_minutes = max(run.start_minutes, slice_.create_minutes + slice_.stockout_minutes)
         now = self._clock.monotonic
@@ -371,7 +373,8 @@ class Gke:
 
     def _describe_queued(self, name: str, had_pods: bool) -> str:
         """Returns why a JobSet lacks pods, for the user; "" if it has ended and pods were seen (`had_pods`), which tell
-        why. Raises LaunchError if it was deleted, or has ended, and no pod was seen (Exit.HOST_LOST)."""
+        why. Raises LaunchError if another client deleted it (CONFLICT), or it has ended and no pod was seen
+        (HOST_LOST)."""
         jobset = next((jobset for jobset in self._list_jobsets() if jobset["metadata"]["name"] == name), None)
         if jobset is None:
             raise LaunchError(f"another client deleted JobSet {name} before it started", exit_code=Exit.CONFLICT)
@@ -384,7 +387,7 @@ class Gke:
         return f"JobSet {name} has no pods yet"
 
     def _read_log(self, pod: Pod, *window: str) -> tuple[LogWindow, bool]:
-        """Returns the log of a pod, restricted by options of `kubectl logs`, and whether there is more."""
+        """Returns the log of a pod, restricted by options of `kubectl logs`, and whether it was cut at LOG_BYTES."""
         options = ("--container", CONTAINER, "--timestamps", f"--limit-bytes={LOG_BYTES}")
         with self._log_slots:
             output = self._kubectl.call("logs", pod.name, *options, *window, seconds=_LOG_SECONDS)
@@ -420,7 +423,7 @@ class Gke:
         self._kubectl.call("delete", *targets, "--ignore-not-found", "--wait=false", "--output", "name")
 
     def _wait_gone(self, selector: str) -> None:
-        """Waits until no pod matches. Raises LaunchError when pods outlive their grace period."""
+        """Waits until no pod matches. Raises LaunchError when pods outlive their grace period by two minutes."""
         seconds = _GONE_SECONDS + workload.grace_seconds(self.config)
         deadline = self._clock.monotonic() + seconds
         while True:
