@@ -42,7 +42,7 @@ class Tokenizer:
 
 def read(url: str, rows: str = "packed") -> Tokenizer:
     """Reads a tokenizer folder (local, gs://, or a name on the Hub, which is downloaded), without any framework. Raises
-    BadInput without a tokenizer.json that has the special tokens that these rows need, and StorageError."""
+    BadInput without a tokenizer.json that has the special tokens that `rows`, a manifest's kind, need; StorageError."""
     url = tokenizer_folder(url)
     file_url = storage.join(url, FILE)
     try:

@@ -41,7 +41,7 @@ class RecordLayout:
 
 
 def record_layout(features: Mapping[str, Feature], length: int) -> RecordLayout:
-    """Returns the layout of records with `length` tokens."""
+    """Returns the layout of records with `length` tokens, framing included; features in the order of their names."""
     counts = {name: feature.count(length) for name, feature in sorted(features.items())}
     dtypes = {name: np.dtype(features[name].dtype).newbyteorder("<") for name in counts}
     sizes = {name: counts[name] * dtypes[name].itemsize for name in counts}  # bytes
@@ -57,7 +57,9 @@ def record_layout(features: Mapping[str, Feature], length: int) -> RecordLayout:
 
 
 def encode_records(layout: RecordLayout, values: Mapping[str, npt.NDArray[np.generic]]) -> bytes:
-    """Encodes rows as records of a shard. values: feature -> (n, count), or (n,) for one number per record."""
+    """Encodes rows as records of a shard. values: feature -> (n, count), or (n,) for one number per record; others than
+    the layout's are ignored. Raises KeyError for a missing one, TypeError for another kind of number (int64 for
+    uint16); numbers too large for a dtype of their kind wrap."""
     count = len(next(iter(values.values())))
     rows = np.empty((count, layout.size), np.uint8)  # (n, size)
     rows[:, : -tfrecord.FOOTER] = np.frombuffer(layout.template, np.uint8)

@@ -9,8 +9,9 @@ from training.errors import BadInput
 
 
 def open_dataset(url: str) -> Dataset:
-    """Opens the dataset in a folder: by its dataset.json alone, whatever its shards, or else as the public recipe's
-    layout, which needs numpy. Raises BadInput when the folder holds no dataset or a damaged one; StorageError."""
+    """Opens the dataset in a folder by its dataset.json; without one, as the public recipe's layout
+    (`recipe_layout.open_folder`), for which numpy must be installed. Looks at no shard that dataset.json lists. Raises
+    BadInput when the folder holds no dataset, a damaged one, or numpy is missing; and StorageError."""
     try:
         data = storage.read(storage.join(url, MANIFEST))
     except storage.NotFound as error:
@@ -32,9 +33,9 @@ def open_dataset(url: str) -> Dataset:
 
 
 def check_dataset(url: str, *, rows: str, tokenizer: str | None, sequence_length: int | None = None) -> Dataset:
-    """Opens a dataset and checks everything that can be checked without reading records: its kind of rows; unless they
-    are None, the folder of the tokenizer that wrote its ids, and the length of the longest row; and that no shard is
-    missing or has another size. Raises BadInput, StorageError."""
+    """Opens and returns a dataset, after checking what needs no records read: that it has records, all of the kind
+    `rows`; unless they are None, that `tokenizer` (a local or gs:// folder) wrote its ids and that its longest row has
+    `sequence_length` tokens; and its shards, as `find_shards`. Raises BadInput, StorageError."""
     dataset = open_dataset(url)
     dataset.require(
         rows=rows, tokenizer_hash=tokenizer and _read_tokenizer_hash(tokenizer), sequence_length=sequence_length

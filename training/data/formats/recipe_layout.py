@@ -48,9 +48,10 @@ def encode_shard(rows: npt.NDArray[np.integer]) -> bytes:
 
 
 def open_folder(url: str) -> Dataset | None:
-    """Opens the dataset in a folder without a manifest; None if no file has the name of a recipe's shard. Its manifest
-    says no tokenizer (hash UNKNOWN, vocabulary 1). Reads the first record, and the ends of local shards. Raises
-    StorageError, and BadInput for several datasets, no records, or a first record that is damaged or has no ids."""
+    """Opens the dataset in a folder without a manifest; None if the folder is missing or no file has the name of a
+    recipe's shard. Its manifest says no tokenizer (hash UNKNOWN, vocabulary 1). Reads the start of the first shard, and
+    both ends of local shards. Raises StorageError, and BadInput for shards of several names, no records by their names,
+    or a first record that is damaged or has no ids."""
     stats = [(NAME.match(storage.name_of(stat.url)), stat) for stat in storage.listing(url)]
     named = sorted(
         ((match, stat) for match, stat in stats if match), key=lambda pair: (pair[0]["name"], int(pair[0]["number"]))
@@ -87,8 +88,8 @@ def decode_ids(
     framed: bytes, url: str, number: int, offset: int, length: int, vocabulary: int
 ) -> npt.NDArray[np.int32]:
     """Decodes the input_ids, (length,), of one record with its framing; `url`, `number` and `offset` say where it is,
-    for messages. Raises BadInput when the record is damaged (Corrupt), has another length, padding, or an id of
-    `vocabulary` or more."""
+    for messages. Raises BadInput when the record is damaged (Corrupt), has no int64 ids, another length, padding (an
+    attention_mask, if any, that is not all 1), or an id outside [0, vocabulary)."""
     [(_, payload)] = tfrecord.walk(framed, url, first=number, offset=offset)
     try:
         features = example_codec.decode(payload)
@@ -123,7 +124,8 @@ def _shard(match: re.Match[str], stat: Stat, length: int) -> Shard:
 
 
 def _read_length(stat: Stat) -> int:
-    """Returns the number of ids in a shard's first record. Raises BadInput without int64 input_ids, or for damage."""
+    """Returns the number of ids in a shard's first record. Raises BadInput without int64 input_ids, or for damage,
+    which a record longer than 1 MB seems to have."""
     data = storage.read(stat.url, 0, _FIRST_READ_BYTES, generation=stat.generation)
     _, payload = next(tfrecord.walk(data, stat.url), (0, b""))
     try:

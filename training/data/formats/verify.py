@@ -22,9 +22,10 @@ PIECE_BYTES = 8 << 20
 
 
 def problems(dataset: Dataset, vocabulary: int | None = None) -> Iterator[str]:
-    """Reads all shards and yields a line for each problem, also for a shard that is missing, can't be read, or is not
-    in the manifest. Ids of `vocabulary` or more are a problem; the default is the manifest's, and no limit in the
-    recipe's layout. Raises BadInput for a mixture, and StorageError if the folder can't be listed."""
+    """Yields a line for each problem of a dataset, also for a shard that is missing, can't be read, or is not in the
+    manifest. Reads every shard that has the manifest's size. Ids of `vocabulary` or more are a problem; the default is
+    the manifest's, and no limit in the recipe's layout. Raises BadInput for a mixture, and StorageError if the folder
+    can't be listed, both when the first line is asked for."""
     if any(shard.folder for shard in dataset.shards):
         raise BadInput(f"{dataset.url} is a mixture: verify its parts, which `tpu-train dataset show` names")
     stats = {storage.name_of(stat.url): stat for stat in storage.listing(dataset.url)}
@@ -72,8 +73,8 @@ def _compact_problems(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: in
 def _value_problems(
     layout: RecordLayout, data: bytes, manifest: DatasetManifest, vocabulary: int
 ) -> Iterator[tuple[int, str]]:
-    """Yields (row, problem) for each row with a token id that the tokenizer lacks, then for each with a label that is
-    no class, or no finite number."""
+    """Yields (row, problem) for each row of `data`, whole records, with a token id that the tokenizer lacks, then for
+    each with a label that is no class, or no finite number."""
     ids = fixed_records.read_column(layout, data, "input_ids").astype(np.int64)  # (n, length)
     for row in map(int, np.flatnonzero(((ids >= vocabulary) | (ids < 0)).any(axis=1))):
         yield row, f"token id {int(ids[row].max())}, and the tokenizer has {vocabulary} ids"

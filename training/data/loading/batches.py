@@ -50,18 +50,20 @@ class PackedBatches(Generic[B]):
         self._reader = training_reader(source, host_slice, seed, _threads(dataset))
 
     def batch(self, k: int) -> B:
-        """Returns this host's rows of global batch k, once they are read. Raises BadInput for a damaged or changed
-        shard, and StorageError."""
+        """Returns this host's rows of global batch k, once they are read. Raises BadInput for a damaged record that is
+        not replaced, a changed shard or an id beyond the tokenizer's; and StorageError."""
         return self._convert(*self._reader.rows(k * self._batch_size, (k + 1) * self._batch_size))
 
     def close(self) -> None:
-        """Ends the reader's threads after the requests that are queued, without waiting for them."""
+        """Ends the reader's threads after the requests that they have begun, without waiting for them. A `batch` that
+        waits for a queued one, or is called later and has to read, raises CancelledError."""
         self._reader.close()
 
 
 def packed_evaluation(dataset: Dataset, host_slice: HostSlice, rows: Rows, convert: Convert[B]) -> Iterator[B]:
     """Yields this host's rows of each batch of one pass in record order, as `convert` makes them. Every host gets the
-    same number of batches; rows of weight 0 fill the last one. Raises BadInput, StorageError."""
+    same number of batches; rows of weight 0 fill the last one. Opens the dataset, whose rows must be of the kind
+    `rows`, when the first batch is asked for. Raises BadInput, StorageError."""
     source = _open(dataset, host_slice, rows)
     first, last = host_slice.rows()
     fillers = {"input_ids": host_slice.tokenizer.pad, "records": -1}
@@ -70,8 +72,9 @@ def packed_evaluation(dataset: Dataset, host_slice: HostSlice, rows: Rows, conve
 
 
 def fill_rows(batch: B, rows: int, fillers: Mapping[str, Any]) -> B:
-    """Returns a dataclass of arrays with rows appended until it has `rows`, the same one if it has. `fillers` gives a
-    field's value, or row, there; 0 for fields without one."""
+    """Returns a batch (a dataclass of arrays, rows first) with filler rows appended until it has `rows`; the same
+    object if it has. `fillers`: a field's name -> its value in filler rows, or one row of values; 0 for other
+    fields."""
     arrays = vars(batch)
     missing = rows - len(next(iter(arrays.values())))
     if not missing:
@@ -85,8 +88,8 @@ def fill_rows(batch: B, rows: int, fillers: Mapping[str, Any]) -> B:
 
 
 def _open(dataset: Dataset, host_slice: HostSlice, rows: Rows) -> RecordSource:
-    """Opens the dataset's record source. Raises as `open_source`, and BadInput when its rows are of another kind, hosts
-    can't share a batch, or its manifest has more ids than the given tokenizer."""
+    """Opens the dataset's record source; reads no record. Raises as `open_source`, and BadInput without records, for
+    rows of another kind, when hosts can't share a batch, or its manifest has more ids than the given tokenizer."""
     dataset.require(rows=rows)
     host_slice.rows()
     vocabulary = host_slice.tokenizer.vocabulary
@@ -99,8 +102,7 @@ def _open(dataset: Dataset, host_slice: HostSlice, rows: Rows) -> RecordSource:
 
 
 def _threads(dataset: Dataset) -> int:
-    """Returns how many threads read a dataset: more from Cloud Storage than from a disk. A length bucket is read by
-    half as many."""
+    """Returns how many threads read a dataset, more from Cloud Storage than from a disk; half as many per bucket."""
     return 16 if storage.is_remote(dataset.url) else 2
 
 
@@ -132,7 +134,7 @@ def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, se
 
 
 def _mask(masker: Masker, epoch: int | None, epochs: Ints, records: Ints, arrays: Arrays) -> MlmBatch:
-    """Masks packed rows, as of `epoch`, or else of each row's own in `epochs`; other epochs give other masks."""
+    """Masks packed rows as in `epoch`; None: each row as in its own of `epochs`. Another epoch gives other masks."""
     masked = masker(arrays["input_ids"].astype(np.int32), epochs if epoch is None else epoch, records)
     return MlmBatch(**vars(masked), records=records, replaced=arrays[REPLACED][:, 0])
 
@@ -166,7 +168,8 @@ def document_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[Doc
 
 
 def follow(_epochs: Ints, records: Ints, arrays: Arrays) -> DocumentBatch:
-    """Returns rows whose labels are each document's next tokens, with weight 0 where nothing is learnt."""
+    """Makes a batch of documents: a token's label is its document's next id, of weight 1. Label and weight are 0 at
+    padding, at a document's last token, and where the column `targets`, if any, says that the next id is not learnt."""
     ids, segments = (arrays[name].astype(np.int32) for name in ("input_ids", SEGMENTS))  # (rows, length) each
     places = np.arange(ids.shape[1], dtype=np.int32)
     begins = np.diff(segments, axis=1, prepend=0) != 0
@@ -256,15 +259,15 @@ class LabelledBatches:
         ]
 
     def batch(self, k: int) -> LabelledBatch:
-        """Returns this host's rows of global batch k, once they are read. Raises BadInput for a damaged or changed
-        shard, and StorageError."""
+        """Returns this host's rows of global batch k, all of the length bucket that step k takes, once they are read.
+        Raises as `PackedBatches.batch`."""
         bucket, number = batch_of_step(self._records, self._batch_size, self._seed, k)
         start = number * self._batch_size
         _, records, arrays = self._readers[bucket].rows(start, start + self._batch_size)
         return _labelled_batch(arrays, records + self._starts[bucket], self._pad, self._rows)
 
     def close(self) -> None:
-        """Ends the readers' threads after the requests that are queued, without waiting for them."""
+        """Ends the readers' threads, as `PackedBatches.close`."""
         for reader in self._readers:
             reader.close()
 
@@ -300,7 +303,8 @@ def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[JoinedLengths
 
 
 def fillers(dataset: Dataset, pad: int) -> dict[str, int]:
-    """Returns the value, by column, with which rows are padded to a longer length."""
+    """Returns column -> the value that pads its rows to a longer length: `pad` for ids, IGNORED for the labels of
+    tokens, 0 for token types; other columns are not padded."""
     labels = {LABEL: IGNORED} if dataset.manifest.rows == "token-labelled" else {}
     return {"input_ids": pad, **labels, **({TYPES: 0} if dataset.has_pairs else {})}
 

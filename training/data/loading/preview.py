@@ -54,7 +54,8 @@ def preview_batch(
 
 
 def render(batch: MlmBatch, tokens: SpecialTokens, piece: Callable[[int], tuple[str, str]]) -> Iterator[str]:
-    """Yields a heading and a paragraph for each row. `piece` is the result of `pieces`."""
+    """Yields two strings for each row: a heading, and the text, with the tokens to predict as LEGEND says, in a
+    terminal's colours. `piece` is the result of `pieces`."""
     for row, record in enumerate(batch.records):
         used = batch.weights[row] > 0
         label_at = dict(zip(batch.positions[row][used].tolist(), batch.labels[row][used].tolist(), strict=True))
@@ -81,8 +82,9 @@ def render(batch: MlmBatch, tokens: SpecialTokens, piece: Callable[[int], tuple[
 
 
 def render_documents(batch: DocumentBatch, count: int, piece: Callable[[int], tuple[str, str]]) -> Iterator[str]:
-    """Yields a heading and a paragraph for each of the first `count` rows, without padding and documents of one token:
-    tokens that no token before predicts are dim. `piece` is the result of `pieces`."""
+    """Yields a heading and a paragraph, in a terminal's colours, for each of the first `count` rows. Leaves out padding
+    and documents of one token; a bar begins a document; tokens that are not learnt (its first, and in chats all but the
+    answers) are dim. `piece` is the result of `pieces`."""
     for row, record in enumerate(batch.records[:count]):
         text, learnt = "", 0
         for place, id in enumerate(batch.input_ids[row].tolist()):
@@ -143,7 +145,8 @@ def pieces(content: bytes) -> Callable[[int], tuple[str, str]]:
     )
 
     def piece(id: int) -> tuple[str, str]:
-        """Returns what stands before a token (a space at the start of a word, else nothing), and its text."""
+        """Returns what stands before a token (a space at the start of a word and before an added token, else nothing),
+        and its text. Raises KeyError for an unknown id."""
         name = names[id]
         if id in special:
             return " ", name

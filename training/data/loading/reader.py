@@ -60,8 +60,8 @@ class Reader:
 
     def rows(self, start: int, stop: int) -> tuple[Ints, Ints, Arrays]:
         """Returns epochs (n,), records (n,) and feature -> (n, ...) of this host's rows among the places [start, stop)
-        of the order. Waits for their blocks, and requests the next window once a window is read. Raises BadInput when a
-        record is damaged or a shard has changed, and StorageError."""
+        of the order. Waits for their blocks, and requests the next window once a window is read. Raises the error of a
+        request that failed, as `RecordSource.read`, and CancelledError for one that `close` cancelled."""
         epochs, records, arrays = [], [], []  # of each window
         for epoch, number, first, last in split_places(self.order, start, stop):
             with self._lock:
@@ -137,8 +137,8 @@ class _Window:
             self._futures[number] = pool.submit(self._load, first, last, int(slots[0]))
 
     def gather(self, low: int, high: int) -> Arrays:
-        """Waits for the blocks of records number [low, high) of this window. Returns feature -> (high - low, ...).
-        Raises the error of a request that failed."""
+        """Waits for the blocks of the records at [low, high) of `records`. Returns feature -> (high - low, ...). Raises
+        the error of a request that failed, CancelledError if it was cancelled."""
         location = self._location[low:high]
         if not self.complete:
             for run in np.unique(self._run_of_slot[location // self._block]):
@@ -176,15 +176,16 @@ T = TypeVar("T")
 
 
 def training_reader(source: RecordSource, host_slice: HostSlice, seed: int, threads: int) -> Reader:
-    """Starts a reader of a host's rows in training order. Raises BadInput if hosts can't share a batch evenly."""
+    """Starts the threads of a reader of a host's rows in training order; reads nothing yet. Raises BadInput if hosts
+    can't share a batch evenly."""
     batch = host_slice.global_batch_size
     order = training_order(source.records, source.record_bytes, seed=seed, batch=batch)
     return Reader(source, order, batch, *host_slice.rows(), threads=threads)
 
 
 def read_once(source: RecordSource, host_slice: HostSlice, threads: int) -> Iterator[tuple[Ints, Ints, Arrays]]:
-    """Yields this host's rows (`Reader.rows`) of each batch of one pass in record order; the last batch may be short.
-    Raises BadInput, StorageError."""
+    """Yields this host's rows (`Reader.rows`) of each batch of one pass in record order; the last batch may be short,
+    with no row for some hosts. Has threads read while it is iterated. Raises BadInput, StorageError."""
     batch, order = host_slice.global_batch_size, evaluation_order(source.records, source.record_bytes)
     with contextlib.closing(Reader(source, order, batch, *host_slice.rows(), threads=threads)) as reader:
         for start in range(0, source.records, batch):

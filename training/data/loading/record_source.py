@@ -75,7 +75,7 @@ class RecordSource(Protocol):
 
     @abstractmethod
     def empty(self, count: int) -> Arrays:
-        """Returns uninitialised arrays for `count` records: feature (or REPLACED) -> (count, length) or (count, 1)."""
+        """Returns uninitialised arrays for `count` records: feature -> (count, its numbers); REPLACED -> (count, 1)."""
         ...
 
     def read(self, first: int, last: int, block: int) -> Arrays:
@@ -123,7 +123,8 @@ class ShardSource(RecordSource, ABC):
         return self.dataset.shard_url(shard)
 
     def read_bytes(self, shard: Shard, start: int, end: int, record: int) -> bytes:
-        """Reads bytes [start, end) of a shard. Raises BadInput, naming `record`, if it changed since it was listed."""
+        """Reads bytes [start, end) of a shard. Raises BadInput if it changed, or was deleted or cut, since it was
+        listed, with `record`, a number in the shard, in the message; and StorageError."""
         try:
             data = storage.read(self.url(shard), start, end, generation=self.stats[self.url(shard)].generation)
         except (storage.Changed, storage.NotFound) as error:
@@ -227,7 +228,8 @@ class FixedShards(ShardSource):
         )
 
     def _load(self, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
-        """Returns the features of records [first, last), and the error of each bad one by its row, 0 for `first`."""
+        """Returns the features of records [first, last), and the error of each bad one by its row, 0 for `first`.
+        Raises as `read_bytes`."""
         size = self.record_bytes
         data = b"".join(
             self.read_bytes(shard, begin * size, end * size, begin)

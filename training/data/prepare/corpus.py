@@ -8,7 +8,7 @@
                                         between texts
                       .csv .tsv         with a header line; `field` names the column; .tsv without quotation marks
                       .parquet          `field` names the column; other columns are not read
-                      a folder          all files of these kinds in it, sorted by name
+                      a folder          all files of these kinds below it, at any depth, sorted by URL
     datasets:NAME[:CONFIG[:SPLIT]]      the Hugging Face `datasets` library (a name on the Hub, or a folder that
                                         `load_dataset` takes), streamed: nothing of it is kept on the disk
 
@@ -63,7 +63,9 @@ class Corpus:
     pair: str | None = None
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yields each row, column -> value, in a fixed order; `field` has the text. Raises BadInput, StorageError."""
+        """Yields each row, column -> value, in a fixed order, unchecked. Paragraphs of text files and topics of
+        `builtin:pydoc` are at `field`; Parquet and `datasets:` give only this object's columns, if all exist. Raises
+        BadInput, StorageError."""
         if self.name == "builtin:pydoc":
             from pydoc_data.topics import topics
 
@@ -111,14 +113,15 @@ class Corpus:
 
     def label_names(self) -> tuple[str, ...]:
         """Returns the names of the classes that numbers in the label's column mean, of a dataset of the `datasets`
-        library that says them; () otherwise. Raises BadInput."""
+        library that says them; () otherwise. Downloads its description. Raises BadInput."""
         if not self.name.startswith("datasets:"):
             return ()
         feature = (self._streamed().features or {}).get(self.label)
         return tuple(getattr(getattr(feature, "feature", feature), "names", ()))
 
     def files(self) -> list[str]:
-        """Returns the corpus's files in order; [name] for `builtin:` and `datasets:`. Raises BadInput without any."""
+        """Returns the URLs of the corpus's files in order; of a folder, those of known kinds at any depth; [name] for
+        `builtin:` and `datasets:`. Raises BadInput without any."""
         if self.name.startswith(("builtin:", "datasets:")):
             return [self.name]
         if storage.stat(self.name) is not None:
@@ -156,7 +159,8 @@ class Corpus:
             return builder.as_streaming_dataset(split=split)
 
     def _streamed_rows(self) -> Iterator[dict[str, Any]]:
-        """Yields the rows of a dataset of the `datasets` library as they arrive. Turns any failure into BadInput."""
+        """Yields the rows of a dataset of the `datasets` library as they arrive; only this object's columns, if all
+        exist. Turns any failure into BadInput."""
         rows = self._streamed()
         with self._any_failure(". After a lost connection, run this again: it continues after the last shard"):
             if set(self._columns) <= set(rows.column_names or ()):
@@ -165,7 +169,8 @@ class Corpus:
 
     @contextlib.contextmanager
     def _any_failure(self, advice: str = "") -> Iterator[None]:
-        """Turns any exception of the block into BadInput: the library raises whatever its sources raise."""
+        """Turns any exception of the block into BadInput, whose message ends in `advice`: the library raises whatever
+        its sources raise."""
         try:
             yield
         except Exception as error:
@@ -173,7 +178,8 @@ class Corpus:
 
 
 def text_of(row: Mapping[str, Any], field: str, place: str) -> str:
-    """Returns a row's text, without half surrogate pairs. `place`: for messages. Raises BadInput if it is no text."""
+    """Returns a row's text, without half surrogate pairs. `place`: for messages. Raises BadInput if the column `field`
+    is missing, or holds no text."""
     if row.get(field) is None:
         raise BadInput(f"{place} has no {field!r}, it has: {', '.join(map(repr, row))}. Name the text with --field")
     text = row[field]
@@ -183,7 +189,7 @@ def text_of(row: Mapping[str, Any], field: str, place: str) -> str:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replaces each half of a surrogate pair by U+FFFD."""
+    """Returns a text that UTF-8 can hold: half surrogate pairs become U+FFFD, whole ones their character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -192,8 +198,8 @@ def replace_surrogates(text: str) -> str:
 
 
 def is_in_split(text: str, split: str, percent: float | None) -> bool:
-    """Returns whether a document is in a split ("train" or "evaluation"), by its text alone: about `percent` of all
-    documents are in "evaluation"; None: every document is in both."""
+    """Returns whether a document is in a split, by a hash of its text alone: about `percent` (0 to 100) of all
+    documents are in "evaluation", the others in any other split; None: every document is in every split."""
     if percent is None:
         return True
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
@@ -209,7 +215,8 @@ def _stat(url: str) -> storage.Stat:
 
 
 def lines(url: str) -> Iterator[str]:
-    """Yields a UTF-8 file's lines without line ends and byte order mark. Raises BadInput for other bytes or no file."""
+    """Yields a UTF-8 file's lines without line ends and byte order mark. Raises BadInput for other bytes or no file;
+    and StorageError, also for a file that changes meanwhile."""
     stat = _stat(url)
     decoder = codecs.getincrementaldecoder("utf-8")()
     rest, line_number = "", 1
@@ -231,9 +238,9 @@ def lines(url: str) -> Iterator[str]:
 
 
 def _file_rows(url: str, field: str, label: str = "label") -> Iterator[dict[str, Any]]:
-    """Yields the rows of one file, by its extension: objects of LINES, rows of TABLE, sentences of COLUMNS as {field:
-    words, label: labels}, and of any other file each paragraph as {field: paragraph}. Raises BadInput for a
-    missing file, text that is not UTF-8, and a row that can't be parsed."""
+    """Yields the rows of one file, by its extension: JSON objects (LINES), rows of a table (TABLE), texts of words
+    (COLUMNS) as {field: words, label: labels}; any other file counts as text, each paragraph as {field: paragraph}.
+    Raises BadInput for a missing file, text that is not UTF-8, and a row that can't be parsed; and StorageError."""
     if url.endswith(LINES):
         for number, line in enumerate(lines(url), 1):
             if line.strip():
@@ -271,7 +278,7 @@ def _columns(url: str, field: str, label: str) -> Iterator[dict[str, Any]]:
 
 
 def _labelled_words(place: str, text: list[list[str]], field: str, label: str) -> Iterator[dict[str, Any]]:
-    """Yields the row of a text, given as the columns of its lines; none for an empty text."""
+    """Yields the row of a text, given as the columns of its lines, words first and labels last; none without lines."""
     if text:
         yield Row(place, {field: [line[0] for line in text], label: [line[-1] for line in text]})
 

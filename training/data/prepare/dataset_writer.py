@@ -92,9 +92,9 @@ def records_per_shard(length: int, vocabulary: int) -> int:
 
 
 def find_existing(url: str, plan: DatasetPlan, overwrite: bool) -> Dataset | None:
-    """Returns the dataset in a folder if it is the planned one, without a look at its shards; None if it has to be
-    made, or continued. Raises BadInput when the folder holds something else; with `overwrite`, deletes the files of
-    another dataset instead."""
+    """Returns the dataset in a folder if its plan is this one, even with `overwrite`, without a look at its shards;
+    None if it has to be made, or continued. Raises BadInput when the folder holds something else: other files, a
+    damaged or another dataset, or the beginning of one; with `overwrite`, deletes as `_clear` instead."""
     refuse = "use another --out, or --overwrite to replace it"
     try:
         dataset = load_manifest(storage.read(storage.join(url, MANIFEST)), url)
@@ -134,14 +134,14 @@ def _check_unfinished(url: str, plan: DatasetPlan, overwrite: bool, refuse: str)
 
 
 def _clear(url: str) -> None:
-    """Deletes the manifest, all shards and `.preparing/`, and no other file; the manifest first, so that a half-deleted
-    dataset is not a dataset."""
+    """Deletes the manifest, all .tfrecord files below the folder, at any depth, and `.preparing/`, and no other file;
+    the manifest first, so that a half-deleted dataset is not a dataset."""
     storage.delete(storage.join(url, MANIFEST))
     _remove(url, lambda name: name.endswith(".tfrecord") or f"/{PREPARING}/" in name)
 
 
 def _remove(url: str, chosen: Callable[[str], bool]) -> None:
-    """Deletes the files of a folder whose URLs are `chosen`, and empty local folders in `.preparing/`."""
+    """Deletes files below a folder, at any depth, whose URLs are `chosen`, and empty local folders in `.preparing/`."""
     for stat in storage.listing(url):
         if chosen(stat.url):
             storage.delete(stat.url)
@@ -153,7 +153,8 @@ def _remove(url: str, chosen: Callable[[str], bool]) -> None:
 
 
 def begin_dataset(url: str, plan: DatasetPlan) -> list[Mark]:
-    """Writes plan.json. Returns the marks of an interrupted run, up to the first whose shard is absent or damaged."""
+    """Writes `.preparing/plan.json`. Returns the marks that an interrupted run left, from shard 0 to the first gap, or
+    the first whose shard is absent or has another size or CRC-32C, for which it reads local shards."""
     storage.write(storage.join(url, PREPARING, PLAN), _dump_plan(plan))
     stats = {storage.name_of(stat.url): stat for stat in storage.listing(url)}
     values = [json.loads(storage.read(stat.url)) for name, stat in stats.items() if name.endswith(".tfrecord.json")]
@@ -173,7 +174,7 @@ def begin_dataset(url: str, plan: DatasetPlan) -> list[Mark]:
 
 
 def write_mark(url: str, mark: Mark) -> None:
-    """Writes the end of a shard, written before, to `.preparing/` of the folder: another run continues after it."""
+    """Writes the mark of a shard, written before, to `.preparing/` of the folder: another run continues after it."""
     value = {"number": mark.number, "shard": mark.shard.model_dump(), "document": mark.document, "tokens": mark.tokens}
     storage.write(storage.join(url, PREPARING, f"{mark.shard.name}.json"), json.dumps(value).encode())
 
@@ -191,8 +192,9 @@ def write_packed(url: str, plan: DatasetPlan, number: int, rows: Ids) -> Shard:
 def write_columns(
     url: str, plan: DatasetPlan, features: Mapping[str, Feature], name: str, columns: Mapping[str, npt.NDArray[Any]]
 ) -> Shard:
-    """Writes rows of the compact layout as <split>-<name>.tfrecord in the folder `url`. `columns`: feature -> (n,
-    count) or (n,); those that are no feature are left out. Raises BadInput for an id beyond the vocabulary."""
+    """Writes rows of the compact layout as <split>-<name>.tfrecord in the folder `url`, over any such file. `columns`:
+    feature -> (n, count) or (n,), converted to the feature's dtype; those that are no feature are left out. Raises
+    BadInput for an id beyond the vocabulary."""
     ids = columns["input_ids"]
     _check_vocabulary(plan, ids)
     layout = fixed_records.record_layout(features, ids.shape[1])
@@ -220,7 +222,7 @@ def finish_dataset(
     url: str, plan: DatasetPlan, features: Mapping[str, Feature], shards: list[Shard], more: Mapping[str, Any] = PACKED
 ) -> Dataset:
     """Writes dataset.json, which commits the dataset, removes `.preparing/`, and returns the dataset. `more`: other
-    keys of the manifest. Raises AlreadyExists when there is a dataset.json."""
+    keys of the manifest, `rows` and, if labelled, `labels`. Raises AlreadyExists when there is a dataset.json."""
     manifest = DatasetManifest.model_validate(
         {
             **more,
@@ -250,7 +252,7 @@ _OWN = {"origin", "shards"}
 
 
 def parse_part(text: str) -> tuple[str, int]:
-    """Parses FOLDER=TIMES. Raises BadInput."""
+    """Parses FOLDER=TIMES into (folder, times). Raises BadInput unless times is 1 to 1000."""
     folder, _, times = text.rpartition("=")
     if not folder or not times.isdecimal() or not 1 <= int(times) <= 1000:
         raise BadInput(f"--part {text}: expected FOLDER=TIMES with a number from 1 to 1000, for example data/train=2")
@@ -258,10 +260,10 @@ def parse_part(text: str) -> tuple[str, int]:
 
 
 def write_mixture(url: str, parts: Mapping[str, int]) -> Dataset:
-    """Writes the dataset.json of a mixture, a list of its parts' shards, to the folder `url`; keeps one that is the
-    same. Returns the mixture. `parts`: a dataset's folder -> how often an epoch has each record. Raises BadInput if
-    there are fewer than two, they differ in rows, features, labels or tokenizers, have the public recipe's layout, or
-    the folder holds another dataset; and StorageError."""
+    """Writes the dataset.json of a mixture to the folder `url`; keeps one that is the same. Returns the mixture. It
+    lists its parts' shards, where they lie: none is copied or checked. `parts`: a dataset's folder -> how often an
+    epoch has each record. Raises BadInput if there are fewer than two, one is no dataset or of the public recipe's
+    layout, they differ in more than origin and shards, or the folder holds another dataset; StorageError."""
     if len(parts) < 2:
         raise BadInput("a mixture has at least two different parts: give --part again")
     folders = [folder if storage.is_remote(folder) else os.path.abspath(folder) for folder in parts]

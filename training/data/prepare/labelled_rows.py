@@ -132,10 +132,10 @@ def select_columns(
     """Yields the text, or the two texts, and the label of each row (column -> value) of the corpus with this name.
 
     `text`, `label` and, if a row has two texts, `pair` name the columns. A label is text, a number or a truth value,
-    which is converted to text; for `LabelSets` and `TokenLabels` a list of them. The text of `TokenLabels` is a list of
-    words; rows without words are left out. `labels` checks each label; classes without names allow any printable one.
-    Raises BadInput, with file:line or the corpus and the row's number, for a row that lacks a column, whose text is not
-    text, or whose label is impossible."""
+    which is converted to text, an integer that is no name to the name of the class with this number; for `LabelSets`
+    and `TokenLabels` a list of them. The text of `TokenLabels` is a list of words; rows without words are left out.
+    `labels` checks each label; classes without names allow any printable one. Raises BadInput, with file:line or the
+    corpus and the row's number, for a row that lacks a column, whose text is not text, or whose label is impossible."""
     for number, row in enumerate(rows, 1):
         place = getattr(row, "place", None) or f"{corpus}: row {number}"
         for name in (text, label, *([pair] if pair else [])):

@@ -61,7 +61,7 @@ class DatasetOptions:
 
     @cached_property
     def corpora(self) -> dict[str, Corpus]:
-        """The corpus of each split. Without an evaluation corpus it is one object, so that it is hashed once and both
+        """Returns split -> corpus. Without an evaluation corpus both are one object, so that it is hashed once and both
         splits read one revision of it."""
         label = None if TASKS[self.task].rows in UNLABELLED else self.label
         field, other = self.chat or self.field, self.evaluation_corpus
@@ -77,9 +77,10 @@ class DatasetOptions:
 def make_datasets(
     options: DatasetOptions, progress: Callable[[str, PackingProgress], None] = lambda url, progress: None
 ) -> Iterator[WrittenDataset]:
-    """Makes the dataset of each split, one after the other, and yields its result. Calls `progress` with the split's
-    URL after each shard of unlabelled rows. Raises BadInput for options that contradict each other, a corpus that can't
-    be read, or a folder that holds something else; and StorageError."""
+    """Makes the dataset of each split in <out>/<split>, when its result is asked for, and yields it. Continues or keeps
+    what is there, as `_make_unlabelled` and `_make_labelled`. Calls `progress` with the split's URL after each shard of
+    unlabelled rows. Raises BadInput for options that contradict each other, a corpus or tokenizer that can't be read,
+    or a folder that holds something else; and StorageError."""
     _check(options)
     tokenizer = tokenizers.read(options.tokenizer, TASKS[options.task].rows)
     encode = tokenizers.encoder(tokenizer)
@@ -105,8 +106,8 @@ def _check(options: DatasetOptions) -> None:
 
 
 def _plan(options: DatasetOptions, split: str, tokenizer: Tokenizer, **more: Any) -> DatasetPlan:
-    """Returns the plan of a split; reads a local corpus for its fingerprint. `more`: keys of its origin. Raises
-    BadInput, StorageError."""
+    """Returns the plan of a split; for the corpus's fingerprint reads local files or asks the Hub. `more`: keys of its
+    origin. Raises BadInput, StorageError."""
     corpus, vocabulary = options.corpora[split], tokenizer.special.vocabulary
     return DatasetPlan(
         split=split,
@@ -161,8 +162,8 @@ def _make_labelled(
     lengths: tuple[int, ...],
     labels: LabelKind,
 ) -> WrittenDataset:
-    """Makes one split of labelled rows, or returns it if it is complete. `encode`: for single texts; pairs and words
-    have encoders of their own. Raises BadInput, StorageError."""
+    """Makes one split of labelled rows, an interrupted one from its beginning, or returns it if it is complete.
+    `encode`: for single texts; pairs and words have encoders of their own. Raises BadInput, StorageError."""
     corpus = options.corpora[split]
     origin = {"label": options.label, "labels": list(labels.names), "lengths": list(lengths)}
     if labels.is_list:
@@ -190,7 +191,8 @@ def _make_labelled(
 
 
 def parse_lengths(lengths: str | None, longest: int) -> tuple[int, ...]:
-    """Parses --lengths; None gives `default_lengths`. Raises BadInput unless it is ascending and ends in `longest`."""
+    """Parses --lengths, "N,N,..."; None gives `default_lengths`. Raises BadInput unless the numbers are 2 or more,
+    ascend, and end in `longest`."""
     if lengths is None:
         return default_lengths(longest)
     try:

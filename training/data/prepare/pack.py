@@ -117,7 +117,7 @@ class _Stream:
 
 
 def batches_of(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Yields batches of at most BATCH_DOCUMENTS documents, or about BATCH_CHARACTERS."""
+    """Yields batches of documents. One ends at BATCH_DOCUMENTS documents, or once it has BATCH_CHARACTERS or more."""
     batch: list[str] = []
     size = 0
     for document in documents:
@@ -215,13 +215,13 @@ class WholeDocuments(RowKind):
         return packed
 
     def tokenize(self, documents: list[str]) -> list[Ids]:
-        """Returns (2, n) for each document: ids, and 1 at tokens that are learnt, else 0."""
+        """Returns (2, n) for each document: ids, with the end-of-text token last, and 1 at each: all are learnt."""
         encoded = self._encode(documents)
         whole = [ids if len(ids) and ids[-1] == self._end else np.append(ids, np.int32(self._end)) for ids in encoded]
         return [np.stack([ids, np.ones_like(ids)]) for ids in whole]
 
     def cut(self, document: Ids, length: int) -> list[Ids]:
-        """Returns the pieces of a document, (2, n) each, that go into rows. Counts a cut document, for `note`."""
+        """Returns the pieces of a document, (2, n), of at most `length` tokens. Counts cut documents, for `note`."""
         self._cut += document.shape[1] > length
         return [document[:, start : start + length] for start in range(0, document.shape[1], length)]
 
@@ -260,7 +260,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 def chats(corpus: Corpus) -> Iterator[str]:
     """Yields the chats of a corpus, whose rows hold lists of messages, as JSON text. Raises BadInput, with the row's
-    place, for a row without such a list (text that holds JSON is none) or without an answer."""
+    place, for a row without such a list (text that holds JSON is none) or without an answer that has text."""
     for number, row in enumerate(corpus.rows(), 1):
         place = getattr(row, "place", None) or f"{corpus.name}: row {number}"
         messages = row.get(corpus.field)
@@ -290,13 +290,15 @@ class WholeChats(WholeDocuments):
         self._special = tokenizer.special.special
 
     def tokenize(self, documents: list[str]) -> list[Ids]:
-        """Returns (2, n) for each chat, which is JSON text: ids, and 1 at tokens of answers, else 0."""
+        """Returns (2, n) for each chat, which is JSON text: ids, and 1 at tokens of answers and at a special token
+        right behind an answer, else 0. Raises BadInput as `_render`."""
         rendered = [self._render(json.loads(document)) for document in documents]
         encodings = self._tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
         return [self._mark(*pair) for pair in zip(encodings, (spans for _, spans in rendered), strict=True)]
 
     def cut(self, document: Ids, length: int) -> list[Ids]:
-        """Returns what of a chat a row holds; [] if that has no answer. Counts, for `note`, chats cut and left out."""
+        """Returns a list of the chat's first `length` tokens, (2, n); [] if none after the first is learnt. Counts, for
+        `note`, chats cut and left out."""
         self._cut += document.shape[1] > length
         kept = document[:, :length]
         self._dropped += not kept[1, 1:].any()
@@ -307,8 +309,8 @@ class WholeChats(WholeDocuments):
         return f"{super().note(dropped)}; {self._dropped} had no answer left and were left out"
 
     def _render(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """Returns a chat's text, and [begin, end) of each answer in it, in characters. Raises BadInput if the template
-        refuses the chat or changes an answer."""
+        """Returns a chat's text, and [begin, end) of each answer that is not blank in it, in characters. Raises
+        BadInput if the template refuses the chat or changes an answer, other than white space at its ends."""
         whole, spans = self._apply(messages), list[tuple[int, int]]()
         for number, message in enumerate(messages):
             answer = (message.get("content") or "").strip()
@@ -346,8 +348,9 @@ class WholeChats(WholeDocuments):
 
 
 def open_template(url: str) -> Any:
-    """Returns transformers' tokenizer of a folder or a name on the Hub. Raises BadInput if it can't be had, or without
-    transformers or a chat template; and StorageError."""
+    """Returns transformers' tokenizer of a folder (local or gs://) or a name on the Hub, which is downloaded. Raises
+    BadInput without transformers or a chat template, and as `training.data.tokenizer.fetch`; and StorageError;
+    transformers' own errors for a folder that is no tokenizer's."""
     try:
         from transformers import AutoTokenizer
     except ImportError:

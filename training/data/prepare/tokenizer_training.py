@@ -34,8 +34,9 @@ RESERVED = re.compile("[\t\r\n\0▅]")  # characters with a meaning of their own
 
 def train_tokenizer(documents: Callable[[], Iterable[str]], vocabulary: int, algorithm: Algorithm) -> bytes:
     """Trains a tokenizer with at most `vocabulary` ids, special tokens included. Returns the content of tokenizer.json.
-    `documents` is called to read the corpus, and must give the same documents each time. Raises BadInput when there is
-    no text, its characters need more ids, or `tokenizers` is not installed."""
+    `documents` is called to read the corpus, for "wordpiece" twice, and must give the same documents each time.
+    "wordpiece" also turns TOKENIZERS_PARALLELISM off. Raises BadInput when there is no text, its characters need more
+    ids, or `tokenizers` is not installed."""
     tokenizers = library()
     train = _train_unigram if algorithm == "unigram" else _train_wordpiece
     trained = train(tokenizers, vocabulary, documents)
@@ -49,8 +50,9 @@ def train_tokenizer(documents: Callable[[], Iterable[str]], vocabulary: int, alg
 
 
 def write_tokenizer(url: str, content: bytes, *, overwrite: bool = False) -> bool:
-    """Writes a tokenizer folder whose tokenizer.json is `content`. Returns False when it was already there. Raises
-    BadInput when the folder holds another tokenizer, unless `overwrite` allows replacing it, and StorageError."""
+    """Writes a tokenizer folder: `content` as tokenizer.json, and the two files that `tokenizer.files` adds. Returns
+    False when all three were already there. Raises BadInput when one of them differs, unless `overwrite` allows
+    replacing it, and StorageError."""
     files = tokenizer_files(content)
     existing = {name: _read_or_none(storage.join(url, name)) for name in files}
     if existing == files:
@@ -75,7 +77,8 @@ def _read_or_none(url: str) -> bytes | None:
 
 
 def count_words(documents: Iterable[str]) -> dict[str, int]:
-    """Counts the words that a Unigram vocabulary is trained on; each word begins with the space before it, as ▁."""
+    """Counts the words (word -> count) that a Unigram vocabulary is trained on: text between special tokens, with plain
+    quotation marks, cut before each space. A word begins with that space, as ▁; so does the first of a text."""
     special, word = re.compile("|".join(map(re.escape, SPECIAL))), re.compile("▁[^▁]*|[^▁]+")
     counts: Counter[str] = Counter()
     for document in documents:
@@ -166,11 +169,10 @@ def _most_frequent(words: Mapping[str, int]) -> list[tuple[str, int]]:
 
 
 def _train_wordpiece(tokenizers: Any, vocabulary: int, documents: Callable[[], Iterable[str]]) -> Any:
-    """Returns a `tokenizers.Tokenizer` with a WordPiece model. Raises BadInput if there is no text, or `vocabulary` has
-    no room for its characters. Sets TOKENIZERS_PARALLELISM to false. Trains twice, so that the result does not depend
-    on a hash table's order: the library numbers the marked characters ("##a") in that order, and breaks ties between
-    pairs by those numbers. A first training finds these characters, and a second one receives them in sorted order, as
-    special tokens."""
+    """Returns a `tokenizers.Tokenizer` with a WordPiece model of lower-cased text. Raises BadInput if there is no text,
+    or `vocabulary` has no room for its characters. Sets TOKENIZERS_PARALLELISM to false. Trains twice, so that the
+    result does not depend on a hash table's order: the library numbers marked characters ("##a") in it, and breaks ties
+    between pairs by these numbers. The second training gets those of the first, sorted, as special tokens."""
 
     def train(special: list[str]) -> Any:
         trained = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="<unk>"))

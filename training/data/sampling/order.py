@@ -164,7 +164,7 @@ def _block_records(records: int, record_bytes: int, block_bytes: int) -> int:
 
 @lru_cache(maxsize=4)
 def block_permutation(seed: int, epoch: int, count: int) -> Ints:
-    """Returns the permutation of all blocks in an epoch, read-only, computed once for all its windows. (count,)"""
+    """Returns the blocks in an epoch's order, (count,), read-only; computes it once for all its windows."""
     permuted: Ints = np.argsort(stream(seed, "blocks", epoch, count), kind="stable").astype(np.int64)
     permuted.setflags(write=False)
     return permuted
@@ -215,7 +215,7 @@ def split_places(order: Order, first: int, last: int) -> Iterator[tuple[int, int
 
 
 def locate(order: Order, place: int) -> tuple[int, int, int]:
-    """Returns the epoch of a place, its window, and its cell there."""
+    """Returns the epoch of a place (a row of the endless stream), the number of its window, and its cell there."""
     epoch, index = divmod(place, order.records)
     number = bisect_right(range(order.windows), index, key=lambda window: order.bounds(epoch, window)[0]) - 1
     return epoch, number, index - order.bounds(epoch, number)[0]
@@ -263,7 +263,7 @@ def batch_of_step(records: tuple[int, ...], batch: int, seed: int, k: int) -> tu
 
 
 def batches_before(records: tuple[int, ...], batch: int, seed: int, epoch: int, index: int, bucket: int) -> int:
-    """Counts all of a bucket's batches before step number `index` of `epoch`. records: of each bucket."""
+    """Counts a bucket's batches, from epoch 0, before step number `index` of `epoch`. records: of each bucket."""
     taken = epoch_order(records, batch, seed, epoch)[:index]
     return epoch * records[bucket] // batch + int(np.count_nonzero(taken == bucket))
 

@@ -77,8 +77,8 @@ def bucket_seed(seed: int, length: int) -> int:
 
 
 def keys(state: int | UInts, numbers: npt.NDArray[np.int64]) -> UInts:
-    """Extends a key, or each of some (n,), by one more number, for an array of them. numbers: (n,). Returns (n,).
-    key(..., n) == keys(key(...), [n])[0] for -1 <= n < 2**63."""
+    """Returns (n,) keys: `state`, one key or (n,), each extended by its number of `numbers` (n,). keys(key(...),
+    [n])[0] == key(..., n) for -1 <= n < 2**63."""
     inner = numbers.astype(np.uint64)
     inner += np.uint64(GOLDEN)
     mix(inner)

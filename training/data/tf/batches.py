@@ -111,8 +111,8 @@ def _read_rows(
 
 def mlm_batches(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int, start: int = 0) -> Any:
     """Returns an endless tf.data dataset of this host's rows of the global batches from number `start` on, masked anew
-    in each epoch. Raises BadInput unless rows are packed, hosts can share a batch evenly and shards are the manifest's.
-    Reading raises TensorFlow's errors, for `translate_errors`."""
+    in each epoch. Raises BadInput unless rows are packed, hosts can share a batch evenly and shards are the manifest's;
+    StorageError. Reading raises TensorFlow's errors, for `translate_errors`."""
     source = _open_source(dataset, host_slice)
     order = training_order(source.records, source.record_bytes, seed=seed, batch=host_slice.global_batch_size)
     mask_batch = partial(_mask_columns, epoch=None, seed=seed, masking=masking, tokens=host_slice.tokenizer)
@@ -137,14 +137,14 @@ def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, se
 
 
 def _open_source(dataset: Dataset, host_slice: HostSlice) -> TensorRecordSource:
-    """Opens the source. Raises BadInput unless rows are packed, hosts share a batch and shards are the manifest's."""
+    """Opens the source, as `open_source`. Raises BadInput also if rows are not packed, or hosts can't share a batch."""
     dataset.require(rows="packed")
     host_slice.rows()  # raises for an indivisible batch before any shard is read
     return open_source(dataset, vocabulary=host_slice.tokenizer.vocabulary, on_corrupt=host_slice.on_corrupt)
 
 
 def _mask_columns(batch: Columns, epoch: int | None, seed: int, masking: Masking, tokens: SpecialTokens) -> Columns:
-    """Returns the fields of an `MlmBatch`, masked as of `epoch`, or else of each row's own."""
+    """Returns the fields of an `MlmBatch`, masked as in `epoch`; None: each row as in its own, the column `epoch`."""
     ids, records = tf.cast(batch["input_ids"], tf.int32), batch["records"]
     epochs = batch["epoch"] if epoch is None else epoch
     masked = mask(ids, epochs, records, seed=seed, masking=masking, tokens=tokens)
@@ -154,7 +154,7 @@ def _mask_columns(batch: Columns, epoch: int | None, seed: int, masking: Masking
 def labelled_batches(dataset: Dataset, host_slice: HostSlice, seed: int, start: int = 0) -> Any:
     """Returns an endless tf.data dataset of this host's rows of the global batches from number `start` on; each batch
     has rows of one length bucket. Raises BadInput without labels, or if hosts can't share a batch evenly, or shards are
-    not the manifest's. Reading raises TensorFlow's errors, for `translate_errors`."""
+    not the manifest's; StorageError. Reading raises TensorFlow's errors, for `translate_errors`."""
     sources, batch_size = _open_buckets(dataset, host_slice), host_slice.global_batch_size
     records = tuple(source.records for source in sources)
     epoch, index = epoch_of_step(records, batch_size, start)
@@ -172,7 +172,7 @@ def labelled_batches(dataset: Dataset, host_slice: HostSlice, seed: int, start: 
 
 def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Any:
     """Returns a tf.data dataset of this host's rows of all records once, bucket by bucket; rows of weight 0 fill the
-    last batch of each. Raises BadInput."""
+    last batch of each. Raises as `labelled_batches`, also when it is read."""
     joined, bucket_start = None, 0
     for source in _open_buckets(dataset, host_slice):
         convert = _converter(bucket_start, host_slice.tokenizer.pad, dataset.manifest.rows)
@@ -183,8 +183,8 @@ def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Any:
 
 
 def _converter(bucket_start: int, pad: int, rows: Rows) -> Callable[[Columns], Columns]:
-    """Returns a function from columns of a bucket's rows to the fields of a `LabelledBatch`. A filler row (record -1)
-    has weight 0 and attends to one token. `bucket_start` is added to record numbers, which the bucket counts from 0."""
+    """Returns a function from columns of a bucket's rows to the fields of a `LabelledBatch` or `PairBatch`. Filler rows
+    (record -1) have weight 0 and attend to one token. `bucket_start` is added to records, which count from 0."""
 
     def convert(batch: Columns) -> Columns:
         ids, real = tf.cast(batch["input_ids"], tf.int32), batch["records"] >= 0  # (rows, length), (rows,)
@@ -210,7 +210,8 @@ def _converter(bucket_start: int, pad: int, rows: Rows) -> Callable[[Columns], C
 
 
 def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[TensorRecordSource]:
-    """Opens the length buckets, in ascending order. Raises BadInput without labels, or if hosts can't share a batch."""
+    """Opens the length buckets, ascending. Raises as `open_source`, and BadInput without labels or when hosts can't
+    share a batch evenly."""
     dataset.require_labels()
     host_slice.rows()  # raises for an indivisible batch before any shard is listed
 

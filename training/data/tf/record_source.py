@@ -61,8 +61,9 @@ _STORAGE_ACCESS = re.compile(r"Error executing an HTTP request|libcurl|bearer to
 
 @contextmanager
 def translate_errors(dataset: Dataset) -> Iterator[None]:
-    """Translates TensorFlow's errors that name a shard or an access to storage: BadInput for a missing or damaged
-    shard (Corrupt for a record), else StorageError. Others, as of a step that runs meanwhile, pass unchanged."""
+    """Translates TensorFlow's errors in the block: Corrupt for a damaged record; BadInput for a missing shard or a
+    record that does not fit (padding, unknown ids); StorageError for others that name a shard of `dataset`, such as
+    another size, or an access to storage. Others, as of a step that runs meanwhile, pass unchanged."""
     try:
         yield
     except tf.errors.OpError as error:
@@ -190,8 +191,9 @@ def _describe_record(index: ShardIndex, record: Any, offset: Offset, on_corrupt:
 def open_source(
     dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt, length: int | None = None
 ) -> TensorRecordSource:
-    """Returns the source for a dataset of either layout; in the recipe's, reads all shards. `length`: of the rows, the
-    longest if None. Raises BadInput for a missing shard or one that is not the manifest's, and StorageError."""
+    """Returns the source for a dataset of either layout; in the recipe's, reads all shards now. `length`: of the rows,
+    the longest if None; reading fails at an id from `vocabulary` on. Raises BadInput for a missing shard or one that is
+    not the manifest's, and StorageError."""
     if dataset.manifest.layout == "recipe":
         return recipe_shards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
     length = length or dataset.sequence_length
@@ -239,7 +241,7 @@ def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: 
 
 
 def _check_ids(input_ids: Any, vocabulary: int, url: Any) -> None:
-    """Fails the pipeline for an id outside the tokenizer's vocabulary. input_ids: (n, length)."""
+    """Fails the pipeline, naming `url`, for an id outside the tokenizer's vocabulary. input_ids: (n, length)."""
     ids = tf.cast(input_ids, tf.int32)
     valid = tf.reduce_all((ids >= 0) & (ids < vocabulary))
     text = (
@@ -250,8 +252,8 @@ def _check_ids(input_ids: Any, vocabulary: int, url: Any) -> None:
 
 
 def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -> TensorRecordSource:
-    """Returns the source for a dataset in the public recipe's layout; reads all of its shards, to find the records.
-    Options as for `RecipeShards`. Raises BadInput, StorageError."""
+    """Returns the source for a dataset in the public recipe's layout; reads all of its shards now, to find the records.
+    Options as for `RecipeShards`, but `vocabulary` is required. Raises BadInput, StorageError."""
     source = RecipeShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
     shards, length = [shard for shard in dataset.shards if shard.records], dataset.sequence_length
     index, offsets_of = ShardIndex(dataset, shards), [source.offsets(shard) for shard in shards]
