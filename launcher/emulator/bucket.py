@@ -100,7 +100,7 @@ class Incoming:
         return base64.b64encode(self._md5.digest()).decode()
 
     def verify(self, crc32c: str | None, md5: str | None) -> None:
-        """Raises StorageApiError when a checksum that the client sent differs from that of the bytes."""
+        """Raises StorageApiError 400 when a checksum (base64; None: not sent) differs from that of the bytes."""
         for name, sent, computed in (("CRC32C", crc32c, self.crc32c), ("MD5 hash", md5, self.md5)):
             if sent and sent != computed:
                 message = f'Provided {name} "{sent}" doesn\'t match calculated {name} "{computed}".'
@@ -161,8 +161,9 @@ class Bucket:
             return self._objects.get(name)
 
     def open(self, name: str, generation: int | None, expected: int | None) -> tuple[StoredObject, BinaryIO]:
-        """Returns the object and an open file of its bytes, which stays readable when the object is replaced. Raises
-        StorageApiError 404, also for another `generation`, or 412 for another one than `expected` (None: any)."""
+        """Returns the object and an open file of its bytes, which the caller closes, and which stays readable when the
+        object is replaced. Raises StorageApiError 404, also for another `generation`, or 412 unless it has the one
+        `expected`. None: any."""
         with self._lock:
             stored = self.get(name, generation)
             require_generation(expected, stored)
@@ -178,8 +179,9 @@ class Bucket:
             new.discard()
 
     def commit(self, name: str, bytes_: Incoming, settings: Mapping[str, Any], expected: int | None) -> StoredObject:
-        """Makes the bytes the object's newest generation, all or nothing, and deletes the one before. Drops unknown
-        settings. Raises StorageApiError 400 for a bad name, 412 unless it has the `expected` generation."""
+        """Closes the file and makes its bytes the object's newest generation, all or nothing; deletes the one before.
+        Drops unknown settings. Verifies no checksum. Raises StorageApiError 400 for a bad name, 412 unless the object
+        has the `expected` generation (0: none; None: any)."""
         if not 1 <= len(name.encode()) <= 1024 or "\n" in name or "\r" in name:
             raise StorageApiError(400, "invalid", f"Invalid object name: {name[:80]!r}")
         bytes_.close()
@@ -206,9 +208,9 @@ class Bucket:
             del self._objects[name]
 
     def listing(self, prefix: str, delimiter: str, after: str, limit: int) -> tuple[list[StoredObject], list[str], str]:
-        """Returns a page of at most `limit` entries after the token of the page before: the objects with a prefix, and
-        the common prefixes into which names with `delimiter` after the prefix are rolled up. Last is the token of the
-        next page, "" if there is none."""
+        """Returns the objects with a prefix, the common prefixes of names that have `delimiter` ("": none) after it, at
+        most `limit` of both together, sorted, and the token of the next page ("": this is the last). `after`: the token
+        of the page before; "" for the first."""
         items: list[StoredObject] = []
         prefixes: list[str] = []
         with self._lock:
@@ -259,7 +261,7 @@ class Buckets:
             return self._buckets[name]
 
     def create(self, name: str, settings: Mapping[str, Any]) -> Bucket:
-        """Creates a bucket. Raises StorageApiError when the name is bad or taken."""
+        """Creates a bucket, with all `settings`. Raises StorageApiError 400 for a bad name, 409 for a taken one."""
         if not _NAME.match(name) or len(name) > (222 if "." in name else 63) or ".." in name or name.startswith("goog"):
             raise StorageApiError(400, "invalid", f"Invalid bucket name: '{name}'")
         with self._lock:

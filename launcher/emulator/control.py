@@ -50,12 +50,12 @@ def default_home() -> Path:
 
 
 def start(home: Path, *, bucket: str | None = None, port: int | None = None, full_pushes: bool | None = None) -> None:
-    """Starts the emulator of `home` unless it runs. Makes the hosts' image and the virtual TPU's volume if needed, and
-    `bucket` unless it exists. `port` is on 127.0.0.1 (None: the port of before, or a free one); with `full_pushes`
-    docker's pushes send bytes to the registry (None: as before).
+    """Starts the emulator of `home` unless it runs. Makes the hosts' image and the virtual TPU's volume if needed (minutes,
+    steps on stderr), and `bucket`, a name, unless it exists. `port` is on 127.0.0.1 (None: the port of before, or a
+    free one); with `full_pushes` docker's pushes send bytes to the registry (None: as before).
 
     Raises:
-        BadInput: no engine runs, the port is taken, the home can't be used, or it runs with another port or setting.
+        BadInput: no engine runs, the port is taken, the home can't be used, a bad bucket, or it runs with another port or setting.
         LaunchError: the image can't be built, or the server does not start.
     """
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -82,9 +82,9 @@ def start(home: Path, *, bucket: str | None = None, port: int | None = None, ful
 
 
 def stop(home: Path, *, keep_data: bool = False) -> None:
-    """Removes the server, containers, networks, volumes, sockets and state of the emulator, also after a crash, with a
-    broken state file and when nothing runs. `keep_data` keeps the objects of its buckets. Raises LaunchError when the
-    engine does not answer and may hold hosts, or can't remove them."""
+    """Ends the server and removes containers, networks, volumes, sockets and all files of the home, also after a crash,
+    with a broken state file and when nothing runs. `keep_data` keeps the objects of its buckets. Raises LaunchError
+    when the engine does not answer and may hold hosts, or can't remove them."""
     with _starting(home):
         _stop(home, keep_data)
     with contextlib.suppress(OSError):
@@ -122,7 +122,8 @@ def _stop(home: Path, keep_data: bool) -> None:
 
 
 def status(home: Path) -> dict[str, Any]:
-    """Returns {"running": False, ...}, or nodes, hosts, containers, pushed images, buckets and faults of the server."""
+    """Returns {"running": False, "home", "crashed"}, or "running": True and the server's `status`. Raises BadInput for
+    a damaged state file, LaunchError when the server fails."""
     state = _read(home)
     if state is None or not _answers(state):
         return {"running": False, "home": str(home), "crashed": state is not None}
@@ -151,8 +152,8 @@ def enter_stock(home: Path, path: Path | None) -> None:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Returns the variables with which gcloud, docker and storage clients reach the emulator instead of Google. Raises
-    BadInput when it does not run."""
+    """Returns the variables with which gcloud, docker and storage clients reach the emulator instead of Google, HOME
+    among them; sets none. Raises BadInput when it does not run."""
     state = _running(home)
     endpoint = f"http://127.0.0.1:{state.port}"
     user = home / "user"
@@ -187,9 +188,10 @@ def environment(home: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def emulated(say: Callable[[str], None]) -> Iterator[None]:
-    """Makes commands inside the block reach the emulator instead of Google. Starts an emulator when none runs; the
-    command after which no slice is left stops it, and keeps its buckets, so that a run can be resumed. Leaves one
-    running that `tpu-launch emulator start` started. Reports starts and stops to `say`."""
+    """Makes commands inside the block reach the emulator instead of Google, by variables of this process. Starts an
+    emulator when none runs; the command after which no slice or queued resource is left stops it, and keeps its
+    buckets, so that a run can be resumed. Leaves one running that `tpu-launch emulator start` started. Reports starts
+    and stops to `say`."""
     home = default_home()
     mark = home / _STARTED_BY_COMMAND
     if not status(home)["running"]:
@@ -251,7 +253,7 @@ def _starting(home: Path) -> Iterator[None]:
 
 
 def _free_port(wanted: int | None, before: int) -> int:
-    """Returns a free port of 127.0.0.1: `wanted`, else `before`, else any. Raises BadInput when `wanted` is taken."""
+    """Returns a free port of 127.0.0.1: `wanted`, else `before`, else any. Raises BadInput if `wanted` is unusable."""
     for port in [wanted] if wanted is not None else [before, 0]:
         try:
             with socket.create_server(("127.0.0.1", port)) as probe:
@@ -267,7 +269,7 @@ def _free_port(wanted: int | None, before: int) -> int:
 
 
 def _find_engine(state: EmulatorState | None) -> Engine:
-    """Returns the engine of DOCKER_HOST, else the state's or docker's own. Raises BadInput if it does not answer."""
+    """Returns the engine at `_engine_path`. Raises BadInput if it does not answer, or is on another machine."""
     engine = Engine(_engine_path(state))
     try:
         engine.call("GET", "/version", timeout=10)
@@ -313,7 +315,7 @@ def _make_socket_folder(home: Path) -> Path:
 
 def _make_images(engine: Engine) -> tuple[str, str]:
     """Returns the name of the hosts' image and the volume of the virtual TPU; makes what is missing, or whose sources
-    changed. Raises LaunchError when that fails."""
+    changed, with the steps on stderr. Raises LaunchError when that fails, BadInput without a base image."""
     images, say = shared_folder("images"), partial(print, file=sys.stderr)
     with shell.environment({"DOCKER_HOST": f"unix://{engine.path}"}):  # never an emulator's socket
         spec = folder_spec(IMAGE, images / "host")
@@ -338,7 +340,7 @@ def _read(home: Path) -> EmulatorState | None:
 
 
 def _running(home: Path) -> EmulatorState:
-    """Returns the state of an emulator that answers. Raises BadInput when it does not run."""
+    """Returns the state of an emulator that answers. Raises BadInput when none runs, or its state is damaged."""
     state = _read(home)
     if state is None or not _answers(state):
         crashed = " (its server crashed; a new start continues from its state)" if state is not None else ""
@@ -347,7 +349,7 @@ def _running(home: Path) -> EmulatorState:
 
 
 def _answers(state: EmulatorState) -> bool:
-    """Returns whether the emulator's server answers a ping within PING_TIMEOUT."""
+    """Returns whether the emulator's server answers a ping, with any status, within PING_TIMEOUT."""
     try:
         _server(state.sockets).raw("GET", "/ping", timeout=PING_TIMEOUT)
     except OSError:
@@ -356,7 +358,7 @@ def _answers(state: EmulatorState) -> bool:
 
 
 def _ask(state: EmulatorState, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Sends a request to the server and returns its JSON. Raises BadInput for status 400, else LaunchError."""
+    """Sends a request to the server and returns its JSON. Raises BadInput for status 400, LaunchError otherwise."""
     try:
         status, data = _server(state.sockets).raw(method, path, body=body)
     except OSError as error:
@@ -376,8 +378,8 @@ def _server(sockets: str | Path) -> Engine:
 
 
 def _end_server(home: Path, sockets: Path) -> None:
-    """Asks the server to end and waits for it; kills it every STOP_TIMEOUT seconds. The server holds a lock on the file
-    with its process id, so no other process is killed. Does nothing if no server runs."""
+    """Asks the server to end and waits until it has, without limit; kills it every STOP_TIMEOUT seconds. The server
+    holds a lock on the file with its process id, so no other process is killed. Does nothing if no server runs."""
     if is_held(home / "lock") is False:
         return
     with contextlib.suppress(OSError):

@@ -49,7 +49,7 @@ def refuse_change(state: EmulatorState) -> None:
 
 def engine_trouble(state: EmulatorState, hostname: str, *, registry: bool) -> str | None:
     """Returns the error of the engine of `hostname` ("": the workstation) if its disk is full, or if the request needs
-    the registry and the registry is down; None otherwise. Faults of the registry without a host affect all engines."""
+    the `registry` and that is down for this engine; None otherwise. Uses up no fault."""
     for fault in state.faults:
         if fault.host in ("", hostname):
             if fault.kind == "registry" and registry:
@@ -71,7 +71,8 @@ OUTAGES: dict[str, dict[str, Any]] = {
 
 
 def begin_outage(node: Node, kind: str, until: float) -> None:
-    """Marks the node as under repair or maintenance until a time. The caller stops its hosts."""
+    """Marks the node as in "repair" or, still READY, "maintenance" (`kind`) until a Unix time, which the caller watches
+    (`end_outage`). The caller also stops its hosts."""
     node.resource |= OUTAGES[kind]
     node.outage_until = until
 
@@ -103,7 +104,7 @@ STOCKOUTS: dict[str, tuple[int, str]] = {
 
 
 def stockout(state: EmulatorState, zone: str) -> dict[str, Any] | None:
-    """Uses up a stock-out that is due, and returns the error of the creation's operation; None when none is due."""
+    """Uses up a stock-out that is due, in any zone; returns the error of the creation, which names `zone`, or None."""
     fault = take(state, "stockout")
     if fault is None:
         return None

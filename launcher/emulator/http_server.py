@@ -157,8 +157,8 @@ Handler = Callable[[HttpRequest], HttpResponse | None]
 
 def serve_http(connection: socket.socket, handler: Handler, *, read_ahead: bool = True) -> None:
     """Answers the requests of one connection, with 500 where `handler` raises; returns when the client closes it or is
-    silent for _IDLE_SECONDS. Leaves the connection open. Without `read_ahead`, takes no byte from it that `handler`
-    has not read."""
+    silent for _IDLE_SECONDS, and after a handler's None or Disconnected. Leaves the connection open. Without
+    `read_ahead`, takes no byte from it that `handler` has not read."""
     connection.setblocking(True)
     with contextlib.suppress(OSError):  # a unix socket has no such option
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -188,7 +188,8 @@ class _Connection(BaseHTTPRequestHandler):
         raise AttributeError(name)
 
     def _answer(self) -> None:
-        """Sends the handler's response; a 500 if it fails; nothing if it has none, or the client disconnected."""
+        """Sends the handler's response, a 500 if it fails; nothing if it returns None or the client disconnected: then
+        the connection takes no further request."""
         path, _, query = self.path.partition("?")
         body = Body(self.rfile, self.headers)  # type: ignore[arg-type]
         parameters = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}

@@ -42,7 +42,7 @@ class OperationRunner:
             self._booting.wait_for(lambda: self._boots == 0, timeout=10)
 
     def wake(self) -> None:
-        """Starts a thread for each pending operation on a node that has no thread yet."""
+        """Starts a thread for each pending operation on a node, unless the operation has one. Returns at once."""
         with self._store.read() as state:
             pending = [
                 operation.name
@@ -76,7 +76,8 @@ class OperationRunner:
             self._running.discard(name)
 
     def _work(self, operation: Operation, node: Node) -> str:
-        """Does an operation's work on the hosts, and waits until new ones have booted. Returns an error, or ""."""
+        """Does an operation's work on the hosts; waits at most BOOT_TIMEOUT until new ones have booted. An update has
+        none. Returns an error, such as hosts that did not boot, or "". Raises EngineError."""
         match operation.verb:
             case "create" | "start":
                 if operation.failure is None:

@@ -57,7 +57,8 @@ def concerns_repositories(segments: list[str]) -> bool:
 def answer_repositories(
     state: EmulatorState, method: str, segments: list[str], query: dict[str, str], body: dict[str, Any]
 ) -> dict[str, Any]:
-    """Describes or creates a repository; other calls are not found. Returns the response's JSON. Raises ApiError."""
+    """Describes or creates a repository for a request with the path `segments`, ["v1", ...]; other calls are not found.
+    Creation is done at once. Returns the response's JSON. Raises ApiError."""
     parent = "/".join(segments[1:6])
     match (method, segments[6:]):
         case ("GET", [name]):
@@ -128,7 +129,7 @@ class EmulatedRegistry:
         return json_response({"token": password, "expires_in": 3599})
 
     def _accepts(self, token: str) -> bool:
-        """Returns whether it is the access token of the workstation's account or of a host's."""
+        """Returns whether `token` is the access token of the workstation's account or of a host's."""
         with self._emulator.read() as state:
             return token == state.token or any(token == host.token for host in state.hosts)
 
@@ -169,8 +170,8 @@ class EmulatedRegistry:
         return HttpResponse(200, FileRegion(open(path, "rb"), 0, path.stat().st_size), headers)
 
     def _answer_upload(self, request: HttpRequest, path: str, repository: str, identifier: str) -> HttpResponse:
-        """Begins (POST), continues (PATCH, in one piece) or ends (PUT) an upload of a blob. A POST that names a blob of
-        another repository mounts it, or begins an upload if it isn't there. `path`: `repository` without its host."""
+        """Begins (POST, see `_begin_upload`), continues (PATCH, in one piece) or ends (PUT) an upload of a blob; bytes
+        that do not have the PUT's digest are deleted, with 400. `path`: `repository` without its host."""
         if request.method == "POST" and not identifier:
             return self._begin_upload(request, path, repository)
         upload = self._folder / "uploads" / identifier
@@ -234,8 +235,9 @@ class EmulatedRegistry:
         return HttpResponse(200, data, {"Docker-Content-Digest": digest, "Content-Type": media_type})
 
     def _put_manifest(self, request: HttpRequest, path: str, repository: str, version: str) -> HttpResponse:
-        """Stores a manifest or index under its digest, and under `version` if that is a tag. Answers 400 if it is
-        damaged or refers to content that the repository lacks. `path`: `repository` without its host, as in URLs."""
+        """Stores a manifest or index under its digest, and under `version` if that is a tag. Answers 400 without
+        storing if it is damaged or refers to content that the repository lacks; 400 but stores if `version` is another
+        digest. `path`: `repository` without its host, as in URLs."""
         data = request.body.read_all()
         try:
             fields = json.loads(data)

@@ -85,8 +85,9 @@ class Server:
         self.stopping = threading.Event()
 
     def run(self, listener: socket.socket) -> None:
-        """Opens the other sockets, continues pending operations, starts hosts that went down meanwhile, and serves
-        until `stopping` is set. Then lets hosts that are being made finish."""
+        """Opens the other sockets, makes the hosts' network, writes gcloud's access token, continues pending
+        operations, starts hosts that went down meanwhile, and serves until `stopping` is set. Then waits up to 10 s for
+        hosts that are being made. Raises EngineError without a network."""
         with self.store.read() as state:
             registry_listener = _registry_listener(state.registry_port)
         write_private(self.home / ACCESS_TOKEN, self.token)
@@ -111,7 +112,8 @@ class Server:
         self.operations.close()
 
     def _advance_queue(self) -> None:
-        """Grants and expires queued resources, and preempts slices when the stock falls, until the server stops."""
+        """Grants and expires queued resources, and preempts slices when the stock falls, until the server stops; logs
+        errors."""
         while not self.stopping.wait(QUEUE_SECONDS):
             with self.store.read() as state:
                 idle = not state.queued and (state.stock is None or not state.nodes)
@@ -149,7 +151,7 @@ class Server:
         return _error(404, "NOT_FOUND", f"the emulator has no {request.path}")
 
     def _api(self, request: HttpRequest) -> HttpResponse:
-        """Answers a call of Cloud TPU, Compute or Artifact Registry."""
+        """Answers a call of Cloud TPU, Compute (GET of a project) or Artifact Registry; errors are responses too."""
         try:
             segments = request.segments
             if segments[:3] == ["compute", "v1", "projects"] and len(segments) == 4 and request.method == "GET":
@@ -222,7 +224,8 @@ class Server:
     # -- control
 
     def control(self, request: HttpRequest) -> HttpResponse:
-        """Answers a request of control.py over the private socket: status, inject, stock, bucket or stop."""
+        """Answers a request of control.py over the private socket: status, inject, stock, bucket or stop (0.1 s later).
+        Other paths get 404, which serves as a ping; wrong arguments 400; a failed engine 500."""
         try:
             match (request.method, request.path):
                 case ("GET", "/status"):
@@ -246,7 +249,8 @@ class Server:
             return json_response({"error": f"the engine failed: {error}"}, 500)
 
     def status(self) -> dict[str, Any]:
-        """Returns nodes, hosts, operations, images, buckets and faults, for `tpu-launch emulator status`."""
+        """Returns nodes, hosts, containers, queued resources, pending operations, images, buckets and faults. Asks the
+        engine; raises EngineError or OSError."""
         with self.store.read() as state:
             emulator = state.id
             listed: dict[str, Any] = {
@@ -288,7 +292,8 @@ class Server:
 
     def inject(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Enters or executes the fault {"fault": KIND, ...} of launcher/cli/emulator.py; "clear" removes all faults and
-        restores their hosts. Returns the kind and the hosts concerned. Raises ValueError for a wrong target."""
+        restores their hosts, but no preempted node. Returns "fault" and "restored", the hosts that "clear" restored;
+        for a fault of a node or host what `_inject_host` returns. Raises ValueError for a wrong target."""
         kind = arguments.pop("fault")
         if kind in (*_ON_READY, *_FLAGS):
             return self._inject_host(kind, arguments)
@@ -307,8 +312,9 @@ class Server:
         return {"fault": kind, "restored": [host.hostname for host in broken]}
 
     def _inject_host(self, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Preempts a node or begins its outage, or kills, cuts, hangs or restores one host, containers included. Raises
-        NoSuchTarget, and ValueError for a node that must be READY and is not. Returns what was done."""
+        """Preempts a node or begins its outage, or kills, cuts, hangs or restores one host, containers included.
+        `arguments`: "node", "worker" of one host, "seconds" until it ends. Raises NoSuchTarget, and ValueError for a
+        node that must be READY and is not. Returns "fault", "node" and "hosts"."""
         with self.store.change() as state:
             node = faults.find_node(state, arguments["node"])
             if kind in _ON_READY and node.state != "READY":
@@ -365,8 +371,9 @@ def _error(status: int, name: str, text: str) -> HttpResponse:
 
 
 def main() -> None:
-    """Runs the server that the arguments HOME, IMAGE (the hosts') and VOLUME (the virtual TPU's) name until it is
-    stopped. Ends the process if another server of HOME runs, or the port is taken."""
+    """Runs the server that the arguments HOME, IMAGE (the hosts') and VOLUME (the virtual TPU's) name until SIGTERM,
+    SIGINT or a request stops it; locks HOME/lock. Ends the process if another server of HOME runs, or the port is
+    taken."""
     home, image, tpu_volume = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s")
     lock_file = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)

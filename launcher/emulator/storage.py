@@ -86,7 +86,8 @@ class StorageApi:
         raise _not_found(request)
 
     def _object(self, request: HttpRequest, bucket: Bucket, name: str, rest: list[str], base: str) -> HttpResponse:
-        """Reads, deletes or (`rest` of the path) copies an object. `base`: the server's URL. Raises StorageApiError."""
+        """Answers with an object's resource or, for alt=media, bytes; deletes it; or copies it (`rest` of the path:
+        rewriteTo/b/BUCKET/o/NAME). `base`: the server's URL. Raises StorageApiError, 404 for other methods."""
         generation = integer(request.query, "generation")
         expected = integer(request.query, _EXPECTED)
         match (request.method, rest):
@@ -133,7 +134,7 @@ class StorageApi:
         return HttpResponse(206, FileRegion(file, start, end - start), headers)
 
     def _list(self, request: HttpRequest, bucket: Bucket, base: str) -> HttpResponse:
-        """Answers with a page of at most 1000 objects and common prefixes, and the token of the next page."""
+        """Answers with a page of objects and common prefixes, at most maxResults or 1000, and the next page's token."""
         query = request.query
         after = base64.urlsafe_b64decode(query.get("pageToken", "").encode()).decode()
         limit = min(integer(query, "maxResults") or 1000, 1000)
@@ -191,7 +192,7 @@ class Uploads:
         raise StorageApiError(400, "invalid", f"Invalid upload type: {request.query.get('uploadType')!r}")
 
     def _multipart(self, request: HttpRequest, bucket: Bucket) -> _Made:
-        """Stores a small object of a multipart/related body: first JSON with name and settings, then the bytes."""
+        """Stores a multipart/related body, up to 1 GiB: JSON with an object's name and settings, then its bytes."""
         match = re.search(r'boundary="?([^";]+)', request.headers.get("Content-Type", ""))
         if not match:
             raise StorageApiError(400, "badContent", "Multipart body without a boundary.")
@@ -259,8 +260,8 @@ class Uploads:
 
     def _receive(self, request: HttpRequest, incoming: Incoming) -> int | None:
         """Appends the request's bytes that had not arrived yet (none for a status query). Returns the object's size,
-        None if it is unknown. Raises StorageApiError for a bad Content-Range or chunk size, missing bytes before them,
-        or too many."""
+        None if it is unknown; without Content-Range the body is all of the rest. Raises StorageApiError for a bad
+        Content-Range or chunk size, missing bytes before them, or too many; what arrived stays."""
         text = request.headers.get("Content-Range", "")
         match = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", text.strip())
         if text and not match:
@@ -319,7 +320,7 @@ def _verify(request: HttpRequest, incoming: Incoming, settings: Mapping[str, Any
 
 
 def integer(query: Mapping[str, str], name: str) -> int | None:
-    """Returns a number of a query, None when it is absent. Raises StorageApiError when it is not a number."""
+    """Returns a number of a query, None if it is absent or empty. Raises StorageApiError when it is not a number."""
     text = query.get(name)
     if not text:
         return None
@@ -330,8 +331,8 @@ def integer(query: Mapping[str, str], name: str) -> int | None:
 
 
 def byte_range(text: str, size: int) -> tuple[int, int] | None:
-    """Returns [start, end) of a Range header for an object of `size` bytes; None for a missing or bad header: Google
-    then sends the whole object."""
+    """Returns [start, end) of a Range header for an object of `size` bytes, whose start may be beyond the end; None for
+    a missing or bad header: Google then sends the whole object."""
     match = re.fullmatch(r"bytes=(\d*)-(\d*)", text.strip())
     if not match or match.groups() == ("", ""):
         return None
@@ -390,9 +391,9 @@ def etag(stored: StoredObject) -> str:
 
 
 def refuse_buckets(request: HttpRequest) -> HttpResponse | None:
-    """Returns the refusal that a user with the role Storage Object User gets for a request about a bucket itself; None
-    for a request about objects. Source: https://cloud.google.com/storage/docs/access-control/iam-roles (no
-    storage.buckets.get)."""
+    """Returns the refusal (403) that a user with the role Storage Object User gets for a request about a bucket itself,
+    or all buckets; None for a request about objects. Source:
+    https://cloud.google.com/storage/docs/access-control/iam-roles (no storage.buckets.get)."""
     match request.segments:
         case ["storage", _, "b", bucket] | ["storage", _, "b", bucket, "iam", *_]:
             lacking = f"storage.buckets.get access to the Google Cloud Storage bucket {bucket}"

@@ -105,7 +105,7 @@ def runtime_versions() -> list[str]:
 
 
 def check_zone(zone: str) -> None:
-    """Raises ApiError for a zone that does not exist."""
+    """Raises ApiError for a zone that does not exist, and for "-"."""
     if zone not in ZONES:
         detail = {
             "@type": "type.googleapis.com/google.rpc.ErrorInfo",
@@ -122,7 +122,7 @@ def check_node_name(name: str) -> None:
 
 
 def check_labels(labels: Any) -> None:
-    """Raises ApiError for labels that Google Cloud does not accept."""
+    """Raises ApiError for labels that Google Cloud does not accept, and for anything but a dictionary, None too."""
     if not isinstance(labels, dict) or len(labels) > 64:
         raise bad_request("labels must be an object of at most 64 entries")
     for key, value in labels.items():
@@ -139,7 +139,7 @@ def check_labels(labels: Any) -> None:
 
 
 def check_metadata(metadata: Any) -> None:
-    """Raises ApiError for metadata that Compute Engine does not accept."""
+    """Raises ApiError for metadata that Compute Engine does not accept, or that is no dictionary of strings."""
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise bad_request("metadata must be an object of strings")
     for key, value in metadata.items():
@@ -170,7 +170,8 @@ def api_type(accelerator: Accelerator) -> str:
 
 
 def check_runtime_version(version: Any, requested: Accelerator) -> None:
-    """Raises ApiError for a runtime version that does not exist or belongs to another generation."""
+    """Raises ApiError for no runtime version, an unknown one, and another generation's base version;
+    tpu-ubuntu2204-base, and TensorFlow's versions, are taken for all."""
     if not version:
         raise bad_request("runtimeVersion is required")
     if version not in runtime_versions() and not _TENSORFLOW.match(str(version)):
@@ -181,7 +182,7 @@ def check_runtime_version(version: Any, requested: Accelerator) -> None:
 
 
 def check_node(body: dict[str, Any], zone: str) -> Accelerator:
-    """Returns the accelerator of a node's creation. Raises ApiError for a body that is not valid or not emulated."""
+    """Returns the accelerator of a node's creation. Raises ApiError for a body that is invalid or not emulated."""
     unknown = sorted(set(body) - _FIELDS)
     if unknown:
         text = f"Invalid JSON payload received. Unknown name \"{unknown[0]}\" at 'node': Cannot find field."

@@ -44,7 +44,8 @@ def parse(method: str, segments: list[str], query: dict[str, str], body: dict[st
 
 
 def answer(state: EmulatorState, call: Call, now: float) -> dict[str, Any]:
-    """Carries out a call by changing `state` alone. Returns the response's JSON. Raises ApiError."""
+    """Carries out a call by changing `state` alone: work on hosts is entered as a pending operation. Returns the
+    response's JSON. Raises ApiError, also after a fault was used up."""
     match call.path:
         case ("projects", project, "locations"):
             names = [{"name": f"projects/{project}/locations/{zone}", "locationId": zone} for zone in catalogue.ZONES]
@@ -60,7 +61,8 @@ def answer(state: EmulatorState, call: Call, now: float) -> dict[str, Any]:
 
 
 def _in_zone(state: EmulatorState, call: Call, parent: str, rest: list[str], now: float) -> dict[str, Any]:
-    """Answers for nodes, operations, accelerator types and runtime versions of a zone ("-": all). Raises ApiError."""
+    """Answers for nodes, operations, accelerator types and runtime versions of a zone; "-" is only for lists of nodes,
+    of all zones, and of runtime versions. Raises ApiError."""
     name = "/".join([parent, *rest])
     match (call.method, rest, call.verb):
         case ("GET", ["nodes"], ""):
@@ -117,8 +119,9 @@ def service_account() -> str:
 
 
 def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operation:
-    """Enters a node and its pending creation; a stock-out makes it fail, a stuck fault keeps it from ending, and both
-    are used up. Raises ApiError for a bad body or name, a taken name, a fault that refuses it, or a full network."""
+    """Enters a node and its pending creation; a stock-out (injected, or no stock left) makes it fail, without hosts; a
+    stuck fault keeps it from ending. Both faults are used up. Raises ApiError for a bad body or name, a taken name, a
+    fault that refuses it, or a full network."""
     node_id = call.query.get("nodeId", "")
     catalogue.check_node_name(node_id)
     name = f"{parent}/nodes/{node_id}"
@@ -171,7 +174,8 @@ def _new_resource(
 
 
 def _new_hosts(state: EmulatorState, name: str, count: int, now: float) -> list[Host]:
-    """Makes the hosts of a new node, with the lowest free addresses. Raises ApiError when the network is full."""
+    """Returns records of a new node's hosts, with the lowest free addresses. Raises ApiError when the network is
+    full."""
     taken = {host.address for node in state.nodes.values() for host in node.hosts}
     addresses = itertools.islice(ipaddress.ip_network(state.subnet).hosts(), _FIRST_HOST - 1, None)
     free = list(itertools.islice((str(address) for address in addresses if str(address) not in taken), count))
@@ -203,8 +207,8 @@ def start_delete(state: EmulatorState, node: Node, now: float) -> Operation:
 
 
 def _update(state: EmulatorState, node: Node, call: Call, now: float) -> Operation:
-    """Enters a change of metadata, to which gcloud adds its ssh key. Raises ApiError for other fields or a busy fault,
-    and unless the node is READY or STOPPED and no operation on it is pending."""
+    """Enters a pending update that replaces all metadata (gcloud adds its ssh key so). Raises ApiError for other
+    fields, bad metadata or a busy fault, and unless the node is READY or STOPPED and no operation on it is pending."""
     mask = call.query.get("updateMask", "")
     if mask != "metadata":
         raise bad_request(f'update mask "{mask}" is not emulated: only metadata is')
@@ -237,7 +241,8 @@ def _stop_or_start(state: EmulatorState, node: Node, verb: str, now: float) -> O
 
 
 def _guest_attributes(node: Node, body: dict[str, Any]) -> dict[str, Any]:
-    """Returns the attributes below queryPath of each worker in workerIds ([""]: all). Raises ApiError for other ids."""
+    """Returns the attributes at and below queryPath ("": all) of each worker in workerIds (none, or [""]: all workers);
+    a path without any gives an empty list. Raises ApiError for other ids."""
     workers = [worker for worker in body.get("workerIds", []) if worker != ""]
     if any(not str(worker).isdigit() or int(worker) >= len(node.hosts) for worker in workers):
         raise bad_request(f"worker ids {workers} are not of this node, which has {len(node.hosts)} workers")
@@ -297,7 +302,8 @@ def _accelerator_json(parent: str, name: str) -> dict[str, Any]:
 
 
 def start_operation(state: EmulatorState, verb: str, target: str, now: float, seconds: float) -> Operation:
-    """Enters a pending operation that ends after `seconds` at the earliest."""
+    """Enters a pending operation that ends after `seconds` at the earliest. `verb`: create, update, delete, stop or
+    start of the node `target` (full name), create-queued or delete-queued of a queued resource."""
     parent = target.rsplit("/", 2)[0]
     number = _number(f"{verb} {target} {len(state.operations)}", now)
     name = f"{parent}/operations/operation-{int(now * 1000)}-{number:013x}"

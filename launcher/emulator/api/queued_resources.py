@@ -135,7 +135,8 @@ def _try(state: EmulatorState, queued: QueuedResource, now: float) -> None:
 
 
 def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operation:
-    """Enters an ACCEPTED request; its operation is done at once. Raises ApiError for a bad body or name, or a fault."""
+    """Enters an ACCEPTED request; its operation is done at once. Raises ApiError for a bad body or name, a taken one
+    (the node's too), or a permission or quota fault."""
     zone = parent.split("/")[3]
     queued_id = call.query.get("queuedResourceId", "")
     catalogue.check_node_name(queued_id)
@@ -198,8 +199,8 @@ def _until(policy: dict[str, Any], now: float) -> float | None:
 
 
 def _delete(state: EmulatorState, queued: QueuedResource, force: bool, now: float) -> Operation:
-    """Marks a request as DELETING; `advance` removes it. Raises ApiError if it is DELETING already, for a busy fault
-    and, without `force`, while it may have a node."""
+    """Marks a request as DELETING; `advance` removes its node and then it. Raises ApiError if it is DELETING already,
+    for a busy fault and, without `force`, while it may have a node."""
     if queued.state == "DELETING":
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
     if not force and queued.state not in _NO_NODE:

@@ -56,7 +56,8 @@ class StockSection(Section):
 
 
 def available(state: EmulatorState, zone: str, accelerator_type: str, capacity: str, now: float) -> int | None:
-    """Returns how many slices of a kind exist at `now`, used ones included; None without a stock file: any number."""
+    """Returns how many slices of a kind exist at `now`, used ones included, 0 for one that the stock file does not
+    name; None without a stock file: any number. `capacity`: on-demand, spot, reserved, flex-start or calendar."""
     if state.stock is None:
         return None
     stock = StockSection.model_validate(state.stock)
@@ -73,7 +74,7 @@ def available(state: EmulatorState, zone: str, accelerator_type: str, capacity: 
 
 
 def is_left(state: EmulatorState, zone: str, accelerator_type: str, capacity: str, now: float) -> bool:
-    """Returns whether another slice of a kind can be created at `now`."""
+    """Returns whether another slice of a kind (as for `available`) can be created at `now`."""
     total = available(state, zone, accelerator_type, capacity, now)
     return total is None or len(_used(state, zone, accelerator_type, capacity)) < total
 
@@ -91,7 +92,7 @@ def taken(state: EmulatorState, now: float) -> list[Node]:
 
 
 def capacity_of(scheduling: dict[str, Any]) -> str:
-    """Returns the capacity that a node's schedulingConfig asks for."""
+    """Returns the capacity that a schedulingConfig asks for: spot (preemptible too), reserved or on-demand."""
     if scheduling.get("spot") or scheduling.get("preemptible"):
         return "spot"
     return "reserved" if scheduling.get("reserved") else "on-demand"

@@ -43,7 +43,8 @@ class Engine:
     def call(
         self, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None, *, timeout: float = 120
     ) -> Any:
-        """Returns the response's JSON, None for an empty one. Raises EngineError; OSError when the engine is down."""
+        """Sends `body` as JSON (None: no body). Returns the response's JSON, None for an empty one. Raises EngineError
+        for a status of 400 or more; OSError when the engine is down, breaks off, or is silent for `timeout` seconds."""
         status, data = self.raw(method, path, query, body, timeout=timeout)
         if status >= 400:
             raise EngineError(status, f"{method} {path}: {_error_text(data)}")
@@ -59,7 +60,7 @@ class Engine:
         headers: dict[str, str] | None = None,
         timeout: float = 120,
     ) -> tuple[int, bytes]:
-        """Returns the status and body of any response, errors included. Raises OSError when the engine is down."""
+        """Sends a request as `call`. Returns the status and body of any response, errors included. Raises OSError."""
         connection = UnixConnection(self.path, timeout)
         try:
             data = None if body is None else json.dumps(body).encode()

@@ -30,7 +30,7 @@ _MANIFEST_BYTES = 2000  # shown after a push of a name; any size will do
 
 
 def is_registry(name: str) -> bool:
-    """Returns whether an image name belongs to the emulated registry."""
+    """Returns whether an image name has a host of Google's registries, and so belongs to the emulated registry."""
     host, slash, _ = name.partition("/")
     return bool(slash) and is_google(host)
 
@@ -46,9 +46,9 @@ class EngineImages:
     # -- names
 
     def resolve(self, name: str, *, only_pushed: bool) -> str:
-        """Returns the id of the pushed image of a registry's name, any other name unchanged. Without `only_pushed`, for
-        the workstation, also leaves a tag, and a digest that was not pushed; with it, raises EngineRefusal for a
-        registry's name that was not pushed."""
+        """Returns the id of the image that was pushed under a registry's name; any other name unchanged. With
+        `only_pushed` (hosts), raises EngineRefusal 404 if none was. Without it (the workstation), tags, and digests
+        that were not pushed, stay unchanged too."""
         if not is_registry(name):
             return name
         image = self._pushed(parse_reference(name))
@@ -58,7 +58,7 @@ class EngineImages:
         return image if image is not None and (only_pushed or "@" in name) else name
 
     def _pushed(self, reference: Reference, version: str = "") -> str | None:
-        """Returns the id of the image that was pushed as this version, else as the reference's own; None if none."""
+        """Returns the id of the image that was pushed as `version` ("": the reference's own); None if none was."""
         with self.store.read() as state:
             return state.pushed.get(reference.repository, {}).get(version or reference.version)
 
@@ -105,9 +105,9 @@ class EngineImages:
     # -- pushes
 
     def push(self, reference: Reference, tag: str) -> HttpResponse:
-        """Enters an image of the workstation as pushed; sends its bytes to the registry if `full_pushes`. Returns the
-        progress that docker shows. Raises EngineRefusal for an unknown image, a missing repository or a registry that
-        is down."""
+        """Enters an image of the workstation as pushed, under `tag` ("": the reference's); with `full_pushes` first
+        sends its bytes to the registry, for up to 1 h. Returns the progress that docker shows. Raises EngineRefusal for
+        an unknown image, no tag, a missing repository, a registry that is down, or a push that fails."""
         repository, tag = reference.repository, tag or reference.tag
         self.refuse_when_broken("", image=f"{reference}")
         with self.store.read() as state:
@@ -129,7 +129,8 @@ class EngineImages:
         )
 
     def _push_bytes(self, image: str, repository: str, tag: str) -> str:
-        """Has the engine push an image into the registry. Returns its digest, or raises EngineRefusal."""
+        """Has the engine push an image into the registry, by a name that is removed again. Returns the digest, or
+        raises EngineRefusal or EngineError."""
         name = f"{self._engine_prefix()}{repository}"
         self.engine.call("POST", f"/images/{quote(image, safe=':')}/tag", {"repo": name, "tag": tag})
         try:
@@ -145,8 +146,9 @@ class EngineImages:
     # -- pulls
 
     def pull(self, hostname: str, name: str, tag: str, login: str) -> HttpResponse:
-        """Enters an image as pulled by the host; moves bytes only if the workstation's store lacks it. `login`: the
-        X-Registry-Auth header. Raises EngineRefusal for a wrong token, or an image that was not pushed."""
+        """Enters an image as pulled by the host; moves bytes only if the workstation's store lacks it and a full push
+        sent them. `tag`: a tag or digest, "" if in `name`; `login`: the X-Registry-Auth header. Raises EngineRefusal
+        for a wrong token, or an image that was not pushed, or was removed from the store since."""
         separator = "@" if tag.startswith("sha256:") else ":"
         reference = parse_reference(f"{name}{separator}{tag}" if tag else name)
         with self.store.read() as state:
@@ -177,7 +179,8 @@ class EngineImages:
         )
 
     def _fetch(self, reference: Reference) -> str | None:
-        """Returns the id of a registry's image, or None. The engine pulls it if only the registry has its bytes."""
+        """Returns the id of a registry's image, which the store may lack, or None if it was not pushed. The engine
+        pulls it if only the registry has its bytes."""
         held = self.registry.manifest(reference.repository, reference.version)
         image = self._pushed(reference, held[0] if held else "")
         if held is None or (image is not None and self._is_stored(image)):

@@ -67,7 +67,8 @@ class EngineProxy:
         _serve(connection, self._answer_workstation)
 
     def _answer_workstation(self, request: EngineRequest) -> Reply:
-        """Labels new containers; answers pushes to Google's registries and image inspections; forwards the rest."""
+        """Answers pushes to Google's registries and image inspections; changes new containers as
+        `create_on_workstation`; forwards the rest."""
         parts = request.path.strip("/").split("/")
         if request.method == "POST" and request.path == "/containers/create":
             body = request.json()
@@ -127,7 +128,8 @@ class EngineProxy:
         raise _unavailable(request, parts)
 
     def _answer_container(self, request: EngineRequest, view: EngineView, name: str, action: list[str]) -> Reply:
-        """Answers a request about a container of the host. Raises EngineRefusal if it is no container of this host."""
+        """Answers a request about a container of the host. Raises EngineRefusal for others, and for an `action`, the
+        path after the container, that is not emulated."""
         path = f"/containers/{self._own_container(name, view)}"
         match (request.method, action):
             case ("DELETE", []):
@@ -142,7 +144,8 @@ class EngineProxy:
         raise _unavailable(request, ["containers", name])
 
     def _create_container(self, request: EngineRequest, view: EngineView) -> Reply:
-        """Creates a container for the host. Raises EngineRefusal if its engine is broken or the image not pulled."""
+        """Creates a container for the host, and volumes that it names. Raises EngineRefusal if the host's engine is
+        broken, the image was not pulled, or a setting is not emulated."""
         body = request.json()
         name, image_name = request.query.get("name", ""), str(body.get("Image", ""))
         self.images.refuse_when_broken(view.hostname)
@@ -206,7 +209,8 @@ class EngineProxy:
         present: Callable[[Any], Any] = lambda value: value,
         view: EngineView | None = None,
     ) -> HttpResponse:
-        """Returns the engine's answer: JSON, changed by `present`, or its error, whose names lose `view`'s prefix."""
+        """Sends the request's method and query with `body` (None: empty) to the engine's `path`. Returns its answer:
+        JSON, changed by `present`, or its error, whose names lose `view`'s prefix."""
         method, query = request.method, request.query
         status, data = self.engine.raw(method, request.version + path, query, body, timeout=_CALL_SECONDS)
         if status < 300 and data.strip():

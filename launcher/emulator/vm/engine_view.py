@@ -63,8 +63,8 @@ def create_on_host(
 ) -> dict[str, Any]:
     """Returns the body of containers/create for the workstation's engine, from the host's. `bind` and `volume` map a
     folder or a volume of the host to the workstation's. The container runs `image`, trusts the certificates in the file
-    `ca`, and gets the virtual TPU of `tpu_volume` (None: the CPU). Raises EngineRefusal for a setting that is not
-    emulated, or from `bind`."""
+    `ca` unless it sets CURL_CA_BUNDLE, and gets the virtual TPU of `tpu_volume` (None: the CPU) if PJRT_DEVICE is TPU.
+    Raises EngineRefusal for a setting that is not emulated, or from `bind`."""
     new = copy.deepcopy(body)
     host = new["HostConfig"] = new.get("HostConfig") or {}
     requested = {
@@ -109,8 +109,8 @@ def create_on_workstation(body: dict[str, Any], emulator: str, storage: str, *, 
 
 
 def container_environment(environment: list[str], storage: str, *, has_tpu: bool = False) -> list[str]:
-    """Returns the variables ("NAME=value") with the emulator's storage added and PJRT_DEVICE=TPU replaced by the
-    variables of the virtual TPU or by the CPU."""
+    """Returns the variables ("NAME=value") with the emulator's storage, a URL, added unless one is set, and
+    PJRT_DEVICE=TPU replaced by the variables of the virtual TPU (`has_tpu`) or by the CPU."""
     device = virtual_tpu.container_environment() if has_tpu else {"PJRT_DEVICE": "CPU"}
     new = []
     for variable in environment:
@@ -122,8 +122,8 @@ def container_environment(environment: list[str], storage: str, *, has_tpu: bool
 
 def _set_network(new: dict[str, Any], host: dict[str, Any], view: EngineView) -> None:
     """Replaces --network host by the network of the host's container, and drops host name, MAC address and ports, which
-    the engine refuses beside it; leaves bridge and none. Raises EngineRefusal for DNS settings and added hosts with
-    `host`, published ports without it, and other networks."""
+    the engine refuses beside it; leaves bridge and none. Changes `new` and `host`, its HostConfig. Raises EngineRefusal
+    for DNS settings and added hosts with --network host, published ports without it, and other networks."""
     mode = host.get("NetworkMode") or "default"
     if mode in ("default", "bridge", "none"):
         if any(host.get("PortBindings") or {}) or host.get("PublishAllPorts"):
@@ -147,8 +147,9 @@ def _set_network(new: dict[str, Any], host: dict[str, Any], view: EngineView) ->
 
 
 def _set_namespaces(host: dict[str, Any], view: EngineView, bind: Callable[[str], str]) -> list[str]:
-    """Replaces "host" in --pid by the emulated host, in --ipc by private (the returned bind shares its /dev/shm), in
-    --uts, --userns and --cgroupns by the default. Raises EngineRefusal for another container's namespaces."""
+    """Replaces, in the HostConfig `host`, "host" in --pid by the emulated host, in --ipc by private (the returned bind
+    shares its /dev/shm), in --uts, --userns and --cgroupns by the default. Raises EngineRefusal for --pid and --ipc of
+    another container."""
     binds = []
     if host.get("PidMode") == "host":
         host["PidMode"] = f"container:{view.hostname}"
@@ -165,7 +166,8 @@ def _set_namespaces(host: dict[str, Any], view: EngineView, bind: Callable[[str]
 
 
 def _set_privileges(host: dict[str, Any]) -> None:
-    """Gives privileged containers all capabilities but one; drops memlock limits. Raises EngineRefusal for devices."""
+    """Changes the HostConfig `host`: privileged containers get all capabilities but SYS_RESOURCE, and no seccomp or
+    AppArmor; memlock limits are dropped. Raises EngineRefusal for devices."""
     for device in host.get("Devices") or []:
         path = device.get("PathOnHost", "")
         doing = f'gathering device information while adding custom device "{path}"'
@@ -207,7 +209,7 @@ def present_container(value: dict[str, Any], view: EngineView, host: dict[str, A
 
 
 def _died_with_host(state: dict[str, Any], host: dict[str, Any]) -> bool:
-    """Returns whether a container ended while its host was down, so that the host's engine did not see how."""
+    """Returns whether a container ended while its host, now booted again, was down, so that no engine saw how."""
     died, ended, booted = (
         parse_time(text) or 0.0 for text in (host["FinishedAt"], state["FinishedAt"], host["StartedAt"])
     )

@@ -47,8 +47,8 @@ class HostContainers:
         return f"tpu-launch-{self.emulator}"
 
     def ensure_network(self, subnet: str) -> str:
-        """Creates the network unless it exists and returns its subnet: `subnet` if that is free ("" for any). Raises
-        EngineError when no subnet is free."""
+        """Creates the network unless it exists, with `subnet` if that is free, else ("" too) with another one. Returns
+        its subnet, which may differ from `subnet`. Raises EngineError when no subnet is free."""
         with contextlib.suppress(EngineError):
             network = self.engine.call("GET", f"/networks/{self.network}")
             return str(network["IPAM"]["Config"][0]["Subnet"])
@@ -136,7 +136,7 @@ class HostContainers:
         self._call_all("POST", [f"/containers/{container}/kill" for container in alive])
 
     def power_off(self, host: Host) -> None:
-        """Stops the host as a shutdown does: its containers get SIGTERM first."""
+        """Stops the host as a shutdown does: first its containers (SIGTERM, 10 s later SIGKILL), then itself (5 s)."""
         running = self._list_on(host.hostname, "running")
         self._call_all("POST", [f"/containers/{container}/stop" for container in running], {"t": "10"})
         self._call("POST", f"/containers/{host.hostname}/stop", {"t": "5"})
@@ -146,7 +146,7 @@ class HostContainers:
         self.engine.call("POST", f"/containers/{host.hostname}/start")
 
     def hang(self, host: Host) -> None:
-        """Pauses all processes of the host: its connections stay open, and nothing answers on them."""
+        """Pauses all processes of the host and its containers: connections stay open, and nothing answers on them."""
         for name in (*self._list_on(host.hostname, "running"), host.hostname):
             self._call("POST", f"/containers/{name}/pause")
 
@@ -188,7 +188,7 @@ class HostContainers:
 
 
 def in_parallel(act: Callable[[T], Any], items: Iterable[T]) -> None:
-    """Calls `act` for all items, up to 16 at a time, and waits for all. Raises the exception of one that failed."""
+    """Calls `act` for all items, up to 16 at a time, and waits for all. Raises the first failed item's exception."""
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(act, items))
 
@@ -221,7 +221,8 @@ def free_subnets(emulator: str, taken: list[str]) -> list[str]:
 
 def remove_everything(engine: Engine, emulator: str) -> None:
     """Removes every container, volume and network of an emulator. Lists them again after each removal: the engine may
-    still be creating a container for a server that is gone. Raises EngineError when something remains."""
+    still be creating a container for a server that is gone. Raises EngineError when some remain after 20 passes,
+    OSError when the engine is down."""
     label = f"{LABEL}={emulator}"
     containers = HostContainers(engine, emulator, "", Path())
     for _ in range(20):

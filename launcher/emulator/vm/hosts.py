@@ -72,8 +72,8 @@ class Hosts:
             self.acceptor.remove(listener)
 
     def await_network(self, hostname: str) -> None:
-        """Waits until a host that is cut off has its network again, at most an hour. Raises Disconnected for a host
-        that is gone: a request of its last minutes must change nothing later."""
+        """Waits until a host that is cut off has its network again; after an hour returns without. Raises Disconnected
+        for a host that is gone: a request of its last minutes must change nothing later."""
 
         def connected(state: EmulatorState) -> bool:
             if (entry := state.find_host(hostname)) is None:
@@ -83,7 +83,7 @@ class Hosts:
         self.store.wait(connected, _DISCONNECTED_SECONDS)
 
     def restore(self, host: Host) -> None:
-        """Undoes kill, cut and hang; also starts a host that is down for another reason."""
+        """Undoes kill, cut and hang; also starts a host that is down for another reason. A node's outage stays."""
         with self.store.change():
             cut, hung = host.cut, host.hung
             host.killed, host.cut, host.hung, host.restore_at = False, False, False, None
@@ -94,7 +94,7 @@ class Hosts:
         self.containers.start(host)
 
     def start_stopped(self, nodes: list[Node]) -> None:
-        """Starts the hosts that went down while no server ran, as with the workstation, unless a fault took them."""
+        """Starts hosts of READY nodes that went down while no server ran, unless a fault took them; logs failures."""
         for host in (host for node in nodes if node.state == "READY" for host in node.hosts):
             if not host.killed and not host.hung:
                 try:
@@ -103,7 +103,8 @@ class Hosts:
                     log.exception("starting %s", host.hostname)
 
     def bind(self, hostname: str, path: str) -> str:
-        """Returns the workstation's path of a folder of a host. Raises EngineRefusal for one that is not shared."""
+        """Returns the workstation's path of a host's `path`, whose links it resolves on the host. Raises EngineRefusal
+        for one outside of the shared folders, and for a host that is gone."""
         with self.store.read() as state:
             entry = state.find_host(hostname)
         if entry is None:

@@ -61,7 +61,8 @@ def tpu_env(node: Node, host: Host) -> str:
 
 
 def tree(node: Node, host: Host) -> dict[str, Any]:
-    """Returns everything below computeMetadata/v1/. Unlike Google's camelCase, recursive JSON has the paths' names."""
+    """Returns everything below computeMetadata/v1/ but guest attributes, which hosts only write. Unlike Google's
+    camelCase, recursive JSON has the paths' names."""
     account = {
         "aliases": ["default"],
         "email": service_account(),
@@ -89,8 +90,9 @@ def tree(node: Node, host: Host) -> dict[str, Any]:
 
 
 def answer(store: Store, hostname: str, request: HttpRequest) -> HttpResponse:
-    """Answers a host's request; 404 for a host that is gone. A GET with wait_for_change blocks until the value's ETag
-    differs from last_etag (by default from the current one), at most timeout_sec."""
+    """Answers a host's request; 403 without Metadata-Flavor: Google, 404 for a host that is gone. PUT stores a guest
+    attribute. A GET with wait_for_change blocks until the value's ETag differs from last_etag (by default from the
+    current one), at most timeout_sec (300; up to 3000)."""
     if request.headers.get("Metadata-Flavor") != "Google":
         return _text_response(403, "Missing Metadata-Flavor:Google header.\n")
     if request.headers.get("X-Forwarded-For"):
@@ -123,7 +125,8 @@ def answer(store: Store, hostname: str, request: HttpRequest) -> HttpResponse:
 
 
 def _render(value: Any, request: HttpRequest) -> HttpResponse:
-    """Returns a value as text or JSON; a folder without `recursive` as its names, or as a redirect to PATH/."""
+    """Returns a value as text or JSON; a folder without `recursive` as its names or, for a path without a final /, as a
+    redirect to PATH/."""
     recursive = request.query.get("recursive", "").lower() == "true"
     form = request.query.get("alt", "json" if recursive else "text")
     headers = {"ETag": _compute_etag(value)}
