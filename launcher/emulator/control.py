@@ -50,12 +50,12 @@ def default_home() -> Path:
 
 
 def start(home: Path, *, bucket: str | None = None, port: int | None = None, full_pushes: bool | None = None) -> None:
-    """Starts the emulator of `home` unless it runs. Makes the hosts' image and the virtual TPU's volume if needed (minutes,
-    steps on stderr), and `bucket`, a name, unless it exists. `port` is on 127.0.0.1 (None: the port of before, or a
-    free one); with `full_pushes` docker's pushes send bytes to the registry (None: as before).
+    """Starts the emulator of `home` unless it runs. Makes the hosts' image and the virtual TPU's volume if needed (this
+    takes minutes), and the bucket named `bucket` unless it exists. `port` is on 127.0.0.1 (None: as before, or a free
+    one); with `full_pushes` docker's pushes send bytes to the registry (None: as before).
 
     Raises:
-        BadInput: no engine runs, the port is taken, the home can't be used, a bad bucket, or it runs with another port or setting.
+        BadInput: no engine runs, the port is taken, the home or bucket name is bad, or it runs with another setting.
         LaunchError: the image can't be built, or the server does not start.
     """
     home.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -16,8 +16,9 @@ from training.errors import BadInput
 
 
 def find_checkpoints(folder: str) -> tuple[str, list[int]]:
-    """Returns the checkpoint folder of a run, and its committed steps, newest first. `folder` is the run's folder, its
-    checkpoint folder, or one checkpoint in it, whose step is then the only one. Raises BadInput if there is none."""
+    """Returns a run's checkpoint folder and its committed steps, newest first; reads no manifest. `folder` is the run's
+    folder, its checkpoint folder, or one checkpoint in it, whose step is then the only one. Raises BadInput for
+    none."""
     below = storage.join(folder, "checkpoints")
     parent, _, name = folder.rstrip("/").rpartition("/")
     step = form.step_of(name)
@@ -51,9 +52,9 @@ def best_saved_step(folder: str) -> int:
 
 
 def copy_to_run(source: str, target: str, step: int | None) -> int:
-    """Copies the checkpoint of `step` (None: the newest) of `source`, as for `find_checkpoints`, into the folder of
-    a new run, which then continues from it; returns the step. Verifies each part; copies the manifest last, without
-    the record of the best step. Raises BadInput if the checkpoint is absent or damaged, or `target` has checkpoints."""
+    """Copies the checkpoint of `step` (None: the newest) of `source`, as for `find_checkpoints`, into the run folder
+    `target`, whose run then continues from it; returns the step. Verifies each part's checksum; copies the manifest
+    last, without the best step. Raises BadInput if the checkpoint is absent or damaged, or `target` has any."""
     checkpoints, steps = find_checkpoints(source)
     chosen = choose_step(checkpoints, steps, step)
     into = storage.join(target, "checkpoints")
@@ -78,7 +79,8 @@ def copy_to_run(source: str, target: str, step: int | None) -> int:
 
 
 def render_table(folder: str) -> str:
-    """Returns a table of a run's checkpoints, newest first, damaged ones with the reason. Raises BadInput for none."""
+    """Returns a table of a run's checkpoints, newest first, by their manifests alone: those that are unreadable as
+    damaged, with the reason; damaged parts go unseen. Raises BadInput for none."""
     checkpoints, steps = find_checkpoints(folder)
     lines = [f"{'step':>10}  {'bytes':>14}  parts  attempt  loss"]
     best: Mapping[str, Any] | None = None  # according to the newest readable manifest
@@ -107,8 +109,8 @@ def render_manifest(folder: str, step: int | None) -> str:
 
 
 def verify_checkpoints(folder: str, step: int | None) -> tuple[str, bool]:
-    """Reads all checkpoints of a run, or that of `step`. Returns a line for each, and whether all are good. Raises
-    BadInput when there is none; a damaged one is only a line."""
+    """Reads all checkpoints of a run, or that of `step`. Returns a line for each, and whether all are good, none
+    damaged or not finite. Raises BadInput when there is none, or no such step."""
     checkpoints, steps = find_checkpoints(folder)
     lines, good = [], True
     for chosen in steps if step is None else [choose_step(checkpoints, steps, step)]:

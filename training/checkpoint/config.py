@@ -53,8 +53,8 @@ class CheckpointSection(Section):
     """Write a checkpoint while the next steps run. `false` waits for each save to be committed."""
 
     def deletable(self, committed: Iterable[int], best: int | None = None) -> list[int]:
-        """Returns the committed steps to delete, oldest first: not the `keep_last` newest, multiples of `keep_every`,
-        `best`."""
+        """Returns the committed steps to delete, oldest first: all but the `keep_last` newest, multiples of
+        `keep_every` and the step `best`."""
         old = sorted(committed)[: -self.keep_last]
         return [step for step in old if not (self.keep_every and step % self.keep_every == 0) and step != best]
 

@@ -110,7 +110,7 @@ def step_folder(step: int) -> str:
 
 
 def step_of(folder: str) -> int | None:
-    """Returns the step that a folder's name means; None for other names."""
+    """Returns the step of a step folder's name (not its path), step-00000040; None for other names."""
     match = _STEP_FOLDER.fullmatch(folder)
     return int(match[1]) if match else None
 
@@ -255,7 +255,7 @@ def render(body: Mapping[str, Any]) -> str:
 
 
 def list_folders(folder: str, storage: Storage = default_storage) -> dict[int, set[str]]:
-    """Lists the step folders of a run's checkpoint folder, committed or not: step -> file names."""
+    """Lists the step folders of a run's checkpoint folder, committed or not: step -> file names; {} for none."""
     folders: dict[int, set[str]] = {}
     for entry in storage.listing(folder):
         *_, parent, name = entry.url.split("/")

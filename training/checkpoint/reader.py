@@ -205,7 +205,7 @@ def load_tensors(
 def plan_parts(
     tensors: Mapping[str, StoredTensor], parts: Sequence[Part], headers: Sequence[Header]
 ) -> list[list[StoredBytes]]:
-    """Returns each part's slices in the file's order. Raises Damaged unless its header has exactly the manifest's."""
+    """Returns each part's slices in the file's order. Raises Damaged unless its header lists the manifest's exactly."""
     plans: list[list[StoredBytes]] = [[] for _ in parts]
     for name, tensor in tensors.items():
         for stored in tensor.slices:
@@ -231,7 +231,7 @@ def plan_parts(
 
 
 def read_part(folder: str, step: int, part: Part, storage: Storage = default_storage) -> memoryview:
-    """Reads a part and returns its bytes. Raises Damaged if it is missing, short or has another checksum."""
+    """Reads a whole part into memory. Raises Damaged if it is missing, of another size, or has another checksum."""
     data = memoryview(bytearray(part.size))
     ranges = [(start, min(start + _RANGE, part.size)) for start in range(0, max(part.size, 1), _RANGE)]
     for start, chunk in _read_ranges(_part_url(folder, step, part, storage), part, ranges, storage, SYSTEM.threads):
@@ -274,8 +274,8 @@ class _TensorAssembler:
 def _load_part(
     url: str, part: Part, plan: Sequence[StoredBytes], assembly: _TensorAssembler, storage: Storage, threads: Threads
 ) -> None:
-    """Reads the slices of a part that `assembly` needs once, in ranges that end between tensors, and adds them; reads
-    the whole part if these are all. Raises Damaged."""
+    """Reads the slices of a part that `assembly` needs once, in ranges that end between tensors, verifies each, and
+    adds them; if these are all, reads the whole part and verifies its checksum, at the end. Raises Damaged."""
     needed = [entry for entry in plan if assembly.needs(entry)]
     reads_all = len(needed) == len(plan)
     ranges = [(0, 0)] if reads_all else []

@@ -175,7 +175,8 @@ def partition_error(shape: tuple[int, ...], boxes: Sequence[Slice]) -> str | Non
 
 
 def _find_overlap(boxes: Sequence[Slice]) -> tuple[Slice, Slice] | None:
-    """Returns two boxes that overlap, or None. Compares only boxes that meet on the axis with the most cuts."""
+    """Returns two of `boxes` (none empty) that overlap, or None. Compares those that meet on the axis with most
+    cuts."""
     if len(boxes) < 2:
         return None
     axes = range(len(boxes[0].offsets))

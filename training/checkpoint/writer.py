@@ -124,8 +124,9 @@ class CheckpointWriter:
         self, step: int, specs: Mapping[str, TensorSpec], start_snapshot: StartSnapshot, state: Mapping[str, Any],
         split: StateSlices = NOT_SPLIT,
     ) -> None:  # fmt: skip
-        """Waits for the save before and raises its errors; then starts a snapshot and a thread that commits it with the
-        small values `state` (without `background`, waits for it too). Every host must call it at the same step."""
+        """Waits for the save before and raises its errors; then starts a snapshot of the tensors `specs` and a thread
+        that commits it with the small values `state` (without `background`, waits for it too). Warns when saves are too
+        slow. Every host must call it at the same step."""
         began = self._clock()
         self.wait()
         waited = self._clock() - began
@@ -285,7 +286,8 @@ class CheckpointWriter:
         return Part(name, written.size, checksum)
 
     def _check_fence_again(self, manifest: Manifest) -> None:
-        """Calls the fence after a commit. If it raises, deletes the manifest if its parts are gone, and raises too."""
+        """Calls the fence after a commit. If it raises BadInput, deletes a manifest whose parts are gone, and
+        reraises."""
         try:
             self._fence()
         except BadInput:
@@ -296,8 +298,9 @@ class CheckpointWriter:
             raise
 
     def _delete_old(self, manifest: Manifest) -> None:
-        """Deletes checkpoints that the policy does not keep, and parts that no commit will ever name, older than
-        `manifest`. Raises before if the fence raises. A storage error is only a warning: the next save tries again."""
+        """Deletes checkpoints that the policy does not keep, damaged ones, and parts that no commit will ever name,
+        older than `manifest`. Raises before if the fence raises BadInput. A StorageError, the fence's too, is only a
+        warning, once until it works again: the next save tries again."""
         newest = manifest.step
         try:
             self._check_fence_again(manifest)

@@ -60,7 +60,7 @@ traffic = Counter[str]()  # of this process: "read", bytes that `read` returned;
 
 
 def stat(url: str) -> Stat | None:
-    """Returns size and generation of an object; None if there is none, or a local folder."""
+    """Returns size and generation of an object; None if there is none, or no such bucket, or for a local folder."""
     if is_remote(url):
         return gcs.stat(url)
     with local_errors(url):
@@ -74,7 +74,8 @@ def stat(url: str) -> Stat | None:
 
 
 def listing(folder: str) -> list[Stat]:
-    """Lists the files below a folder, recursively, sorted by URL, without unfinished ones; [] if it is missing."""
+    """Lists the files below a folder, recursively, sorted by URL, without unfinished ones; [] if it is missing. Raises
+    NoBucket for a missing bucket."""
     if is_remote(folder):
         return gcs.listing(folder)
     entries = []
@@ -89,12 +90,13 @@ def listing(folder: str) -> list[Stat]:
 
 
 def folders(url: str) -> list[str]:
-    """Returns the names of the direct subfolders of a bucket's folder, sorted; [] if it is missing."""
+    """Returns the names of the direct subfolders of a bucket's folder (a gs:// URL), sorted; [] if it is missing."""
     return gcs.folders(url)
 
 
 def read(url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
-    """Reads bytes [start, end), fewer if the object ends. Raises NotFound, or Changed for another `generation`."""
+    """Reads bytes [start, end), fewer if the object ends, b"" beyond it; counts them in `traffic`. Raises NotFound,
+    Changed for another `generation` (None: any), StorageError; ValueError unless 0 <= start <= end."""
     if start < 0 or (end is not None and end < start):
         raise ValueError(f"{url}: bytes [{start}, {end}) is not a range")
     data = gcs.read(url, start, end, generation) if is_remote(url) else _read_local(url, start, end, generation)
@@ -138,7 +140,7 @@ def read_into(url: str, start: int, place: memoryview) -> int:
 def write(url: str, data: bytes | memoryview, *, create_only: bool = False, replaces: int | None = None) -> Stat:
     """Writes a whole object (and creates a local file's folder); returns its new state. Raises AlreadyExists with
     `create_only` for all but one of several writers, and with `replaces`, for buckets only, if the object has another
-    generation (0: there is none)."""
+    generation (0: there is none; None: any); StorageError."""
     if is_remote(url):
         return gcs.write(url, data, 0 if create_only else replaces)
     assert replaces is None
@@ -154,7 +156,7 @@ def transfer_seconds(url: str, size: int) -> float:
 
 
 def append(path: str, data: bytes) -> None:
-    """Appends to a local file, or creates it; a crash may leave a part of `data`. Objects of a bucket can't grow."""
+    """Appends to a local file (no gs:// URL), or creates it and its folder; a crash may leave a part of `data`."""
     with local_errors(path):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with open(path, "ab") as file:
@@ -162,8 +164,8 @@ def append(path: str, data: bytes) -> None:
 
 
 def download(url: str, path: Path) -> None:
-    """Copies one generation of an object to a local file, in pieces; creates its folder, and replaces the file once the
-    copy is complete. Raises NotFound, Changed, StorageError."""
+    """Copies one generation of an object, or a file, to a local file, in pieces; creates its folder, and replaces the
+    file once the copy is complete. Raises NotFound, Changed, StorageError."""
     source = stat(url)
     if source is None:
         raise NotFound(f"{url} does not exist")

@@ -71,7 +71,7 @@ Attempt = Callable[[tuple[float, float], float], T]
 
 
 def stat(url: str) -> Stat | None:
-    """Returns size and generation of an object; None if there is none."""
+    """Returns size, generation and age of an object; None if there is none, or no such bucket."""
     bucket, name = _object(url)
 
     def attempt(timeout: tuple[float, float], _: float) -> Stat | None:
@@ -84,7 +84,8 @@ def stat(url: str) -> Stat | None:
 
 
 def listing(folder: str) -> list[Stat]:
-    """Lists all objects below a folder but those named like a folder (`a/`), sorted by URL; [] if there is none."""
+    """Lists all objects below a folder but those named like a folder (`a/`), sorted by URL; [] if there is none. Raises
+    NoBucket."""
     bucket, name = split_remote(folder)
     prefix = name.rstrip("/") + "/" if name.strip("/") else ""
 
@@ -96,7 +97,7 @@ def listing(folder: str) -> list[Stat]:
 
 
 def folders(folder: str) -> list[str]:
-    """Returns the names of the direct subfolders, sorted; [] if there is none."""
+    """Returns the names of the direct subfolders, sorted; [] if there is none. Raises NoBucket."""
     bucket, name = split_remote(folder)
     prefix = name.rstrip("/") + "/" if name.strip("/") else ""
 
@@ -194,7 +195,7 @@ def write(url: str, data: bytes | memoryview, generation: int | None) -> Stat:
 
 
 def delete(url: str) -> None:
-    """Deletes an object, if it exists. Raises NoBucket when its bucket does not."""
+    """Deletes an object, if it exists. Raises NoBucket when its bucket does not, and StorageError."""
     bucket, name = _object(url)
 
     def attempt(timeout: tuple[float, float], _: float) -> None:
@@ -247,9 +248,10 @@ def _cut_off(until: float) -> Iterator[None]:
 
 
 def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinned: bool = False) -> T:
-    """Returns what `attempt` returns, repeating it while its failures are transient. Raises StorageError for refusals
-    and at the deadline; errors of other kinds pass. `activity` ("reading") and `url` are for messages; `size` bytes
-    extend the deadline. With `pinned`, `attempt` asks for one generation: raises Changed if there is another."""
+    """Returns what `attempt` returns, repeating it while its failures are transient. Raises StorageError, or a kind of
+    it, for refusals, a missing object and at the deadline; unknown errors pass. `activity` ("reading") and `url` are
+    for messages; `size` bytes extend the deadline. With `pinned`, `attempt` asks for one generation: raises Changed if
+    there is another."""
     from google.api_core.retry import exponential_sleep_generator, retry_target
 
     limits = timeouts
@@ -344,7 +346,8 @@ def _answer(error: Any) -> tuple[str, str]:
 
 
 def _is_transient(error: Exception) -> bool:
-    """Returns whether a retry may help. Any GoogleAPICallError counts: `_final_error` looks at its code first."""
+    """Returns whether a retry may help: after broken connections, server errors and passing failures of credentials.
+    Any GoogleAPICallError counts: `_final_error` looks at its code first."""
     import requests
     import urllib3
     from google.api_core import exceptions as api

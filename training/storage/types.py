@@ -57,7 +57,7 @@ class Stat:
 
     @property
     def crc32c(self) -> int:
-        """Returns the CRC-32C of the content. Cloud Storage keeps it; a local file is read to compute it."""
+        """Returns the content's CRC-32C, as Cloud Storage or `write` gave it; else each use reads the local file."""
         if self.stored_crc32c is not None:
             return self.stored_crc32c
         crc = 0
