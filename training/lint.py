@@ -97,7 +97,8 @@ class StepChecker:
         self, number: int, earlier: Sequence[TracedOperation], trace: StepTrace, *, explained: bool
     ) -> None:
         """Adds the finding for a step that compiled although its shape is known: the first operation that differs from
-        the `earlier` step's, or that none does; in that case none if it is `explained`: another finding says why."""
+        the `earlier` step's. If none does, adds one without a place, or nothing if `explained`: other findings say
+        why."""
         old, new = next(_differences(earlier, trace.operations), (None, None))
         if new is not None:
             before, advice = "where nothing was before", "every step must do the same"

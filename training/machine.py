@@ -87,7 +87,7 @@ class Queue(Generic[T]):
         self._queue.put(item)
 
     def get(self, timeout: float) -> T | None:
-        """Takes the oldest item; returns None when none came within `timeout` seconds."""
+        """Takes the oldest item; returns None if none comes within `timeout` seconds (0 or less: if none waits)."""
         try:
             return self._queue.get(timeout=timeout) if timeout > 0 else self._queue.get_nowait()
         except queue.Empty:

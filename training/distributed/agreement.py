@@ -54,8 +54,7 @@ def disagreements(reports: list[Mapping[str, str]]) -> list[str]:
 
 @cache
 def code_hash() -> str:
-    """Returns 16 hex digits of a hash of all Python files of the trainer, which its hosts share and checkpoints
-    record."""
+    """Returns a hash (16 hex digits) of the trainer's source, which all hosts must share and checkpoints record."""
     digest = hashlib.sha256()
     folder = Path(__file__).parents[1]
     for path in sorted(folder.rglob("*.py")):

@@ -107,8 +107,8 @@ def from_environment(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def _names_from_pattern(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns TPU_LAUNCH_HOST_NAME, a pattern for a Kubernetes Job's hosts, TPU_LAUNCH_HOSTS times, with 0, 1, ... for
-    its `*`; () if it is not set. Raises BadInput for a bad TPU_LAUNCH_HOSTS."""
+    """Returns the names of a Kubernetes Job's hosts: TPU_LAUNCH_HOST_NAME with 0 to TPU_LAUNCH_HOSTS - 1 for its `*`;
+    () if it is not set. Raises BadInput for a bad TPU_LAUNCH_HOSTS."""
     pattern = environment.get("TPU_LAUNCH_HOST_NAME", "")
     if not pattern:
         return ()
@@ -118,7 +118,7 @@ def _names_from_pattern(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 def from_metadata(read: Callable[[str], str | None], environment: Mapping[str, str]) -> Cluster | None:
     """Returns the cluster that the metadata server describes, this host worker 0 if it does not say; None if it lists
-    no hosts. `read(key)` returns an attribute or None. Raises BadInput for a bad value, of `environment` too."""
+    no hosts. `read(key)` returns an attribute or None. Raises BadInput for a bad value, also in `environment`."""
     endpoints = read("worker-network-endpoints")
     if not endpoints:
         return None
@@ -127,8 +127,8 @@ def from_metadata(read: Callable[[str], str | None], environment: Mapping[str, s
 
 
 def discover(environment: Mapping[str, str] | None = None) -> Cluster:
-    """Returns the cluster that variables describe; else, on a TPU without TPU_SKIP_MDS_QUERY, the metadata server, if
-    it answers; else this host alone. `environment` None: os.environ. Raises BadInput for bad values or a server's
+    """Returns the cluster that `environment` (None: os.environ) describes; else, on a TPU without TPU_SKIP_MDS_QUERY,
+    the metadata server, if it answers; else this host alone. Raises BadInput for bad values or a server's HTTP
     error."""
     environment = os.environ if environment is None else environment
     cluster = from_environment(environment)
@@ -146,8 +146,8 @@ def device_kind(environment: Mapping[str, str] | None = None) -> str:
 
 def tpu_environment(cluster: Cluster) -> dict[str, str]:
     """Returns the variables that torch_xla and libtpu would otherwise look up on the metadata server, for one process
-    per host that owns all its chips. Set them before torch_xla is imported. Raises BadInput if the accelerator is
-    unknown or has another number of hosts."""
+    per host that owns all its chips. Set them before torch_xla is imported. Raises BadInput if the accelerator is not
+    given, unknown or has another number of hosts."""
     if cluster.accelerator_type is None:
         raise BadInput(
             "PJRT_DEVICE=TPU, but neither TPU_ACCELERATOR_TYPE nor the metadata server says which accelerator this is; "
@@ -235,7 +235,8 @@ def tensorflow_plugin() -> dict[str, str]:
 def _make_cluster(
     worker: int, addresses: tuple[str, ...], accelerator_type: str | None, environment: Mapping[str, str]
 ) -> Cluster:
-    """Returns a cluster with the environment's settings. Raises BadInput if one is bad or `worker` has no address."""
+    """Returns a cluster with the run id, attempt, ports and secret of `environment`'s TPU_LAUNCH variables, or else the
+    defaults. Raises BadInput if one is bad or `worker` has no address."""
     if worker >= len(addresses):
         raise BadInput(
             f"this host is worker {worker}, but only {len(addresses)} host(s) are known: {', '.join(addresses)}; check "
@@ -276,8 +277,7 @@ def _parse_number(name: str, text: str, largest: int = 999_999_999) -> int:
 
 
 def _read_metadata(key: str) -> str | None:
-    """Returns a metadata attribute, within 5 s; None if there is none or no server. Raises BadInput for other HTTP
-    errors."""
+    """Returns a metadata attribute, within 5 s; None without one or a server. Raises BadInput for other HTTP errors."""
     request = urllib.request.Request(METADATA + key, headers={"Metadata-Flavor": "Google"})
     try:
         with urllib.request.urlopen(request, timeout=5) as response:

@@ -142,7 +142,7 @@ class ServerHandshake(Generic[T]):
         return len(self._pending)
 
     def opened(self, connection: T, now: float) -> bytes:
-        """Registers a new connection, and returns the challenge to send."""
+        """Registers a connection as pending, until HANDSHAKE_SECONDS after `now`, and returns the challenge to send."""
         nonce = make_nonce(self._machine)
         self._pending[connection] = _PendingPeer(nonce, now + HANDSHAKE_SECONDS, LineBuffer(HANDSHAKE_BYTES))
         return encode({"challenge": nonce})
@@ -183,8 +183,8 @@ class ServerHandshake(Generic[T]):
         return next(iter(self._pending), None)
 
     def overdue(self, now: float, limit: int) -> list[T]:
-        """Returns the pending connections past their deadline, and the oldest ones beyond `limit`, a number of them.
-        They stay pending: the caller closes them and calls `forget`."""
+        """Returns the pending connections past their deadline, and the oldest ones if there are more than `limit`. They
+        stay pending: the caller closes them and calls `forget`."""
         surplus = max(0, len(self._pending) - limit)
         return [
             connection

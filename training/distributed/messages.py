@@ -113,7 +113,8 @@ FROM_SERVER: Kinds = {
 
 
 def decode(line: bytes | bytearray, kinds: Kinds) -> tuple[str, Message]:
-    """Parses a line as a message of one of `kinds`. Returns its kind and the message, or raises Malformed."""
+    """Parses a line as a message with just the fields of one of `kinds`; returns kind and message, or raises
+    Malformed."""
     try:
         message = _DECODER.decode(line.decode())
     except RecursionError:

@@ -140,9 +140,9 @@ def join(
 
     Raises:
         BadInput: The hosts have no shared secret.
-        LostPeer: Host 0 did not answer in time.
-        TrainError: Host 0 refused this host, or this is host 0 and it can't listen.
-        StopRequested: This host was asked to stop while it waited.
+        LostPeer: Host 0 did not accept this host in time.
+        TrainError: Host 0 refused this host for good, or this is host 0 and it can't listen.
+        StopRequested: This host was asked to stop, and then waited STOP_PATIENCE.
     """
     if cluster.hosts == 1:
         return SingleHost(machine)
@@ -358,9 +358,8 @@ class _StopPatience:
 def _connect(
     cluster: Cluster, own: HostCredentials, shutdown: ShutdownRequest, limits: RendezvousSection, machine: Machine
 ) -> tuple[Connection, LineBuffer]:
-    """Retries until host 0 accepts this host. Returns the connection, and the bytes received after the handshake.
-    Raises LostPeer after `limits.start_seconds`, TrainError for a final refusal, StopRequested STOP_PATIENCE after a
-    stop."""
+    """Retries until host 0 accepts this host. Returns the connection, and the bytes after the handshake. Raises
+    LostPeer after `limits.start_seconds`, TrainError for a final refusal, StopRequested STOP_PATIENCE after a stop."""
     start_seconds, lost_seconds = limits.start_seconds, limits.lost_seconds
     host = f"host 0 ({cluster.addresses[0]}:{cluster.rendezvous_port})"
     clock = machine.clock.monotonic

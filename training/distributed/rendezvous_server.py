@@ -168,7 +168,8 @@ class RendezvousServer:
         return actions
 
     def _flush(self, connection: _Peer) -> bool:
-        """Sends unsent bytes as far as the peer takes them. Returns False if the connection is broken."""
+        """Sends unsent bytes as far as the peer takes them, and has the selector wait for room for the rest. Returns
+        False if the connection is broken."""
         unsent = connection.unsent
         try:
             while unsent:

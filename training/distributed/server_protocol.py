@@ -59,8 +59,7 @@ class Barrier:
 
 
 def compare(expected: Identity, given: Identity) -> Refusal | None:
-    """Returns the refusal of a host that is not of the expected attempt, final if a retry can't meet the right host 0;
-    None if it is."""
+    """Returns None for a host of the expected attempt, else its refusal: final if a retry is pointless."""
     if expected == given:
         return None
     if expected.run_id != given.run_id:
@@ -103,9 +102,9 @@ class BarrierState:
         self._left: tuple[str, Exit] | None = None  # of the first orderly exit: why and with which code others end
 
     def connect(self, worker: int, given: Identity, now: float) -> Refusal | None:
-        """Admits a host and returns None; else returns why not: another identity, a wrong worker number, or one that is
-        connected or, while the attempt is not lost, was. Also admits hosts to a lost attempt: the caller sends them
-        `lost_message`, which ends them."""
+        """Admits a host and returns None; else returns why not: another identity, a wrong worker number, or one
+        admitted before (if the attempt is lost, only one still connected). Also admits hosts to a lost attempt: the
+        caller sends them `lost_message`, which ends them."""
         refusal = compare(self.identity, given)
         if refusal:
             return refusal
@@ -146,8 +145,7 @@ class BarrierState:
     def leave(self, worker: int, code: int, reason: str, overdue: bool = False) -> Outgoing:
         """Records that `worker` exits with `code`, and returns the messages to send. A failure ends the attempt for all
         hosts. So does an orderly exit (FINISHED, SAVED) if other hosts wait at a barrier, then or later, or if it is
-        `overdue`: the host could not save in the time for a stop. The others' code is SAVED if `code` is, else
-        LOST_PEER."""
+        `overdue` (the host could not save in time). They exit with SAVED if `code` is that, else LOST_PEER."""
         member = self.members[worker]
         member.connected = False
         why = f"host {worker} stopped in phase {member.phase!r} with exit code {code}"
@@ -257,8 +255,7 @@ class ServerProtocol:
 
     def tick(self, now: float) -> Actions:
         """Ends the attempt if a barrier's deadline has passed, closes pending connections that are too old or too many,
-        and at most once in NEWS_SECONDS sends a summary of changed phases to all hosts. Returns the actions for
-        that."""
+        and sends all hosts a summary of changed phases, at most once in NEWS_SECONDS."""
         actions = self._close_overdue(now) + self._address(self.state.check_deadlines(now))
         if now < self._next_news:
             return actions

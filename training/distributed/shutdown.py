@@ -52,8 +52,7 @@ class ShutdownRequest:
         return self.requested and self.nothing_to_save
 
     def limit(self, seconds: float, overdue: Callable[[], None]) -> None:
-        """Has a thread call `overdue` `seconds` after a stop is requested, or from now if one was already. Does not
-        wait."""
+        """Has a thread call `overdue` `seconds` after a stop is requested, or from now if one was; does not wait."""
         self._deadline = (seconds, overdue)
         if self.requested:
             self._count_down()
@@ -70,15 +69,15 @@ class ShutdownRequest:
             self._machine.threads.start(wait, name="stop-deadline")
 
     def note_other_host(self) -> None:
-        """Requests a stop because another host was asked to. The next signal of this host still counts as its first."""
+        """Requests a stop because another host was asked to, and starts the countdown of `limit`; nothing the second
+        time. The next signal of this host still counts as its first."""
         if not self._requested_elsewhere.is_set():
             self._requested_elsewhere.set()
             self._count_down()
 
     def request(self, number: int = signal.SIGTERM) -> None:
         """Records the first signal and starts the countdown of `limit`. Prints what happens next. Ends the process,
-        with code 128 + `number`, at a second Ctrl-C, or another SIGTERM once the time of `limit`, 30 s at least, is
-        over."""
+        with code 128 + `number`, at a second Ctrl-C, or a SIGTERM after the time of `limit`, 30 s at least."""
         now = self._machine.clock.monotonic()
         self._interrupts += number == signal.SIGINT
         if self._began is None:
@@ -102,7 +101,8 @@ def _say(message: str) -> None:
 
 
 def install_signal_handlers() -> ShutdownRequest:
-    """Starts a thread that sets the returned request at SIGTERM or SIGINT. Call it once, early, in the main thread."""
+    """Replaces the actions of SIGTERM and SIGINT: a thread passes them to the returned request. Call it once, early, in
+    the main thread."""
     shutdown = ShutdownRequest()
     reader, writer = socket.socketpair()
     writer.setblocking(False)

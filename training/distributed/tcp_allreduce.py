@@ -65,9 +65,8 @@ class TcpAllReduce:
                 listener.close()
 
     def sum(self, flat: Flat) -> Flat:
-        """Waits for all hosts' arrays, of one size, and returns their sum, a new array. Raises LostPeer if a host is
-        lost or a send or receive takes longer than `seconds` of the constructor, StopRequested if a stop is the
-        cause."""
+        """Waits for all hosts' arrays, of one size, and returns their sum, a new array. Raises LostPeer if one is lost
+        or hangs (for the constructor's `seconds`), StopRequested if a stop is the cause."""
         try:
             if not self._first:
                 [peer] = self._peers

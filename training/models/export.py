@@ -142,8 +142,7 @@ def _write_adapter(
 def _merge_additions(
     lora: Lora, weights: Mapping[str, TensorSpec], buffers: Mapping[str, memoryview], copy: Copy
 ) -> None:
-    """Adds each layer's low-rank product, times alpha / rank, to its weight in `buffers`; `copy` reads the two factors.
-    `weights`: of all tensors."""
+    """Adds each layer's low-rank product, read by `copy`, to its weight in `buffers`. `weights`: of all tensors."""
     turned = _are_turned(weights)
     for layer in sorted(name.removesuffix(_A) for name in weights if name.endswith(_A)):
         parts = {layer + end: bytearray(weights[layer + end].size) for end in (_A, _B)}

@@ -34,8 +34,7 @@ def decoder_flops(config: Mapping[str, Any], length: int) -> float:
 
 def flops_per_row(config: Mapping[str, Any], length: int, predictions: int | None) -> float:
     """Returns the FLOPs of training on one row, with layers as BERT's, whatever the family; 0 for ModernBERT and for
-    other names of its sizes in config.json. `predictions`: places at which a masked-LM head is computed; None for a
-    classifier's."""
+    other names of its sizes in config.json. `predictions`: places of a masked-LM head; None for a classifier."""
     if config.get("model_type") == "modernbert" or any(type(config.get(name)) is not int for name in SIZES):
         return 0.0
     width, layers, inner, vocabulary = (int(config[name]) for name in SIZES)

@@ -30,8 +30,8 @@ class ClassPrediction:
 
 
 def pipeline_of(folder: str) -> str:
-    """Returns the name of transformers' pipeline for a model folder's task. Raises BadInput without weights; these
-    functions look for weights in a local folder or a bucket, not on the Hub."""
+    """Returns the name of transformers' pipeline for a model folder's task. Raises BadInput without weights, and for a
+    name on the Hub."""
     _require_model(folder)
     return TASKS[task_of_model(read_config(folder))].head.pipeline
 
@@ -92,7 +92,8 @@ def open_pipeline(name: str, folder: str) -> Any:
 
 
 def _require_model(folder: str) -> None:
-    """Raises BadInput unless the folder has weights. Sets TRANSFORMERS_VERBOSITY to error, unless it is set."""
+    """Raises BadInput unless the folder, local or in a bucket, has weights. Sets TRANSFORMERS_VERBOSITY to error,
+    unless it is set."""
     if not has_weights(folder):
         raise BadInput(
             f"{folder} is not a model folder: it has no {WEIGHTS}. `tpu-train export RUN {folder}` writes one"

@@ -75,8 +75,7 @@ class Task(ABC):
 
     @property
     def evaluation_batch_count(self) -> int:
-        """Returns the number of batches of one evaluation, the same on every host; a partly filled one counts. Call it
-        only if there is an evaluation set."""
+        """With an evaluation set, returns its number of batches, the same on every host; a partly filled one counts."""
         assert self.data.evaluation is not None
         records, size = self.data.evaluation.records_of_length, self._config.evaluation_batch_size
         groups = group_lengths(records, size)

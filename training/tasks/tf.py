@@ -26,8 +26,7 @@ def training_rows(config: TrainerConfig, host_slice: HostSlice, data: RunData, s
 
 
 def evaluation_rows(config: TrainerConfig, host_slice: HostSlice, data: RunData) -> Any:
-    """Returns a tf.data dataset of one host's rows of the evaluation set, which must exist, each record once. Raises
-    BadInput."""
+    """Returns one host's rows of the evaluation set, which must exist, as tf.data, each once. Raises BadInput."""
     assert data.evaluation is not None
     if TASKS[config.task].rows == "packed":
         return mlm_evaluation(data.evaluation, host_slice, masking_of(config))

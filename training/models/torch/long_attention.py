@@ -70,8 +70,8 @@ def choose_attention(
 
 
 def _replace_attention(network: Any, attention: Callable[..., Tensor]) -> None:
-    """Makes a network's modules call `attention`, with the arguments of `attend` but `loop`: adds it to transformers'
-    tables of implementations, which other networks of the process leave alone."""
+    """Makes a network's modules call `attention`, with the arguments of `attend` but `loop`. Adds functions that call
+    it to transformers' tables, under a name that no other network of the process uses."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.modernbert import modeling_modernbert
@@ -102,8 +102,8 @@ def _forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Computes a layer's attention by `module.long_attention`; has the signature of transformers' attention functions.
-    `attention_mask`: of `_find_segments`. Returns (rows, length, heads, width), and None."""
+    """Computes a decoder layer's causal attention by `module.long_attention`; has the signature of transformers'
+    attention functions. `attention_mask`: of `_find_segments`. Returns (rows, length, heads, width), and None."""
     left = None if sliding_window is None else sliding_window - 1
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, left, 0, softcap)
     return module.long_attention(query, key, value, attention_mask, scores).transpose(1, 2), None
@@ -113,8 +113,9 @@ def _forward_modernbert(
     module: Any, qkv: Tensor, attention_mask: Tensor, position_ids: Tensor, local_attention: tuple[int, int], bs: int,
     dim: int, **_: Any,
 ) -> tuple[Tensor]:  # fmt: skip
-    """Computes a layer's attention by `module.long_attention`, with the signature of ModernBERT's functions. qkv:
-    (rows, length, 3, heads, width). Returns (rows, length, heads * width) in a tuple."""
+    """Rotates queries and keys by position and computes a layer's attention by `module.long_attention`; has the
+    signature of ModernBERT's functions. qkv: (rows, length, 3, heads, width). Returns (rows, length, heads * width) in
+    a tuple."""
     from transformers.models.modernbert.modeling_modernbert import apply_rotary_pos_emb
 
     query, key, value = qkv.transpose(3, 1).unbind(dim=2)

@@ -69,8 +69,7 @@ def add_lora(network: Any, lora: Lora, seed: int, *, has_fresh_head: bool) -> No
 
 
 def freeze(network: Any, patterns: Sequence[str]) -> None:
-    """Freezes parameters whose dotted names match a pattern, as fnmatch. Raises BadInput if one matches none, or none
-    is left to train."""
+    """Freezes parameters whose names match (fnmatch). Raises BadInput if a pattern matches none, or all are frozen."""
     names = [name for name, _ in network.named_parameters()]
     for pattern in patterns:
         matching = [name for name in names if fnmatch(name, pattern)]

@@ -122,8 +122,8 @@ def _recompute_layers(network: Any, barrier: Barrier) -> bool:
 
 def _recompute_layer(layer: Any, barrier: Barrier) -> Callable[..., Any]:
     """Returns what transformers' hook calls instead of a layer: it keeps only the input, the first argument, and
-    computes the rest again in the backward pass, behind `barrier`. Its result, if a tuple, has the first element
-    alone."""
+    computes the rest again in the backward pass, behind `barrier`. Of a tuple it returns only the first element, in a
+    tuple."""
 
     def call(function: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
         is_tuple: list[bool] = []
@@ -232,8 +232,7 @@ def _training_values(config: Any, dropout: float | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _one_line_errors(place: str) -> Iterator[None]:
-    """Turns an error in the block, unless a TrainError or of memory, into a BadInput of one line, which begins with
-    `place`."""
+    """Turns errors in the block, but TrainError and of memory, into a BadInput of one line that begins with `place`."""
     try:
         yield
     except (TrainError, MemoryError):
@@ -251,8 +250,7 @@ def _one_line_errors(place: str) -> Iterator[None]:
 def _try_out(network: Any, place: str, needs: ModelRequirements) -> None:
     """Runs a decoder, or a network of an unknown family, on one short row, and leaves it in evaluation mode. Sets
     `applies_whole_head` of a masked-LM network: whether `apply_head` fails or gives another result than its own head.
-    Raises BadInput, which begins with `place`, if it fails, or a decoder does not keep documents of a packed row
-    apart."""
+    Raises BadInput, which begins with `place`, if it fails, or a decoder mixes documents of a packed row."""
     ids = torch.arange(min(16, needs.sequence_length)).unsqueeze(0)  # (1, tokens)
     mask = torch.ones_like(ids)
     network.eval()
