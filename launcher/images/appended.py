@@ -107,7 +107,8 @@ def ensure(spec: AppendSpec, say: Callable[[str], None]) -> Image:
 
 
 def _open_registry(spec: AppendSpec, target: Reference, *, writes: bool) -> Registry:
-    """Opens a session with the registry of the base and the target. Raises BadInput when they have different ones."""
+    """Returns a session, not connected yet, with the registry of the base and the target; `writes`: to push to the
+    target. Raises BadInput when they have different ones."""
     if target.host != spec.base.host:
         raise BadInput(
             f"image.base {spec.base} is in another registry than image.repository {spec.repository}: "
@@ -123,7 +124,7 @@ def _open_registry(spec: AppendSpec, target: Reference, *, writes: bool) -> Regi
 
 
 def _read_base(registry: Registry, spec: AppendSpec) -> _BaseImage:
-    """Reads the base from the registry, for linux/amd64. Raises BadInput, with advice when it does not exist."""
+    """Reads the base, for linux/amd64, in the registry. Raises BadInput: unusable, or missing (with `spec.advice`)."""
     name, path = str(spec.base), spec.base.path
     document = registry.read_manifest(path, spec.base.version)
     if document is None:
@@ -136,8 +137,8 @@ def _read_base(registry: Registry, spec: AppendSpec) -> _BaseImage:
 
 
 def _make_layers(spec: AppendSpec, base: _BaseImage) -> tuple[list[Layer], list[Layer]]:
-    """Returns the layers of the trainer (none if the base lacks the label of images that can run it) and of the user's
-    code. Raises BadInput if there are neither, or a file can't be read."""
+    """Returns two lists: the layers of the trainer (none if the base lacks the label of images that can run it) and of
+    the user's code. Raises BadInput if both are empty, or a file can't be read or a layer is too large."""
     can_train = _LABEL in (base.settings.get("Labels") or {})
     trainer = make_layers(spec.training, _TRAINING, "tpu-launch: the trainer") if can_train else []
     code = make_layers(spec.code, base.folder, "tpu-launch: image.code")
@@ -149,8 +150,8 @@ def _make_layers(spec: AppendSpec, base: _BaseImage) -> tuple[list[Layer], list[
 def _push(
     registry: Registry, target: Reference, tag: str, source: Reference, base: _BaseImage, layers: list[Layer]
 ) -> str:
-    """Sends what the registry lacks, the manifest last; returns the manifest's digest. Raises BadInput if the registry
-    does not mount the base's layers from their repository, `source`."""
+    """Sends to `target` what it lacks, last the manifest, under `tag`; returns the manifest's digest. The base's layers
+    are never sent: raises BadInput if the registry does not mount them from their repository, `source`."""
     if source.path != target.path:
 
         def refuse() -> Any:
@@ -169,13 +170,15 @@ def _push(
 
 
 def base_spec(spec: ImageSpec) -> ImageSpec:
-    """Returns the specification of the base of one of our own images: its Dockerfile up to the stage with the code."""
+    """Returns the specification of the base of one of our own images: its Dockerfile up to the stage before the code is
+    added, and only the files of the Dockerfile's folder."""
     context = build_context.tree(spec.dockerfile.parent, ignore=("Dockerfile", "*.in"))
     return replace(spec, context=context, target=BASE_TARGET)
 
 
 def base_reference(spec: ImageSpec) -> Reference:
-    """Returns the name of the base of one of our own images. Raises BadInput when `spec` has no repository."""
+    """Returns the name REPOSITORY:base-HASH of the base of one of our own images, which need not exist; reads its files
+    for the hash. Raises BadInput when `spec` has no repository."""
     if spec.repository is None:
         raise BadInput("image.repository: without it there is no registry for an image that is made without an engine")
     return parse_reference(f"{spec.repository}:base-{compute_tag(base_spec(spec), {})}")

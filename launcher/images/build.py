@@ -100,8 +100,9 @@ class _Push:
 
 
 def make_plan(spec: ImageSpec) -> ImagePlan:
-    """Returns what the engine's store has and lacks of an image and its bases; changes nothing, and needs no running
-    engine. Raises BadInput for a Dockerfile that can't be read, CommandMissing without a docker client."""
+    """Returns what the engine's store has and lacks of an image and its bases; reads the image's files for the tag,
+    which is unknown while a base is missing. Changes nothing, and needs no running engine (its store counts as empty).
+    Raises BadInput for a file that can't be read, CommandMissing without a docker client."""
     docker = engine.client()
     names = base_images(spec)
     base_ids = {name: image_id for name in names if (image_id := engine.find_image_id(docker, name))}
@@ -112,7 +113,8 @@ def make_plan(spec: ImageSpec) -> ImagePlan:
 
 
 def refresh(plan: ImagePlan) -> ImagePlan:
-    """Returns the plan with the store's present image id and the recorded push; unchanged if a base is missing."""
+    """Returns the plan with the store's present image id, and `pushed` if a push of this image by this engine is
+    recorded on this machine and the store agrees, else None; unchanged if a base is missing."""
     if plan.missing_bases:
         return plan
     image_id = engine.find_image_id(plan.docker, plan.local)
@@ -162,7 +164,8 @@ def _pushes_path(tag: str) -> Path:
 
 def list_commands(spec: ImageSpec) -> list[list[str]]:
     """Returns the commands that still have to run, to show to the user: pull missing bases, build unless the engine has
-    the image, and unless a push is recorded create the repository (if configured), tag and push."""
+    the image, and unless a push is recorded create the repository (if configured), tag and push; with a base missing,
+    for an image `NAME:TAG`. Raises as `make_plan`."""
     plan = make_plan(spec)
     docker = plan.docker
     commands = [[docker, "pull", "--quiet", base] for base in plan.missing_bases]
@@ -191,10 +194,11 @@ def build_command(spec: ImageSpec, plan: ImagePlan) -> list[str]:
 
 
 def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
-    """Returns the image after pulling its bases, building and pushing it as far as needed. When an image that was
+    """Returns the image after pulling its bases, building it, and, if `spec` has a repository, creating that (if
+    configured) and pushing, as far as needed; waits without limit for another process that does. When an image that was
     pushed before can't be pushed again, hosts get the earlier push, and `say` receives a line. Raises BadInput without
-    an engine or a base image, LaunchError when the build or the push failed, with the last lines of docker's output and
-    the path of all of it."""
+    an engine or a base, or when files change meanwhile; LaunchError, with docker's last lines and the path of all of
+    its output, when the build (exit code BAD_INPUT) or the push failed."""
     docker = engine.require_engine()
     plan = make_plan(spec)
     for base in plan.missing_bases:
@@ -227,7 +231,7 @@ def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
 
 
 def _pull(docker: str, base: str, say: Callable[[str], None]) -> None:
-    """Pulls a base image. Raises BadInput with the last line of docker's output when that fails."""
+    """Pulls a base image, for ten minutes at most. Raises BadInput with docker's last line when that fails."""
     say(f"pulling {base}")
     result = shell.run([docker, "pull", "--quiet", base], timeout=_PULL_SECONDS)
     if not result.ok:
@@ -240,8 +244,8 @@ def _pull(docker: str, base: str, say: Callable[[str], None]) -> None:
 
 
 def _build(spec: ImageSpec, plan: ImagePlan, log: IO[str], say: Callable[[str], None]) -> None:
-    """Builds from a temporary copy of the context. Raises BadInput if files changed while they were copied (the tag
-    differs), LaunchError if the build fails."""
+    """Builds from a copy of the context in `plan.work_folder`, which it deletes afterwards. Raises BadInput if files
+    have changed since the plan (the tag differs), LaunchError (BAD_INPUT, or PERMISSION) if the build fails."""
     folder = plan.work_folder
     shutil.rmtree(folder, ignore_errors=True)
     build_context.assemble(spec.context, folder / "context")
@@ -317,7 +321,8 @@ def _stream(
 
 
 def show_steps(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Returns a filter for the lines of BuildKit's output: `say` receives a line for each step that is not cached."""
+    """Returns a function to be called with each line of BuildKit's plain output; through it, `say` receives a line for
+    each step that runs: no cached step, no FROM."""
     # "#7 [a 2/4] RUN ..." announces a step; "#7 CACHED" may follow instead of the step's output.
     announced: dict[str, str] = {}
 
@@ -335,7 +340,7 @@ def show_steps(say: Callable[[str], None]) -> Callable[[str], None]:
 
 @contextmanager
 def _open_log(name: str, say: Callable[[str], None]) -> Iterator[IO[str]]:
-    """Opens the log of a tag's builds and holds its lock during the block; waits for another process, and says so."""
+    """Opens the log of a tag's builds and holds its lock in the block; waits for it without limit, and says so."""
     folder = home() / "images"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{name}.log"

@@ -77,10 +77,10 @@ def tree(folder: Path, *, ignore: Sequence[str] = (), search_keys: bool = False)
 
 
 def folder(path: Path, dockerfile: Path | None = None, *, with_credentials: bool = False) -> tuple[Entry, ...]:
-    """Returns a user's folder as a build context, without `LEFT_OUT`, files with private keys, and what its
-    .dockerignore leaves out, or the `<Dockerfile>.dockerignore` beside `dockerfile`, if there is one
-    (https://docs.docker.com/build/concepts/context/#filename-and-location). Raises BadInput if one can't be read.
-    `with_credentials`: include what it would leave out only because it holds credentials."""
+    """Returns a user's folder as a build context, without `LEFT_OUT`, files with private keys, and what the ignore file
+    leaves out: `<Dockerfile>.dockerignore` beside `dockerfile`, else the folder's .dockerignore, if there is one
+    (https://docs.docker.com/build/concepts/context/#filename-and-location). Raises BadInput without the folder, or for
+    an unusable ignore file. `with_credentials`: include what it would leave out only because it holds credentials."""
     patterns = [line for line in left_out_of(path) if not (with_credentials and line in _CREDENTIALS)]
     ignore_files = [path / ".dockerignore"]
     if dockerfile is not None:
@@ -104,7 +104,7 @@ def report_credentials(path: Path, dockerfile: Path | None, say: Callable[[str],
 
 
 def left_out_of(folder: Path) -> tuple[str, ...]:
-    """Returns `LEFT_OUT`, and the launcher's own folder if it is inside this one under another name."""
+    """Returns patterns: `LEFT_OUT`, and the launcher's own folder if it is inside this one, whatever its name."""
     state = home.root().resolve()
     if not state.is_relative_to(folder.resolve()) or state == folder.resolve():
         return LEFT_OUT
@@ -141,7 +141,7 @@ def hash_file(kind: bytes, content: bytes) -> str:
 
 
 def assemble(entries: Iterable[Entry], destination: Path) -> None:
-    """Copies the entries into a folder, which must not exist, with the modes that `digest` counts."""
+    """Copies the entries, links as links, into a new folder, with the modes that `digest` counts. Raises OSError."""
     destination.mkdir(mode=0o755, parents=True)
     for path, source in entries:
         target = destination / path

@@ -24,7 +24,7 @@ def client() -> str:
 
 
 def require_engine() -> str:
-    """Returns the docker client after its engine has answered. Raises CommandMissing, or BadInput with advice."""
+    """Returns the docker client's path after its engine has answered (in 30 s). Raises CommandMissing, or BadInput."""
     docker = client()
     try:
         answer = shell.run([docker, "version", "--format", "{{.Server.Version}}"], timeout=SECONDS)
@@ -58,8 +58,8 @@ def answers() -> bool:
 
 @functools.cache
 def _find_client(search_path: str) -> str:
-    """Returns the first docker client in the folders of a search path that builds with BuildKit, or raises
-    CommandMissing, with what each lacks."""
+    """Returns the path of the first docker client in the folders of a search path that builds with BuildKit, or raises
+    CommandMissing, with what each lacks. Runs each; keeps the answer for this process."""
     rejected = []
     for candidate in _candidates(search_path):
         version = re.search(r"version v?(\d+)\.", _ask(candidate, "--version") or "")
@@ -88,7 +88,7 @@ def _candidates(search_path: str) -> list[str]:
 
 
 def _ask(*command: str) -> str | None:
-    """Returns what a client prints; None if it fails, can't be run or takes too long."""
+    """Returns what a command prints, stripped; None if it fails, can't be run or takes longer than 30 s."""
     try:
         result = shell.run(command, timeout=SECONDS)
     except (CommandTimeout, OSError):
@@ -97,7 +97,7 @@ def _ask(*command: str) -> str | None:
 
 
 def _address(docker: str) -> str:
-    """Returns where the client looks for its engine, as a text for a message."""
+    """Returns where the client looks for its engine (it is asked, unless DOCKER_HOST says so), for a message."""
     if host := os.environ.get("DOCKER_HOST"):
         return f"{host} (DOCKER_HOST)"
     found = _ask(docker, "context", "inspect", "--format", "{{.Endpoints.docker.Host}}")
@@ -108,7 +108,7 @@ def _address(docker: str) -> str:
 
 
 def find_image_id(docker: str, image: str) -> str | None:
-    """Returns the sha256:... of an image in the store; None when it has none of that name, or no engine runs."""
+    """Returns the sha256:... of an image in the store; None without one, or if no engine runs. Raises as `_inspect`."""
     return _inspect(docker, image, "{{.Id}}")
 
 
@@ -121,6 +121,7 @@ def find_digests(docker: str, remote: str) -> list[str]:
 
 
 def _inspect(docker: str, image: str, template: str) -> str | None:
-    """Returns a field of an image (a Go template); None when the store lacks it or no engine runs."""
+    """Returns a field of an image (a Go template); None when the store lacks it or no engine runs. Raises
+    CommandTimeout when the engine does not answer in 30 s."""
     result = shell.run([docker, "image", "inspect", "--format", template, image], timeout=SECONDS)
     return result.stdout.strip() if result.ok else None

@@ -20,7 +20,8 @@ _DAYS = 7 * 24 * 3600.0  # preparing a large corpus takes as long as it takes; C
 
 
 def image_spec(config: Config) -> ImageSpec:
-    """Returns what the image is made from (`image` section). Raises BadInput without its Dockerfile or CA bundle."""
+    """Returns what the image is made from by an engine (`image` section, without image.reference and image.base).
+    Raises BadInput without its Dockerfile, its folder or its CA bundle, or for a folder `image.code` without files."""
     section = config.image
     bundle = (config.folder / section.ca_bundle) if section.ca_bundle else None
     has_trackers = config.trainer is not None and config.trainer.telemetry.trackers
@@ -38,7 +39,8 @@ def image_spec(config: Config) -> ImageSpec:
 
 
 def _own_folder(config: Config) -> tuple[Path | None, Path | None]:
-    """Returns the user's folder that goes into the image, and the Dockerfile; None for what the file does not name."""
+    """Returns (folder, Dockerfile) of the user: with image.dockerfile, image.context (default: the Dockerfile's folder)
+    and that file, else image.code, or None, and None. Does not look whether they exist."""
     section = config.image
     if section.dockerfile is None:
         return config.folder / section.code if section.code else None, None
@@ -57,7 +59,7 @@ def needs_engine(config: Config) -> bool:
 
 
 def append_spec(config: Config) -> appended.AppendSpec:
-    """Returns what the image is made from without an engine. Raises BadInput for a missing key or file."""
+    """Returns what the image is made from in the registry; asks nothing. Raises BadInput for a missing key or file."""
     section = config.image
     if section.repository is None:
         raise BadInput(
@@ -85,7 +87,8 @@ def append_spec(config: Config) -> appended.AppendSpec:
 
 
 def build_commands(config: Config) -> list[list[str]]:
-    """Returns the docker commands that would build and push the image; none when no engine makes it."""
+    """Returns the commands that still have to run to build and push the image (`list_commands`); [] with
+    image.reference, or when the registry makes it. Raises BadInput."""
     if config.image.reference or not needs_engine(config):
         return []
     commands = list_commands(image_spec(config))
@@ -93,8 +96,8 @@ def build_commands(config: Config) -> list[list[str]]:
 
 
 def check(config: Config) -> None:
-    """Raises BadInput when the image can't be made: no engine answers, or image.repository or a file is missing. Does
-    not check an image that the file only names."""
+    """Raises BadInput when the image can't be made: no engine answers where one is needed, or image.repository or a
+    file is missing. Asks no registry; checks nothing with image.reference."""
     if config.image.reference:
         return
     if not needs_engine(config):
@@ -121,16 +124,16 @@ def image(config: Config, say: Callable[[str], None]) -> Image:
 
 
 def published(config: Config) -> str | None:
-    """Returns the image's name: image.reference, or by digest that of the file's image if it was pushed, else None.
-    Asks the registry only for an image made without an engine; sends nothing. Raises BadInput, LaunchError."""
+    """Returns the image's name: image.reference, or by digest that of the file's image if it was pushed (an engine's:
+    by this machine's record; else the registry is asked), else None. Sends nothing. Raises BadInput, LaunchError."""
     if config.image.reference or config.image.repository is None:
         return config.image.reference
     return make_plan(image_spec(config)).pushed if needs_engine(config) else appended.find(append_spec(config))
 
 
 def unpublished(config: Config, say: Callable[[str], None]) -> str:
-    """Returns the name of the image for use on this machine: builds it if needed, and does not push it. An image with a
-    base of the user's own (image.base) is made in the registry all the same. Raises as `image`."""
+    """Returns the name of the image for use on this machine: image.reference, else the local image, which it builds if
+    needed and does not push. With image.base, the image is made in the registry all the same. Raises as `image`."""
     if config.image.base:
         return image(config, say).reference
     return config.image.reference or ensure_image(replace(image_spec(config), repository=None), say).reference
@@ -145,9 +148,10 @@ def run(
     reference: str | None = None,
     mounts: Mapping[Path, str] | None = None,
 ) -> int:
-    """Runs a command in the image (or `reference`) on this machine, in the current folder, as the current user, with
-    the user's Google credentials and the values of `run.secrets` that exist here, and `mounts` (files, and their paths
-    in the container), read-only. `say` receives lines about the image, `emit` the command's. Returns its exit code."""
+    """Runs a command in the image (`reference`, else as `image`, which may push it) on this machine's engine and CPU,
+    with the current folder mounted to write, as the current user, with the user's Google credentials and the values of
+    `run.secrets` that exist here, and `mounts` (files, and their paths in the container), read-only. `say` receives
+    lines about the image, `emit` the command's. Returns its exit code. Raises as `image`."""
     docker = engine.require_engine()
     used = reference or image(config, say).reference
     name = f"tpu-launch-local-{secrets.token_hex(4)}"

@@ -41,8 +41,8 @@ class Changes:
 
 
 def pack(option: str) -> Overlay:
-    """Packs the overlay that `--overlay FOLDER=TARGET` names. Raises BadInput when the folder is missing, empty or too
-    large, or the target is not an absolute path."""
+    """Packs the files of FOLDER (`build_context.folder`) for `--overlay FOLDER=TARGET` (`option`). Raises BadInput when
+    the folder is missing, empty or above 32 MiB, or the target is not an absolute path."""
     folder, separator, target = option.rpartition("=")
     if not separator or not target.startswith("/"):
         raise BadInput(
@@ -57,16 +57,18 @@ def pack(option: str) -> Overlay:
 
 
 def report_credentials(option: str, say: Callable[[str], None]) -> None:
-    """Says which files of the folder of `--overlay` or `--sync` are left out because they hold credentials."""
+    """Says which files of the folder of `--overlay` or `--sync` (`option`: FOLDER or FOLDER=TARGET) are left out
+    because they hold credentials; nothing if it is missing."""
     root = Path(option.rpartition("=")[0] or option)
     if root.is_dir():
         build_context.report_credentials(root, None, say)
 
 
 def find_changes(option: str, config: Config, home: Path, image: str | None) -> Changes:
-    """Packs the files of `--sync FOLDER[=TARGET]` that differ from those in `image`, which ran last (None: none did);
-    all files if none differs. Without TARGET, they go where an image has the folder of `image.code`. Raises BadInput
-    when the folder is missing, empty or too large, or TARGET is missing or not absolute."""
+    """Packs the files of `--sync FOLDER[=TARGET]` (`option`) that differ from those that `home` records of `image`, the
+    name of the image that ran last (None: none did); all files if none differs, or without a record of this folder.
+    Without TARGET, they go where the image has the folder of `image.code`. Raises BadInput when the folder is missing,
+    empty or too large, or TARGET is not absolute, or missing where the image is not made from image.code."""
     name, separator, target = option.rpartition("=")
     root = Path(name if separator else option)
     known = _read_record(home, image, root, config)
@@ -97,8 +99,8 @@ def record_code(home: Path, image: Image) -> None:
 
 
 def _read_record(home: Path, image: str | None, root: Path, config: Config) -> Image | None:
-    """Returns the record of an image that was built from the code folder `root`; None if there is none, or a damaged
-    one, or the image was built from another folder."""
+    """Reads the record of the code in an image; None if there is none, or a damaged one, or `root` is not the folder of
+    the configuration's image.code."""
     if image is None or config.image.code is None or (config.folder / config.image.code).resolve() != root.resolve():
         return None
     with contextlib.suppress(OSError, ValueError, TypeError):

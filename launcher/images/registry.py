@@ -118,14 +118,14 @@ class Registry:
     # -- manifests
 
     def find_manifest(self, path: str, version: str) -> str | None:
-        """Returns the digest of the manifest with a tag or digest; None when there is none."""
+        """Returns the digest of the manifest with `version`, a tag or digest, in repository `path`; None for none."""
         response = self._ask("HEAD", f"{path}/manifests/{version}", (200, 404), _ACCEPT)
         if response.status == 404:
             return None
         return response.header("docker-content-digest") or self.require_manifest(path, version).digest
 
     def read_manifest(self, path: str, version: str) -> ManifestDocument | None:
-        """Returns the manifest with a tag or digest; None when there is none."""
+        """Returns the manifest with `version`, a tag or digest, in the repository `path`; None when there is none."""
         response = self._ask("GET", f"{path}/manifests/{version}", (200, 404), _ACCEPT)
         return None if response.status == 404 else self._check_manifest(response, path, version)
 
@@ -198,7 +198,8 @@ class Registry:
         headers: Mapping[str, str] | None = None,
         body: bytes = b"",
     ) -> RegistryResponse:
-        """Sends a request below /v2/ until its status is one of `expected`. Raises LaunchError."""
+        """Sends a request below /v2/, several times if it fails for a moment, until its status is one of `expected`.
+        Raises LaunchError, at once for a status that a further try does not change."""
         url = f"https://{self.host}/v2/{quote(target, safe='/:@?=&%+,')}"
         return self._repeat(lambda: self._request(method, url, headers or {}, body), expected)
 
@@ -227,7 +228,7 @@ class Registry:
     def _request(self, method: str, url: str, headers: Mapping[str, str], body: Content = b"") -> RegistryResponse:
         """Sends one request; on 401 again with a new authorization, or raises _PassingError if the body is a stream.
         Only the registry's own host, and the realm that it names, get an authorization: an upload or a redirect may
-        lead elsewhere."""
+        lead elsewhere. Returns other statuses; raises OSError, and as `_authorize`."""
         own = urlsplit(url).netloc == self.host
         if own and self._authorization:
             headers = {**headers, "Authorization": self._authorization}
@@ -241,7 +242,8 @@ class Registry:
 
     def _authorize(self, response: RegistryResponse) -> str:
         """Returns the Authorization header that a registry's challenge requires, after fetching a token for it if it is
-        a bearer's (https://distribution.github.io/distribution/spec/auth/token/). Raises LaunchError if refused."""
+        a bearer's (https://distribution.github.io/distribution/spec/auth/token/). Raises LaunchError if refused,
+        _PassingError if the server of tokens fails for a moment."""
         kind, _, rest = response.header("www-authenticate").partition(" ")
         credentials = self._credentials(self.host)
         if kind.lower() == "basic" and credentials:

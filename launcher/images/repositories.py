@@ -104,8 +104,9 @@ def find_credentials(host: str) -> RegistryCredentials | None:
 
 
 def from_docker_settings(settings: Mapping[str, Any], host: str, path: Path) -> RegistryCredentials | None:
-    """Returns a registry's credentials from docker's config.json (`path`): from the registry's helper, else from the
-    common store, else from the file itself; None without an entry. Raises BadInput for a damaged entry."""
+    """Returns a registry's credentials from docker's config.json (`path`: its name in messages): from the registry's
+    helper (without one, the common store), else from the file itself; None without an entry. Raises BadInput for a
+    damaged entry, and as `_ask_helper`."""
     names = [host, f"https://{host}"]
     if host == DOCKER_HUB:
         names.append("https://index.docker.io/v1/")
@@ -124,7 +125,8 @@ def from_docker_settings(settings: Mapping[str, Any], host: str, path: Path) -> 
 
 
 def _ask_helper(helper: str, name: str) -> RegistryCredentials | None:
-    """Runs docker-credential-HELPER for a registry; None when it has no entry. Raises LaunchError when it fails."""
+    """Runs docker-credential-HELPER for a registry; None: it has no entry. Raises LaunchError, as for identity
+    tokens."""
     command = [f"docker-credential-{helper}", "get"]
     result = shell.run(command, timeout=_CREDENTIALS_SECONDS, input=name)
     if not result.ok:

@@ -52,11 +52,11 @@ def default_spec(
     target: str | None = None,
     code: Path | None = None,
 ) -> ImageSpec:
-    """Returns our own image for a backend: images/<backend>, the `training` package of this installation, and `code`, a
-    folder of the user's own (as `build_context.folder` returns it) for the image's working directory. The Dockerfile is
-    one for all backends, whose argument FRAMEWORK names the backend. `ca_bundle`: certificates for the build's
-    downloads, else those of TPU_LAUNCH_CA_BUNDLE. Raises BadInput for an unknown backend, or a folder or bundle that is
-    missing or empty."""
+    """Returns our own image for a backend: images/<backend>, the `training` package of this installation, and the files
+    of `code`, a user's folder (None: nothing), for the image's working directory. The Dockerfile is one for all
+    backends, whose argument FRAMEWORK names the backend. `target`: the stage to build (None: the last); `ca_bundle`:
+    certificates for the build's downloads, else those of TPU_LAUNCH_CA_BUNDLE. Raises BadInput for an unknown backend,
+    or a folder or bundle that is missing or empty."""
     source = shared_folder("images") / backend
     if backend not in BACKENDS:
         raise BadInput(f"there is no image for backend {backend!r}; there are: {', '.join(BACKENDS)}")
@@ -108,7 +108,8 @@ def folder_spec(
     build_args: Mapping[str, str] = {},
     ca_bundle: Path | None = None,
 ) -> ImageSpec:
-    """Returns the image of a user's folder and its Dockerfile (or `dockerfile`). Raises BadInput if one is missing."""
+    """Returns the image, locally named `name`, of a user's folder and its Dockerfile (or `dockerfile`, a path
+    anywhere). Raises BadInput if folder, Dockerfile or CA bundle is missing."""
     dockerfile = dockerfile or folder / "Dockerfile"
     if not dockerfile.is_file():
         raise BadInput(f"{dockerfile}: there is no such Dockerfile")
@@ -127,8 +128,8 @@ def base_images(spec: ImageSpec) -> tuple[str, ...]:
 
 
 def parse_bases(dockerfile: str, build_args: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the images from which a Dockerfile's stages start, without scratch and earlier stages. Substitutes
-    arguments that are declared before the first FROM."""
+    """Returns the images from which the stages of a Dockerfile (its text) start, without scratch and earlier stages.
+    Substitutes arguments that are declared before the first FROM, by `build_args` or their defaults."""
     values: dict[str, str] = {}
     stages: set[str] = set()
     bases: dict[str, None] = {}
@@ -154,7 +155,8 @@ def parse_bases(dockerfile: str, build_args: Mapping[str, str]) -> tuple[str, ..
 
 
 def compute_tag(spec: ImageSpec, base_ids: Mapping[str, str]) -> str:
-    """Returns 16 hexadecimal digits, a hash of the spec's files and arguments and of the base images' ids by name."""
+    """Reads all files, and returns 16 hexadecimal digits: a hash of the context, the Dockerfile, arguments and target
+    of the spec, and of the base images' ids by name. Raises BadInput for a file of the context that can't be read."""
     parts = (
         spec.digest[0].hex(),
         hashlib.sha256(spec.dockerfile.read_bytes()).hexdigest(),

@@ -40,9 +40,10 @@ Say = Callable[[str], None]
 
 
 def create(config: Config, say: Say, machine: Workstation, patient: Workstation) -> SliceState:
-    """Returns the slice when it is READY: the one that exists, unless it is lost, or the first candidate that Google
-    grants; first waits for other processes that ask. Withdraws the other requests on `patient`, whose clock, unlike
-    that of `machine`, does not raise. Raises as `creation.create`."""
+    """Returns the slice when READY: the existing one (a lost one is deleted first), or the first candidate granted; one
+    before it in the file has two minutes more. Without slice.candidates, as `creation.create`. Else waits, without
+    limit, for other processes that ask, and withdraws all other requests, on `patient`, whose clock, unlike that of
+    `machine`, never raises. Raises as `creation.create`."""
     if not config.slice.candidates:
         return creation.create(config, say, machine)
     with turn(config, say, machine) as record:
@@ -74,8 +75,8 @@ def create(config: Config, say: Say, machine: Workstation, patient: Workstation)
 
 
 def check_owner(config: Config, describe: Callable[[], SliceState | None], owner: Owner) -> None:
-    """Raises NotOurs when the slice that `describe` returns is another owner's, and what `describe` raises: when Google
-    does not answer, the error says that a slice of an earlier command may be billed."""
+    """Raises NotOurs when the slice that `describe` returns (None: no slice) is another owner's, unless --any-owner is
+    set. Passes on errors of `describe`; a transient one says that a slice of an earlier command may be billed."""
     try:
         existing = describe()
     except LaunchError as error:
@@ -85,8 +86,9 @@ def check_owner(config: Config, describe: Callable[[], SliceState | None], owner
 
 
 def withdraw_unused(config: Config, say: Say, machine: Workstation) -> None:
-    """Withdraws requests that a killed command left open, and waits for their deletion; keeps the one whose slice is
-    granted or READY. Raises Conflict while another process asks for candidates: it may withdraw the READY one."""
+    """Withdraws requests that a killed command left open, and waits for their deletion, as `Race.withdraw`; keeps the
+    one whose slice is granted or READY. Does nothing without open requests. Raises Conflict at once while another
+    process of this machine asks for candidates, LaunchError if the slice can't be described."""
     record = RequestRecord(config)
     if not record.open():
         return
@@ -114,7 +116,8 @@ def _follow(config: Config, record: RequestRecord) -> None:
 
 
 def _used(config: Config, record: RequestRecord, existing: SliceState | None) -> Recorded | None:
-    """Returns the open request for the candidate last seen if a slice exists, else a granted one; None without one."""
+    """Returns the open request for the candidate last seen (not known: the first one) if there is a slice, `existing`;
+    else the open request that is recorded as granted. None without such a request."""
     current, open_ = slice_hints.current(config), record.open()
     if existing is not None:
         return next((request for request in open_ if request.candidate == current), None)
@@ -137,7 +140,8 @@ class _Entry:
 
 @contextlib.contextmanager
 def turn(config: Config, say: Say, machine: Workstation) -> Iterator[RequestRecord]:
-    """Waits, telling the user, until no other process asks for the slice's candidates; yields their record, locked."""
+    """Waits without limit, telling the user once, until no other process of this machine asks for the slice's
+    candidates; yields their record, locked during the block."""
     record, said = RequestRecord(config), False
     while True:
         with record.try_lock() as held:
@@ -153,8 +157,8 @@ def turn(config: Config, say: Say, machine: Workstation) -> Iterator[RequestReco
 def while_open(
     record: RequestRecord, request: Recorded, machine: Workstation, is_over: Callable[[], bool] = lambda: False
 ) -> Workstation:
-    """Returns a copy of `machine` whose waits and commands raise _Over once `is_over()`, and Conflict once another
-    command has ended the request: its slice is not created again."""
+    """Returns a copy of `machine` whose waits (each second) and commands (before each) raise _Over once `is_over()`,
+    and Conflict once another command has recorded the request's end here: its slice is not created again."""
 
     def check() -> None:
         if is_over():
@@ -230,8 +234,9 @@ class Race:
         return {item.number: item for item in (*self.record.open(), *(each.request for each in self.entries.values()))}
 
     def _ask(self) -> None:
-        """Starts a thread for each candidate without one: for an open request of an earlier command, else for a new one
-        (and records it) if it is due, slice.price_limit has room for it, and no slice is granted yet."""
+        """Starts a thread for each candidate without one, unless it is being withdrawn: for an open request of an
+        earlier command, else for a new one if it is due, slice.price_limit has room and no slice is granted yet.
+        Records a new one first. Raises OSError, LaunchError if it can't be recorded."""
         now, earlier = self.machine.clock.monotonic(), {item.candidate: item for item in self.record.open()}
         for candidate in self.left:
             request = earlier.get(candidate)
@@ -293,12 +298,12 @@ class Race:
         return None
 
     def _withdraw_in_thread(self, doomed: Sequence[Recorded]) -> None:
-        """Starts a thread that withdraws requests, and keeps it in `leaving`: a granted slice must not wait for it."""
+        """Starts a thread that does `withdraw`, and keeps it in `leaving`: a granted slice must not wait for it."""
         thread = self.machine.threads.submit(self._delete, doomed, self._end_threads(doomed))
         self.leaving.update({request.number: thread for request in doomed})
 
     def _take(self, entry: _Entry, state: SliceState) -> SliceState:
-        """Records the slice as the run's, keeps its candidate, and withdraws all other requests. Returns `state`."""
+        """Records the slice as the run's, and its candidate as last seen; withdraws all others, and waits for that."""
         self.record.grant(entry.request, self.machine.clock.time())
         slice_hints.save_place(self.config, entry.request.candidate)
         self.say(f"request {entry.request.number}: granted, {entry.request.candidate}")
@@ -369,7 +374,7 @@ class Race:
 
     def _delete(self, doomed: Sequence[Recorded], entries: Sequence[_Entry]) -> None:
         """Deletes the requests' nodes and queued resources, again until the threads of `entries` have ended, and
-        records the end. If that fails, tells the user and leaves the requests open (see `withdraw`)."""
+        records the end. If that fails (for five minutes, if it may pass), only tells the user and leaves them open."""
         places = [place_of(self.config, request) for request in doomed]
         names = ", ".join(str(request.candidate) for request in doomed)
         self.say(f"withdrawing {names}")

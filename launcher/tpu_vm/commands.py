@@ -32,7 +32,8 @@ def tpus_command(project: str, zone: str, *words: str, track: Sequence[str] = ()
 
 
 def node_command(config: Config, verb: str, *flags: str) -> list[str]:
-    """Returns the command for a verb on the slice's current node; create, delete and start wait for the operation."""
+    """Returns the gcloud command for a verb, such as "describe", on the slice's node, of the candidate last seen (else
+    of the first one). gcloud's create, delete and start return when the operation has ended."""
     placed = slice_hints.in_current_place(config)
     # Only the alpha track has --tunnel-through-iap (SDK 528).
     track = ["alpha"] if verb == "ssh" and config.slice.iap else []
@@ -40,7 +41,7 @@ def node_command(config: Config, verb: str, *flags: str) -> list[str]:
 
 
 def create_command(config: Config, labels: dict[str, str]) -> list[str]:
-    """Returns the command that creates the node and waits for the operation."""
+    """Returns the command that creates the node, with `labels` and slice.labels; it waits for the operation."""
     return node_command(config, "create", f"--version={config.runtime_version}", *_node_flags(config, labels))
 
 
@@ -81,8 +82,8 @@ def idle_shutdown_script(config: Config) -> str:
 
 
 def request_command(config: Config, verb: str, *flags: str) -> list[str]:
-    """Returns the command for a verb on the slice's queued resource; alpha's for a create whose capacity only alpha
-    has, and GA's for others: alpha's --spot contradicts itself (SDK 528)."""
+    """Returns the gcloud command for a verb on the slice's queued resource, of the candidate last seen: alpha's for a
+    create whose capacity only alpha has, and GA's for others, as alpha's --spot contradicts itself (SDK 528)."""
     placed = slice_hints.in_current_place(config)
     track = ["alpha"] if verb == "create" and _alpha_flags(placed) else []
     # --zone always: without it `create --reserved` asks for a reservation in "locations/None" (SDK 528).
@@ -90,7 +91,7 @@ def request_command(config: Config, verb: str, *flags: str) -> list[str]:
 
 
 def create_request_command(config: Config, labels: dict[str, str], seconds: float) -> list[str]:
-    """Returns the command that requests the slice, to be granted within `seconds`."""
+    """Returns the command that makes the queued resource, valid for `seconds`, and does not wait for the slice."""
     flags = [
         f"--node-id={config.node}",
         f"--runtime-version={config.runtime_version}",
@@ -118,8 +119,8 @@ def _alpha_flags(config: Config) -> list[str]:
 
 
 def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bool = False) -> list[str]:
-    """Returns the command that runs a POSIX shell script on all hosts, or on one; with `dry_run`, it prints the ssh
-    command lines instead. gcloud adds no host prefix: scripts print their own."""
+    """Returns the command that runs a POSIX shell script on all hosts or one (`worker`: "all", or its index); with
+    `dry_run`, it only prints the ssh command lines. gcloud adds no host prefix: scripts print their own."""
     assert worker == "all" or worker.isdigit(), "a subset of workers loses exit codes"
     command = shell_command(config, worker)
     if dry_run:
@@ -130,7 +131,7 @@ def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bo
 
 
 def shell_command(config: Config, worker: int | str, flags: Sequence[str] = ()) -> list[str]:
-    """Returns the command that opens an ssh session on a host (or "all") or, with ssh's own `flags`, a tunnel to it."""
+    """Returns the command that opens an ssh session on a host (or "all"). `flags`: ssh's own, as for a tunnel."""
     network_path = ["--internal-ip"] if config.slice.internal_ips else []
     if config.slice.iap:
         network_path = ["--tunnel-through-iap"]

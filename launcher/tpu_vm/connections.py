@@ -45,7 +45,7 @@ class KnownSlice:
 
 def parse_dry_run(text: str) -> list[Address]:
     """Returns the addresses in the output of `gcloud compute tpus tpu-vm ssh --worker=all --dry-run`, in its order: a
-    line a host. Ignores lines without a key file. Raises LaunchError for an unknown format."""
+    line a host; [] for none. Ignores lines without a key file (` -i `). Raises LaunchError for an unknown format."""
     addresses: list[Address] = []
     for line in text.splitlines():
         if " -i " not in line:
@@ -66,7 +66,7 @@ def parse_dry_run(text: str) -> list[Address]:
 
 
 def load_addresses(config: Config) -> KnownSlice | None:
-    """Returns the kept addresses of the slice; None if there are none for this configuration, or they are damaged."""
+    """Reads the kept addresses of the slice; None if there are none for this configuration, or they are damaged."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         content = json.loads(_addresses_file(config).read_text())
         if content["of"] == _fingerprint(config):
@@ -84,7 +84,7 @@ def save_addresses(config: Config, known: KnownSlice) -> None:
 
 
 def forget_addresses(config: Config) -> None:
-    """Deletes the kept addresses of the slice."""
+    """Deletes the local file of the slice's kept addresses."""
     _addresses_file(config).unlink(missing_ok=True)
 
 
@@ -133,7 +133,8 @@ class ConnectionPool:
 
     def run(self, worker: int, script: str, *, timeout: float, stdin: str | None = None) -> HostResult:
         """Runs a script (text for `sh -c` that is safe to run twice) on a host, again if a connection that was idle for
-        10 s proves dead. Failures of the network or the host are in the result. `timeout`: seconds of each command."""
+        10 s proves dead. Raises nothing: the result has failures of the network or the host, and time-outs. `timeout`:
+        seconds of each try. `stdin`: the script's input; None: empty."""
         script = f"connected_worker={worker}\n{script}"  # saves report.sh a call of the metadata server
 
         def run(connection: HostConnection) -> HostResult:
@@ -254,8 +255,8 @@ class SliceConnections:
             return self._known is not None
 
     def note_state(self, state: SliceState | None) -> None:
-        """Keeps the API's description (None: no slice). If it contradicts kept addresses or an earlier description,
-        drops those addresses, on disk too, and closes the connections."""
+        """Keeps the API's description (None: no slice). If it contradicts kept addresses (None does; else creation time
+        or internal addresses), or an earlier description's creation time, forgets them (`forget`)."""
         with self._lock:
             self._state, known, self._located, self._unlisted = state, self._known, True, None
             another = state is not None and self._created not in ("", state.created)
@@ -298,7 +299,8 @@ class SliceConnections:
             self._connecting = self._machine.threads.submit(lambda: self._open_pool().connect_all())
 
     def pool(self) -> ConnectionPool:
-        """Returns all hosts' connections, opened at first use. Raises LaunchError if gcloud gives no addresses."""
+        """Returns all hosts' connections, each opened by its host's first command, after waiting for
+        `connect_in_background`. Asks gcloud for the addresses if none are kept. Raises LaunchError if it gives none."""
         self._wait_connected()
         return self._open_pool()
 
@@ -313,8 +315,8 @@ class SliceConnections:
         return pool
 
     def run(self, worker: int, script: str, *, timeout: float) -> HostResult:
-        """Runs a script on one host, again if it is not reached and gcloud knows another address. The result holds
-        failures of the network or the host. `timeout`: seconds of each try. Raises as `pool`."""
+        """Runs a script on one host, again (it must be safe) if not reached, or late, and gcloud knows another address.
+        The result holds failures of the network or the host. `timeout`: seconds of each try. Raises as `pool`."""
         pool = self.pool()
         result = pool.run(worker, script, timeout=timeout)
         if not result.reached and (other := self.replacement_of(pool)):
@@ -324,8 +326,8 @@ class SliceConnections:
     def run_all(
         self, script: str, workers: Sequence[int], *, timeout: float, stdin: str | None = None
     ) -> list[HostResult]:
-        """Runs a script on `workers` at once, and on all of them again if one is not reached and gcloud knows other
-        addresses. Returns the results in worker order. Raises as `pool`."""
+        """Runs a script on `workers` at once, and again (it must be safe) on all of them if one is not reached, or
+        late, and gcloud knows other addresses. Returns the results in worker order. Raises as `pool`."""
         pool = self.pool()
         results = pool.run_all(script, workers, timeout=timeout, stdin=stdin)
         if not all(result.reached for result in results) and (other := self.replacement_of(pool)):
@@ -335,8 +337,9 @@ class SliceConnections:
     def run_through_gcloud(
         self, worker: int, script: str, stdin: str | None = None, *, timeout: float = 0.0
     ) -> HostResult:
-        """Runs a script on one host through gcloud, for hosts that refuse our ssh. A failed or late script counts as
-        not reached. `timeout`: its seconds; gcloud has 40 more. Raises LaunchError if the slice can't be described."""
+        """Runs a script, which gcloud may repeat, on one host through gcloud, for hosts that refuse our ssh. A script
+        with another exit code than 0, or a late one, counts as not reached, and its output is lost. `timeout`: its
+        seconds; gcloud has 40 more. Raises LaunchError if the slice can't be described."""
         with self._listing:
             self._locate()
         command = commands.ssh_command(self.config, script, worker=str(worker))

@@ -33,9 +33,11 @@ def create(config: Config, say: Say, machine: Workstation) -> SliceState:
     pauses.
 
     Raises:
-        Conflict: The name is taken by a slice of another type or owner, or another command deleted the slice meanwhile.
+        Conflict: The name is taken by a slice of another type, or another owner's that is not READY at first sight (a
+            READY one is returned), or another command deleted the slice meanwhile.
         Stockout, QuotaExceeded, PermissionDenied, Refused: As Google says; only a stock-out is retried.
         BadInput, CommandTimeout: A cost limit forbids it; it is not READY after slice.create_minutes.
+        LaunchError: Google does not answer: at the first look at once, later for slice.create_minutes.
     """
     begin, backoff = machine.clock.monotonic(), Backoff(machine, _FIRST_PAUSE, _LONGEST_PAUSE)
     try:
@@ -85,7 +87,8 @@ def _zones_to_try(config: Config, machine: Workstation) -> list[Config]:
 
 
 def create_in_place(config: Config, say: Say, machine: Workstation) -> SliceState:
-    """Returns the slice of one candidate when READY, as `create` does, and tries no other. Retries its first look."""
+    """Returns the slice of the configuration's one candidate when READY, as `create` does, and tries no other zone.
+    Does not retry a stock-out, but its first look at the slice."""
     creation = _Creation(config, say, machine, first_contact=False)
     try:
         return creation.run()
@@ -109,7 +112,7 @@ class _Creation:
         self._reset_deadline()
 
     def run(self) -> SliceState:
-        """Returns the slice when it is READY. Raises NotOurs for another owner's that was not READY at first sight."""
+        """Returns the slice when it is READY. Raises as `create`, a stock-out at once."""
         if self.first_contact:
             node = slices.describe_node(self.config, self.machine)
         else:
@@ -143,7 +146,7 @@ class _Creation:
         return add_bill(self.config, error)
 
     def _act(self, node: SliceState) -> bool:
-        """Takes one step towards READY. Returns whether the node is READY."""
+        """Takes one step towards READY: minutes for a deletion or a start. Returns whether the node was READY."""
         if node.state == "DELETING":
             self._wait_for_deletion(node)
         elif node.gone_for_good:
@@ -190,7 +193,7 @@ class _Creation:
 
     def _create_node(self) -> None:
         """Checks the cost limit, requests the node (with slice.queued: from the queue) and waits for gcloud. Keeps a
-        Conflict or a lost answer in `lost`; raises others."""
+        Conflict or a lost answer in `lost`; goes on after gcloud's half hour; raises others."""
         config, slice_ = self.config, self.config.slice
         costs.check(config)
         self.say(

@@ -45,7 +45,7 @@ def delete(config: Config, say: Say, machine: Workstation) -> bool:
 def delete_places(
     config: Config, places: Sequence[Config], say: Say, machine: Workstation, *, all_requests: bool = False
 ) -> bool:
-    """Deletes the slices of `places` (each of a candidate) at once; returns whether there was one. Looks again while a
+    """Deletes the slices of `places` (a configuration each) at once; returns whether there was one. Looks again while a
     create request of this machine may still arrive, for five minutes (CommandTimeout); without `all_requests`, a look
     that finds a slice, or fails, is the last one unless a request is in flight. Leaves another owner's slice alone, and
     raises NotOurs for it only without `all_requests` and if nothing was deleted. Raises as `delete`."""

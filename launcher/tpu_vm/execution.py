@@ -44,7 +44,8 @@ class Execution:
         self._endings: dict[int, tuple[str, str]] = {}  # by worker: exit and the code, or failed and why
 
     def run(self, workers: Sequence[int]) -> list[CommandReport]:
-        """Runs the command on these hosts at once, through gcloud where ssh is refused. Returns how each one ended."""
+        """Runs the command on these hosts at once, through gcloud where ssh is refused, until it has ended on all.
+        Returns how each one ended, also if not reached. Raises LaunchError if gcloud gives no addresses."""
         if self._connections.gcloud_only:
             return self._run_through_gcloud(workers)
         pool, script = self._connections.open_pool(), self._script(held=True)

@@ -82,7 +82,7 @@ def render(name: str, *arguments: str, **parameters: str | int | float | bool) -
 
 @functools.cache
 def load_script(name: str) -> str:
-    """Returns the text of a script without parameters and comment lines, with included scripts in place."""
+    """Returns the text of `scripts/NAME.sh`, includes in place, without comments and values of parameters; cached."""
     text = (resources.files(__package__) / f"scripts/{name}.sh").read_text(encoding="utf-8")
     code = re.sub(r"^[ \t]*#.*\n", "", text, flags=re.MULTILINE)
     return re.sub(r"^[ \t]*\. \./(\w+)\.sh\n", lambda include: load_script(include[1]), code, flags=re.MULTILINE)
@@ -159,7 +159,8 @@ def start_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) 
 
 
 def overlay_script(attempt: Attempt) -> str:
-    """Returns the script that unpacks its input (base64) in the container; it reports `copied` or `failed <reason>`."""
+    """Returns the script that unpacks its input, `attempt.overlay.archive` in base64, in the created container, whose
+    command waits; it reports `copied` or `failed <reason>`. `attempt.overlay` must not be None."""
     overlay = attempt.overlay
     assert overlay is not None
     return render("copy_overlay", container=attempt.container, target=overlay.target, digest=overlay.digest)
@@ -181,9 +182,9 @@ def observe_script(
 ) -> str:
     """Returns the script that waits up to `patience` seconds for the container's end and prints its state and the
     host's boot on one line (or only `absent`, or `no engine: REASON`), then with `progress` its lines of progress
-    (which takes a process in the container), then at most LOG_BYTES of its log from `since` (RFC 3339, inclusive) on,
-    each line with the engine's time; only the last `tail` lines, which an engine finds quickly: it finds a time by
-    reading the whole log."""
+    (which takes a process in the container), then its log from `since` (RFC 3339, inclusive; None: its begin) on, each
+    line with the engine's time, cut after LOG_BYTES. `tail`: only the last lines, which an engine finds quickly: it
+    finds a time by reading the whole log. With `tail`, a host whose clock is before `since` ignores that."""
     options = [*(["--tail", str(tail)] if tail is not None else []), *(["--since", since] if since else [])]
     seconds = f"{patience:.1f}" if patience else ""
     return render(

@@ -44,7 +44,8 @@ class OwnedSlice:
     uid: str = ""  # the API's own number of a node: another one of the same name has another
 
     def cost(self, now: float) -> float | None:
-        """Returns the dollars so far; None when unknown, 0 for a queued resource without a node."""
+        """Returns the dollars until `now` (Unix seconds), at list prices; None if unknown, 0 for one that is not a
+        node."""
         if self.kind != "node":
             return 0.0
         if self.created is None:
@@ -103,7 +104,7 @@ class Listing:
 
 def list_owned(project: str, zones: Sequence[str], machine: Workstation) -> Listing:
     """Returns tpu-launch's slices of all owners in the zones (`-`: all), by zone and name, and the errors of zones that
-    can't be listed. A queued resource with a node is listed as the node, unless it is dead and keeps the quota."""
+    can't be listed. A queued resource with a node is listed as the node, unless that resource is dead."""
     owned: dict[tuple[str, str], OwnedSlice] = {}
     failures: dict[str, LaunchError] = {}
     for zone in zones:
@@ -130,7 +131,7 @@ def parse_node(node: dict[str, Any]) -> OwnedSlice:
 
 
 def parse_queued(resource: dict[str, Any]) -> OwnedSlice | None:
-    """Returns the slice in one entry of `queued-resources list --format=json`; None for a multi-slice request."""
+    """Returns the slice in one entry of `queued-resources list --format=json`; None unless it is for one node."""
     specs = resource.get("tpu", {}).get("nodeSpec", [])
     if len(specs) != 1 or "nodeId" not in specs[0]:
         return None

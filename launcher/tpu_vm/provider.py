@@ -54,13 +54,14 @@ class TpuVm:
     # -- the slice ----------------------------------------------------------------------------------------------------
 
     def describe(self) -> SliceState | None:
-        """Returns the slice, None without one; drops the kept addresses and connections if they are of another."""
+        """Asks the API for the slice; None without one. Drops kept addresses (on disk too) and connections if they are
+        of another, and saves which candidate it is. Raises LaunchError if Google does not answer."""
         state = slices.describe(self._wanted, self._machine)
         self._connections.note_state(state)
         return state
 
     def identity(self) -> tuple[str, str]:
-        """Returns when the slice was created, and host 0's address; "" and "" if unknown. Asks nothing."""
+        """Returns creation time and host 0's internal address, as last described or kept; "" twice if unknown."""
         created, hosts = self._connections.identity()
         return created, next(iter(hosts), "")
 
@@ -72,7 +73,8 @@ class TpuVm:
 
     def create(self, clock: Clock | None = None) -> None:
         """Drops the kept addresses, waits for the slice, created if needed, and its hosts (with `clock`, whose `sleep`
-        may raise), and keeps their new addresses. Tells the user when an interrupt leaves a slice that is billed."""
+        may raise), and keeps their new addresses. Tells the user when an interrupt leaves a slice that is billed.
+        Raises as `candidates.create` and `_wait_for_hosts`."""
         self.close()  # a new slice has other addresses and keys
         self._connections.forget()
         machine = replace(self._machine, clock=clock or self._machine.clock)
@@ -91,7 +93,7 @@ class TpuVm:
                 self._connections.pool()
 
     def delete(self) -> None:
-        """Drops the kept addresses and deletes the slice; tells the user when there is none, after looking twice."""
+        """Deletes the slice (`deletion.delete`) and the kept addresses; tells the user if two looks find none."""
         self.close()
         self._connections.forget()
         if deletion.delete(self._wanted, self.say, self._machine):
@@ -111,8 +113,8 @@ class TpuVm:
     def start(self, attempt: Attempt, clock: Clock | None = None) -> list[HostReport]:
         """Starts the containers by one gcloud call (again if kept addresses were those of an earlier slice); if
         `attempt.waits`, delivers overlay and secrets, for which their commands wait. Returns the reports of the first
-        step that failed on a host, else those of the start. Raises LaunchError if hosts have different images, or none
-        answers. `clock` is unused."""
+        step that failed on a host, else those of the start, with image ids as details. Raises LaunchError without a
+        slice, if hosts have different images, or none answers; the containers are left. `clock` is unused."""
         reports = self._start_containers(attempt)
         if any(report.detail.startswith(host_scripts.MOVED) for report in reports):
             self._connections.forget()  # they were kept of an earlier slice of this name
@@ -155,9 +157,10 @@ class TpuVm:
     def observe(
         self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
     ) -> Observation:
-        """Returns a container's state and its log lines from `since` on, after up to `patience` seconds for its end.
-        Reads the last lines first, and all from `since` only if those don't reach back to it. If that fails, a running
-        container still counts as seen, with a `problem`; its lines come with a later look."""
+        """Returns a container's state and its log from `since` on (RFC 3339; None: all), after up to `patience` seconds
+        for its end; a log cut at LOG_BYTES sets `more`. Reads the last lines first, and all from `since` only if those
+        don't reach back to it. If that fails, a running container still counts as seen, with a `problem`; its lines
+        come with a later look. Without an answer, only a `problem`. Raises LaunchError if gcloud gives no addresses."""
         tail = _TAIL if since else None
         script = host_scripts.observe_script(container, since, patience=patience, tail=tail, progress=progress)
         observation, window = self._observe(worker, script, patience)
@@ -188,7 +191,9 @@ class TpuVm:
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
     ) -> list[HostReport]:
-        """Runs stop.sh on `workers` (None: all hosts), again where not reached. Returns reports, also of failures."""
+        """Stops the container (SIGTERM, SIGKILL after `grace` seconds) on `workers` (None: all hosts), again where not
+        reached, keeps it from starting later, and deletes it if `remove`. Waits for that. Returns reports, also of
+        failures. Raises LaunchError if gcloud gives no addresses."""
         script = host_scripts.stop_script(container, grace, remove=remove)
         return self._report_all(script, "stopped", workers=workers, timeout=grace + 30)
 
@@ -201,13 +206,13 @@ class TpuVm:
         seconds: float,
         on_line: Callable[[int, str], None],
     ) -> list[CommandReport]:
-        """Runs a command in the container on `workers` at once, never twice, for `seconds` at most; passes (worker,
-        line) to `on_line`. Returns how it ended on each."""
+        """Runs a command in the running container on `workers` at once, never twice, for `seconds` at most, until all
+        have ended; passes (worker, line) to `on_line`. Returns how it ended on each. Raises as `Execution.run`."""
         execution = Execution(self._connections, self._machine, container, command, seconds=seconds, on_line=on_line)
         return execution.run(workers)
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
-        """Returns by file name the node's description and, unless `gcloud_only`, hosts' diagnostics, or the errors."""
+        """Returns texts by file name: the node's description, hosts' diagnostics (unless `gcloud_only`), or errors."""
         command = commands.node_command(self.config, "describe", "--format=json")
         try:
             files = {"slice.json": call_gcloud(self._machine, command, timeout=_COMMAND_SECONDS * 2)}
@@ -223,7 +228,8 @@ class TpuVm:
         return files | {f"host-{result.worker}.txt": _all_output(result) for result in results}
 
     def stacks(self, container: str, *, native: bool = False) -> dict[int, str]:
-        """Returns by worker the stack traces of the container's processes, or why there are none."""
+        """Returns by worker, for all hosts, the process list and Python stacks (`native`: C's too) of the container, or
+        why there are none. Raises LaunchError if gcloud gives no addresses."""
         script = host_scripts.stacks_script(container, native)
         results = self._run_all(script, range(self.host_count), timeout=25, again=False)
         return {result.worker: _all_output(result) for result in results}
@@ -303,7 +309,7 @@ class TpuVm:
     def _report_all(
         self, script: str, word: str, stdin: str | None = None, workers: Sequence[int] | None = None, *, timeout: float
     ) -> list[HostReport]:
-        """Runs a script on `workers` (None: all hosts), perhaps twice. Returns reports, ok where it printed `word`."""
+        """Runs a script on `workers` (None: all hosts), as `_run_all`. Returns reports, ok where it printed `word`."""
         chosen = range(self.host_count) if workers is None else workers
         return [
             host_scripts.parse_reports(result.stdout, word, [result.worker])[0]
@@ -315,8 +321,9 @@ class TpuVm:
     def _run_all(
         self, script: str, workers: Sequence[int], stdin: str | None = None, *, timeout: float, again: bool = True
     ) -> list[HostResult]:
-        """Runs a script on hosts, and `again` on those not reached: a container must not go on because a connection
-        failed once. Uses gcloud if that is set, and on hosts that refuse ssh. Returns the results in worker order."""
+        """Runs a script on `workers`, and `again` on those not reached: a container must not go on because a connection
+        failed once. Uses gcloud if that is set, and on hosts that refuse ssh. Returns the results in worker order.
+        Raises LaunchError if gcloud gives no addresses."""
         results, left = dict[int, HostResult](), workers
         if not self._connections.gcloud_only:
             answers = self._connections.run_all(script, workers, timeout=timeout, stdin=stdin)

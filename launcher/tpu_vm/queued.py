@@ -86,7 +86,7 @@ class Acquisition:
 
     def _wait_until_ready(self) -> None:
         """Returns when the node is READY. Waits out a request that is being deleted, replaces a lost request or node;
-        raises NotOurs for another's request."""
+        raises NotOurs for another owner's request, Stockout and Conflict as `run`."""
         if self.request is not None and self.request.state == "DELETING":
             self.say(f"request {self.request.name} is DELETING: waiting until it is gone, then making a new one")
             self._remove()
@@ -166,8 +166,8 @@ class Acquisition:
         self.told = ""  # tell its state, even if it is the one told last
 
     def _replace(self, request: Request) -> None:
-        """Deletes a SUSPENDED or FAILED request, and waits before the next one (the first at once). Raises the error
-        that its failure means, unless that is transient and there is time left."""
+        """Deletes a SUSPENDED or FAILED request, and waits before the next one (the first at once). After FAILED,
+        raises the error that this means unless it is transient, and Stockout when less than 30 s are left."""
         left = self._left()
         self._remove()
         if request.state == "FAILED":
@@ -191,7 +191,7 @@ class Acquisition:
         self.request, self.requested, self.node_missing_since = None, False, None
 
     def _check_deadline(self) -> None:
-        """Deletes a request not granted in time and raises Stockout; one being granted has create_minutes more."""
+        """Deletes a request a minute after its time, or create_minutes while it is being granted; raises Stockout."""
         is_granted = self.request is not None and self.request.state in ("PROVISIONING", "ACTIVE")
         grace = self.config.slice.create_minutes * 60 if is_granted else _LATE_SECONDS
         if self._left() < -grace:

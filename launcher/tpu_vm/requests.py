@@ -73,7 +73,7 @@ class RequestRecord:
         self._found: dict[int, Recorded] = {}
 
     def read(self) -> list[Recorded]:
-        """Returns all requests, oldest first. Reads only files that are new since the last call: none ever changes."""
+        """Returns all requests, oldest first, from the local files; reads each only once: none ever changes."""
         names = set(os.listdir(self._folder)) if self._folder.exists() else set()
         new = [name for name in names - self._names if name[0].isdigit()]
         for name in sorted(new, key=lambda name: (name[:6], name[7:] != _ASKED)):
@@ -91,8 +91,8 @@ class RequestRecord:
         return list(self._found.values())
 
     def open(self) -> list[Recorded]:
-        """Returns the requests that have not ended, oldest first. Raises LaunchError if a killed `share` can't be
-        finished, because the bucket does not answer."""
+        """Returns the requests that have not ended, oldest first, after finishing a `share` that was killed. Raises
+        LaunchError if the bucket does not answer for that."""
         if (self._folder / _MOVING).exists():
             try:
                 self.share(json.loads((self._folder / _MOVING).read_text())["url"])

@@ -64,7 +64,7 @@ def save_create_time(config: Config, now: float) -> None:
 
 
 def seconds_since_create(config: Config, now: float) -> float:
-    """Returns the seconds since the last create request; infinity when none is known."""
+    """Returns the seconds from this machine's last create request to `now` (Unix seconds); infinity if unknown."""
     with contextlib.suppress(OSError, ValueError):
         return max(0.0, now - float(_file(config, "asked").read_text()))
     return math.inf

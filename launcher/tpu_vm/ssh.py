@@ -128,7 +128,8 @@ class SshClient:
         return connection
 
     def key(self, path: str) -> paramiko.PKey:
-        """Returns the private key in a file, read once. Raises paramiko.AuthenticationException if it can't be used."""
+        """Returns the private key in a file, read once. Raises paramiko.AuthenticationException if it is locked or of a
+        kind that only ssh can read, else as `_read_key`."""
         with self._reading:
             if path not in self._keys:
                 try:
@@ -170,7 +171,8 @@ class SshConnection:
         return bool(self._connection.is_connected)
 
     def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
-        """Runs a command line. Returns exit code, output, error output. Raises TimeoutError, ConnectionFailed."""
+        """Runs a command line with the input `stdin` (None: empty). Returns exit code, output, error output. Raises
+        TimeoutError after `timeout` seconds, ConnectionFailed."""
         deadline = time.monotonic() + timeout
         with self._open_channel(timeout) as channel:
             channel.exec_command(command)
@@ -237,8 +239,8 @@ def _receive(channel: paramiko.Channel, read: Callable[[int], bytes], deadline: 
 
 
 def _wait_for_exit_code(channel: paramiko.Channel, deadline: float) -> int:
-    """Returns the exit code of the channel's command. Raises TimeoutError after the deadline, and ConnectionFailed if
-    the channel closed without one."""
+    """Returns the exit code of the channel's command. Raises TimeoutError after the deadline (monotonic clock), and
+    ConnectionFailed if the channel closed without one."""
     if not channel.status_event.wait(max(0.01, deadline - time.monotonic())):
         raise TimeoutError
     if channel.exit_status == -1:
