@@ -112,7 +112,7 @@ class ProgramStore:
 
     def read(self, key: str) -> bytes | None:
         """Returns the program with this key, notes its use, and marks it as unproven until `prove`. Returns None if
-        there is none or it can't be marked, or, with a warning, if it is unproven. Removes a damaged entry."""
+        there is none or it can't be marked, or, with a warning, if a mark is there already. Removes a damaged entry."""
         path, mark = self._folder / key, self._mark(key)
         if mark.exists():
             self._warn(
@@ -156,7 +156,7 @@ class ProgramStore:
             self.warn_once(f"the compiled program is not kept for the next start: {self._folder}: {error.strerror}")
 
     def warn_once(self, problem: str) -> None:
-        """Warns of the first problem of the cache in this process, in one line. Later warnings are dropped."""
+        """Warns of a problem in one line; drops all later warnings of this store, those of `read` too."""
         with contextlib.suppress(Exception):  # as when stderr is closed
             self._warn(" ".join(problem.split()))
         self._warn = lambda _message: None  # it was shown
@@ -177,7 +177,8 @@ class ProgramStore:
             (self._folder / key).unlink()
 
     def _make_room(self, size: int) -> None:
-        """Removes files of killed writers, and the oldest entries until `size` bytes more are within the bound."""
+        """Removes unfinished files an hour old, and the least recently used entries until `size` bytes more are within
+        the bound. Raises OSError if the folder can't be listed."""
         entries = []
         for path in self._folder.iterdir():
             with contextlib.suppress(OSError):  # another process removed it
@@ -250,7 +251,8 @@ class ProgramCache:
 
     def compile(self, address: int) -> int | None:
         """Replaces PJRT_Client_Compile, whose arguments are at this address. Returns the plugin's error, None without
-        one. Keeps an interrupt (Ctrl-C, a notebook's button) for `take_proofs`: a callback loses it, and its result."""
+        one. An interrupt (Ctrl-C, a notebook's button) does not end it: it tries again until there is a program or an
+        error of the plugin, and `take_proofs` raises the interrupt."""
         arguments = CompileArguments.from_address(address)
         arguments.executable = None
         while True:
@@ -292,7 +294,7 @@ class ProgramCache:
         return failure
 
     def _key(self, arguments: Any) -> str:
-        """Returns a program's key, 64 hexadecimal digits: a hash of versions, environment, options and code."""
+        """Returns a program's key, 64 hex digits: a hash of versions, _VARIABLES, options, code. Raises PluginError."""
         version = _PlatformVersion(client=arguments.client)
         self._table.call(_PLATFORM_VERSION, version)
         program = arguments.program.contents
@@ -327,13 +329,12 @@ class ProgramCache:
 def open_cache(
     environment: Mapping[str, str], library: str | None, identity: str, warn: Callable[[str], None]
 ) -> ProgramCache | None:
-    """Puts a cache in front of the compiler and returns it; None if the environment asks for none or, with a warning,
-    if there can be none. Call it before the devices are opened. `environment`: of the process, in which
-    TPU_LAUNCH_COMPILE_CACHE is the cache's folder; `library`: the file of the plugin that the framework will load, None
-    if unknown; `identity`: versions that decide how a program is compiled, beside the plugin's own; `warn`: called with
-    a line if there can be no cache, if it fails, or if an entry is unproven.
-    Only on TPUs: the CPU clients of PyTorch/XLA and TensorFlow are no plugins, and can't load a program that they
-    compiled."""
+    """Puts a cache in front of the compiler of this process and returns it. Returns None on CPUs (their clients are no
+    plugins, and can't load what they compiled) or without TPU_LAUNCH_COMPILE_CACHE; with a warning, if there can be
+    none. Call it before the devices are opened. `environment`: has the cache's folder under that name, and its bound in
+    GB, 4 if unset, under TPU_LAUNCH_COMPILE_CACHE_GB; `library`: the file of the plugin that the framework will load,
+    None if unknown; `identity`: versions that decide how a program is compiled, beside the plugin's own; `warn`: called
+    with a line if there can be no cache, if it fails, or if an entry is unproven."""
     folder = environment.get(FOLDER_VARIABLE)
     if not folder or environment.get("PJRT_DEVICE") != "TPU":
         return None

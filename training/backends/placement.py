@@ -21,10 +21,10 @@ def mesh_shape(devices: int, fsdp: int) -> dict[str, int]:
 
 
 def place(name: str, shape: tuple[int, ...], mesh: MeshShape) -> Axes:
-    """Returns how a tensor of the state is split: a matrix along the longest of its axes that "fsdp" divides. Each
-    device holds all of other tensors. `name`: in a checkpoint, `model/<parameter>` or `<optimizer's
-    tensor>/<parameter>`, or of a packed buffer, or of stacked parameters, each of which is split as it is alone;
-    `shape`: of the whole tensor."""
+    """Returns, for each axis of a tensor of the state, FSDP if it is split over "fsdp", else None: a tensor of several
+    axes is split along the longest that "fsdp" divides, all others and packed buffers not at all. `name`: in a
+    checkpoint, `model/<parameter>` or `<optimizer's tensor>/<parameter>`, or that of a packed buffer, or of stacked
+    parameters (STACKED), whose first axis counts them and is not split; `shape`: of the whole tensor."""
     if STACKED in name:
         return (None, *place(name.replace(STACKED, "."), shape[1:], mesh))
     axes: list[str | None] = [None] * len(shape)

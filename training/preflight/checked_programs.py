@@ -24,9 +24,9 @@ class CheckedPrograms:
         self._run: dict[tuple[object, ...], str] = {}  # (kind, shape...) -> hash
 
     def compare(self, kind: str, shapes: Sequence[tuple[int, ...]], hash_program: Callable[[], str]) -> None:
-        """Compares a program before it first runs on arrays of these shapes; prints a warning if preflight did not
-        compile it. Does nothing if no preflight preceded the run, or its programs are not comparable with this one.
-        `kind` is "training" or "evaluation"; `hash_program` takes time, so it is called only if a comparison is due."""
+        """Compares a program, once for its kind and shapes, with those of preflight; warns on stderr, on the host that
+        `warns`, if it is none of them. Does nothing without a preflight or if its programs are not comparable. `kind`
+        is "training" or "evaluation"; `hash_program` takes time, and is called only for a comparison."""
         if not self._checked or not self._comparable or (kind, *shapes) in self._run:
             return
         program_hash = self._run[kind, *shapes] = hash_program()

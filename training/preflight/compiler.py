@@ -148,9 +148,9 @@ def require_versions(needed: Mapping[str, str] | None = None) -> None:
 
 
 def hash_hlo(hlo: str) -> str:
-    """Returns a hash of a module in HLO's text form that ignores layouts, names and source lines: they may differ
-    between devices and machines for the same computation. It also ignores shardings that are written at an operation,
-    which torch_xla derives from those of its arguments; declared ones are at parameters and custom calls."""
+    """Returns a hash, 16 hex digits, of a module in HLO's text form. Ignores layouts, names and source lines: they may
+    differ between devices and machines for the same computation. It also ignores shardings that are written at an
+    operation, which torch_xla derives from those of its arguments; declared ones are at parameters and custom calls."""
     for pattern in (r", metadata=\{[^{}]*\}", r"(?<=\])\{[\d,]*\}", r", entry_computation_layout=\{.*\}(?=\n|,)"):
         hlo = re.sub(pattern, "", hlo)
     hlo = re.sub(r"(?m)^(?!.* (?:parameter|custom-call)\()(.*), sharding=\{[^{}]*\}", r"\1", hlo)
@@ -160,9 +160,10 @@ def hash_hlo(hlo: str) -> str:
 def compile_program(
     program: Program, target: Accelerator, flags: Mapping[str, str] = MappingProxyType({})
 ) -> CompiledProgram:
-    """Compiles a program for all devices of a slice. `flags` are libtpu's, by name without dashes; a program with its
-    own `compile` does not get them. LIBTPU_INIT_ARGS apply too, to the whole process. Raises CompilerUnavailable if no
-    compiler here knows the slice, and CompilationRefused if the compiler rejects the program."""
+    """Compiles a program for all devices of a slice; loads libtpu and sets its environment variables first. `flags` are
+    libtpu's, by name without dashes; a program with its own `compile` does not get them. LIBTPU_INIT_ARGS apply too, to
+    the whole process. Raises CompilerUnavailable if no compiler here knows the slice or versions are untested, and
+    CompilationRefused if the compiler rejects the program."""
     require_versions()
     if program.compile:
         return program.compile(target)

@@ -148,7 +148,8 @@ def describe_refusal(traced: TracedProgram, message: str, seconds: float) -> Gra
 
 
 def add_remat_advice(graph: GraphResult, with_remat: GraphResult) -> GraphResult:
-    """Returns `graph`, which does not fit; its reason adds what `with_remat`, that with train.remat: layers, needs."""
+    """Returns `graph`, which does not fit; its reason adds what `with_remat`, its result with train.remat: layers,
+    needs and whether that fits, or that it does not compile."""
     needed = f"would need {format_gib(with_remat.needed)}" if with_remat.needed else "would not compile either"
     advice = f"with train.remat: layers it {needed}{' and fit' if with_remat.fits else ''}"
     return replace(graph, reason=f"{graph.reason}; {advice}")
@@ -193,7 +194,7 @@ def roofline(flops: float, bytes_accessed: float, target: Accelerator, rows: int
 
 
 def explain_refusal(message: str) -> tuple[int | None, str]:
-    """Returns (needed bytes of HBM or None, the reason in plain words) from the compiler's message."""
+    """Returns (needed bytes of a device's HBM or None, the reason in plain words) from the compiler's message."""
     used = re.search(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm", message)
     temporaries = re.search(r"HLO temporaries \(([\d.]+[KMGT]?)\) exceeds available HBM \(([\d.]+[KMGT]?)\)", message)
     match = used or temporaries
@@ -251,6 +252,7 @@ def format_report(report: Report) -> list[str]:
 
 
 def _accelerator_lines(result: AcceleratorResult) -> list[str]:
+    """Returns the report's lines on one accelerator: verdict, each program, largest batch, flags."""
     hosts = "1 host" if result.hosts == 1 else f"{result.hosts} hosts"
     verdict = "fits" if result.fits else "DOES NOT FIT"
     programs = f"{result.distinct_programs} program{'s' if result.distinct_programs > 1 else ''}"
@@ -275,6 +277,7 @@ def _accelerator_lines(result: AcceleratorResult) -> list[str]:
 
 
 def _graph_lines(graph: GraphResult, devices: int) -> list[str]:
+    """Returns lines on one program: memory, work, time, traffic; or why it was refused, and its largest allocations."""
     head = f"{graph.graph} ({graph.rows // devices} rows a device)"
     if graph.memory is None or graph.costs is None:
         lines = [f"{head}: {graph.reason}"]

@@ -28,9 +28,10 @@ def run_preflight(
     config: TrainerConfig, facts: DataFacts, targets: Sequence[Accelerator], *, search_batch: bool, show: ShowProgress
 ) -> Report:
     """Compiles the programs of a run for each accelerator in `targets`; with `search_batch`, also searches for the
-    largest training batch that fits. `show` prints a line of progress. Raises BadInput if a batch or the mesh does
-    not fit the devices or the model can't be built, CompilerUnavailable if there is no compiler for a slice here,
-    and Untraceable or DataDependentProgram for a step that is not a single program."""
+    largest training batch that fits. If PyTorch/XLA's longest step does not fit, also compiles it with train.remat:
+    layers and larger meshes, for advice in its reason. `show` gets lines of progress, from two threads. Raises BadInput
+    if a batch or the mesh does not fit the devices or the model can't be built, CompilerUnavailable if there is no
+    compiler for a slice here, and Untraceable or DataDependentProgram for a step that is not a single program."""
     compiler.require_versions()
     mistakes = []
     for target in targets:

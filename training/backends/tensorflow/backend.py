@@ -99,12 +99,14 @@ class TensorFlow(Backend):
         return 2 * self._calls.length if self._replicas.is_tpu else self._calls.length - 1
 
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
-        """Yields batches from `start` on: global ones if the strategy's hosts read, else this host's rows of each."""
+        """Yields training batches from number `start` on: this host's rows of each; or, if the strategy's hosts read,
+        global ones, without the numbers of their records."""
         if not self._hosts_read:
             return task.batches(start)
         return distributed(self._replicas.strategy, self._config, task.data, start)
 
     def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
+        """Yields the batches of the evaluation set once, of the kinds that `batches` yields."""
         if not self._hosts_read:
             return task.evaluation_batches()
         return distributed_evaluation(self._replicas.strategy, self._config, task)
@@ -112,7 +114,7 @@ class TensorFlow(Backend):
     @property
     def _hosts_read(self) -> bool:
         """Returns whether the strategy's hosts read batches for their devices, by tf.data. If not, this process reads:
-        for one device, for hosts outside the strategy, or to count skipped records."""
+        for one device, beside other CPU hosts, or, without TPU_NAME, to count skipped records (data.on_corrupt)."""
         counts_skipped = self._config.data.on_corrupt == "skip" and not os.environ.get("TPU_NAME")
         return self._replicas.count > 1 and not self._exchange and not counts_skipped
 
@@ -155,7 +157,8 @@ class TensorFlow(Backend):
         return _pending(self._exchange.sum(report), trains=False)
 
     def _start_upcoming(self, name: str, dataset: Dataset, signals: Signals, *arguments: Any) -> PendingReport:
-        """Runs the program that reads an upcoming batch itself: errors of its rows surface here or with its result."""
+        """Runs the program "train next" or "evaluate next", which reads the upcoming batch itself from the iterator,
+        the first of `arguments`: errors of its rows surface here or with its result."""
         with translate_errors(dataset):
             sums = self._call(name, *arguments)
         return _pending(sums, signals, dataset, trains=name == "train next")
@@ -172,8 +175,8 @@ class TensorFlow(Backend):
     # --- state
 
     def state_variables(self) -> dict[str, tuple[Parameter, Any]]:
-        """Returns each variable of the state by its name in a checkpoint, with the parameter that it is or belongs to:
-        under PyTorch's names, and in PyTorch's shapes."""
+        """Returns the state's names in a checkpoint -> (parameter, variable): the variable, in TensorFlow's layout, is
+        the parameter's own or one of its optimizer's; the parameter converts it to PyTorch's layout."""
         groups = {"model": [parameter.variable for parameter in self._parameters], **self._optimizer.state()}
         return {
             f"{group}/{parameter.name}": (parameter, variable)
@@ -199,7 +202,7 @@ class TensorFlow(Backend):
 
     @translate_failures()
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        """Sets variables. Raises Damaged, and changes nothing, if one is unknown or of another shape."""
+        """Sets the variables named. Raises Damaged, and changes nothing, for an unknown name, type or shape."""
         variables, specs = self.state_variables(), self.tensor_specs()
         for name, (spec, _) in tensors.items():
             if specs.get(name) != spec:
@@ -216,7 +219,7 @@ class TensorFlow(Backend):
     # --- what the framework counted
 
     def compilations(self) -> tuple[int, float]:
-        """Counts the programs that were traced, and the seconds of the calls that traced them."""
+        """Returns how often programs were traced (once for each shape of rows), and the seconds of these calls."""
         count = sum(program.experimental_get_tracing_count() for program in self._programs.values())
         return count, self._tracing_seconds
 
@@ -254,7 +257,7 @@ def _pending(
     sums: Any, signals: Signals | None = None, dataset: Dataset | None = None, *, trains: bool
 ) -> PendingReport:
     """Returns the report in `sums`, a program's result. `signals`: of the only host, to be put between the sums and the
-    rest; None if `sums` has them. `dataset`: the one whose rows the program took itself."""
+    rest; None if `sums` has them. `dataset`: the one whose rows the program took; reading raises their errors too."""
 
     @translate_failures()
     def read() -> list[float]:

@@ -63,7 +63,8 @@ class StepCalls:
             self.length = self._steps
 
     def note_end(self, began: float, due: int) -> None:
-        """Notes the end of a call of `due` steps, begun at `began`; sets the next call's length, unless it is fixed."""
+        """Notes that a call of `due` steps, begun at `began` by the clock `now`, ends now, and sets the next call's
+        length, unless it is fixed."""
         now = self._now()
         seconds, self._ended = (now - max(began, self._ended)) / due, now
         if self._steps is None:

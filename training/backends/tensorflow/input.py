@@ -37,7 +37,7 @@ def distributed(strategy: Any, config: TrainerConfig, data: RunData, start: int)
 
 
 def distributed_evaluation(strategy: Any, config: TrainerConfig, task: Task) -> Iterator[HostBatch]:
-    """Yields the global batches of the whole evaluation set, each record once. Raises as `distributed`."""
+    """Yields the global batches of the evaluation set (there is one), each record once. Raises as `distributed`."""
     data, batch_size = task.data, config.evaluation_batch_size
     assert data.evaluation is not None
 
@@ -76,8 +76,8 @@ def _distribute_batches(
 
 
 def _upcoming_arrays(strategy: Any, batches: Any, dataset: Dataset) -> Any:
-    """Returns the arrays of every batch if all batches have the same shapes, else None. The step's program then takes
-    the rows from the iterator: `next(batches)` in Python would cost a call for each replica and step."""
+    """Returns `Upcoming` arrays, the same for every batch, if all batches have the same shapes, else None. The step's
+    program takes rows from their iterator: `next(batches)` in Python would cost a call for each replica and step."""
     shapes = {
         name: tf.nest.flatten(spec, expand_composites=True)[0].shape for name, spec in batches.element_spec.items()
     }

@@ -42,6 +42,8 @@ class TensorFlowTracer:
         self._backend: TensorFlow | None = None
 
     def open(self) -> dict[str, int]:
+        """Builds the backend unless it is built. Returns the bytes of each tensor of the state by name."""
+
         def build(*arguments: Any) -> TensorFlow:
             return TensorFlow(*arguments, replicas=SliceReplicas(self._devices))
 
@@ -49,7 +51,7 @@ class TensorFlowTracer:
         return {name: spec.size for name, spec in backend.tensor_specs().items()}
 
     def trace(self, kind: str, batch: Arrays) -> Program:
-        """Lowers the step ("training") or the evaluation for a global batch."""
+        """Lowers the step (`kind` is "training") or the evaluation for a global batch. Call `open` before."""
         backend, trains = self._backend, kind == "training"
         assert backend is not None
         rows = {

@@ -52,6 +52,7 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Returns the shape in PyTorch's layout."""
         shape = tuple(self.variable.shape)
         return shape[::-1] if self.transposed else shape
 
@@ -75,8 +76,9 @@ class KerasNetwork:
 
 
 def build(config: TrainerConfig, needs: ModelRequirements, assign: Assign) -> KerasNetwork:
-    """Builds a network with the task's head and sets its weights by `assign`: those of `model.path`, or fresh ones, the
-    same on every host and in every backend. Raises BadInput if weights are absent, or data and model do not fit."""
+    """Builds a network with the task's head and sets its weights by `assign`: those of `model.path` (downloads a model
+    of the Hub), or fresh ones, the same on every host and in every backend. Raises BadInput if weights are absent, data
+    and model do not fit, or TensorFlow does not train the model's family."""
     model, dropout = config.model, config.train.dropout
     values = build_model_config(model, needs, dropout)
     require_family(values, model.path, needs.head, "tensorflow")
@@ -115,7 +117,7 @@ def _build_network(values: dict[str, Any], head: Head, dropout: float | None) ->
 
 
 def _list_parameters(network: Any) -> list[Parameter]:
-    """Returns the trainable variables under their PyTorch names, sorted, and whether each is transposed there."""
+    """Returns the trainable variables, sorted by their PyTorch names, with whether PyTorch's shape is the transpose."""
     from transformers.modeling_tf_pytorch_utils import TransposeType, convert_tf_weight_name_to_pt_weight_name
 
     parameters = []
@@ -135,8 +137,9 @@ def count_positions(network: Any) -> None:
 def _read_weights(
     path: str, parameters: list[Parameter], values: Mapping[str, Any], fresh_head: bool
 ) -> dict[str, Array]:
-    """Returns the arrays of the parameters that a model folder has, without a head of other labels. Raises BadInput if
-    one is absent, other than of a head that may be fresh (`fresh_head`). `values`: the network's config.json."""
+    """Returns the arrays of the parameters that the model `path` (a folder, URL or the Hub's name) has, without its
+    classifier if `fresh_head` and its labels are others. Raises BadInput if a parameter is absent or of another shape,
+    unless it is a head's and `fresh_head`. `values`: the network's config.json."""
     wanted = {parameter.name: parameter.shape for parameter in parameters}
     prefix = f"{values['model_type']}."
     weights = {}
@@ -203,10 +206,10 @@ def _make_dropout(rate: float, place: int, network: KerasNetwork) -> Callable[..
 
 
 def open_pipeline(name: str, folder: str) -> Any:
-    """Returns `transformers.pipeline(name)` over a local model folder, on the CPU. Raises BadInput for absent weights.
-
-    Loads the weights itself because transformers 4.57's TFAutoModel.from_pretrained fails on a safetensors file with
-    PyTorch's names ("'builtins.safe_open' object is not iterable")."""
+    """Returns `transformers.pipeline(name)`, such as "fill-mask", over a local model folder with one file of weights,
+    on the CPU. Raises BadInput for absent weights. Loads the weights itself: transformers 4.57's
+    TFAutoModel.from_pretrained fails on a safetensors file with PyTorch's names ("'builtins.safe_open' object is not
+    iterable")."""
     from safetensors.numpy import load_file
     from transformers import AutoConfig, AutoTokenizer, pipeline
     from transformers.modeling_tf_pytorch_utils import load_pytorch_state_dict_in_tf2_model

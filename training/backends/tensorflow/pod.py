@@ -45,10 +45,10 @@ WORKER_END_SECONDS = 0.5
 def open_host(
     config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest
 ) -> Iterator[tuple[Cluster, Rendezvous] | None]:
-    """Runs this host's worker during the block. On host 0, sets TPU_NAME and yields a cluster and a rendezvous of one
-    host for the program, then tells the other hosts its end; on other hosts, waits for the end of host 0, then yields
-    None. Raises BadInput if TensorFlow can't drive the slice or the hosts differ, StopRequested on other hosts if host
-    0 has saved and stopped, LostPeer, and TrainError if the worker fails."""
+    """Runs this host's worker during the block. On host 0, sets TPU_NAME for good and yields a cluster and a rendezvous
+    of one host for the program; then tells the other hosts if the block finished or StopRequested left it. Others wait
+    for that and yield None. Raises BadInput if TensorFlow can't drive the slice or hosts differ, StopRequested on other
+    hosts if host 0 has saved and stopped, LostPeer (host 0: up to 5 s later), and TrainError if a worker fails."""
     environment = worker_environment(cluster)  # raises if TensorFlow can't drive this slice
     agree(rendezvous, {"configuration": config.hash, "code": code_hash()}, config.rendezvous.start_seconds)
     port = int(os.environ.get("TPU_TASK_PORT") or WORKER_PORT)
@@ -135,7 +135,7 @@ def _worker_error(serving: subprocess.Popen[bytes]) -> TrainError | None:
 
 def _serve(rendezvous: Rendezvous, shutdown: ShutdownRequest, serving: subprocess.Popen[bytes]) -> None:
     """Waits until host 0 ends, and reports stop requests of this host to it. Returns if host 0 has finished; raises
-    StopRequested if host 0 was stopped, TrainError if this host's worker ends, LostPeer if host 0 is lost."""
+    StopRequested if host 0 was stopped, TrainError if this host's worker ends, LostPeer if another host is lost."""
     shutdown.nothing_to_save = False  # host 0 decides, and saves
     outcome: list[Any] = []  # host 0's exit code, or the error of the rendezvous
 

@@ -128,8 +128,8 @@ class Replicas:
                     first_of_host[host] = own
 
     def send_rows(self, batch: Arrays) -> Any:
-        """Sends the rows of a batch to the replicas and returns the argument of the step's program: for an upcoming
-        batch, the iterator."""
+        """Returns the argument of the step's program for a batch: the iterator of an upcoming one, else its rows by
+        name, on the replicas; sends them there unless they are."""
         upcoming = [array.iterator for array in batch.values() if isinstance(array, Upcoming)]
         if upcoming:
             return upcoming[0]
@@ -149,7 +149,7 @@ class Replicas:
 @translate_tpu_failures()
 def _tpu_strategy() -> Any:
     """Initialises the chips of this host, or of the gRPC workers in TPU_NAME (grpc://10.0.0.2:8470,grpc://...), and
-    returns a TPUStrategy over them."""
+    returns a TPUStrategy over them. Raises UnusableTpu."""
     name = os.environ.get("TPU_NAME") or "local"
     resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)
     if name != "local":
@@ -194,7 +194,8 @@ class TensorFlowDevices:
         return self._results["wrong"] if self._results else _count_wrong_products(self._replicas)
 
     def sum_ones(self) -> float:
-        """Returns the sum of a 1 from each device of all hosts: by the strategy's all-reduce, CPU hosts by TCP."""
+        """Returns the sum of a 1 from each device of all hosts: by the strategy's all-reduce, CPU hosts by TCP; on a
+        TPU slice of several hosts the one found by `__init__`."""
         if self._results:
             return self._results["sum"]
         total = _sum_ones(self._replicas)
@@ -202,8 +203,9 @@ class TensorFlowDevices:
 
 
 def _try_by_workers(cluster: Cluster, rendezvous: Rendezvous) -> dict[str, Any]:
-    """Tries all devices from host 0 while the workers of all hosts serve. Returns on all hosts the number of devices of
-    each ("hosts"), of wrong elements ("wrong") and the sum of ones ("sum"). Raises BadInput, TrainError."""
+    """Tries all devices from host 0 while a worker process serves on every host. Returns on all hosts the number of
+    devices of each ("hosts"), of wrong elements ("wrong") and the sum of ones ("sum"). Sets TPU_NAME on host 0. Raises
+    BadInput, and TrainError: no worker within 60 s, an unusable TPU, a lost host."""
     port = int(os.environ.get("TPU_TASK_PORT") or pod.WORKER_PORT)
     environment = {**pod.worker_environment(cluster), "TPU_LOAD_LIBRARY": "1"}
     results: dict[str, Any] = {}
@@ -233,6 +235,8 @@ def _count_wrong_products(replicas: Replicas) -> int:
 
 
 def _sum_ones(replicas: Replicas) -> float:
+    """Returns the sum of a 1 from each replica."""
+
     def add() -> Any:
         return replicas.sum(tf.constant(1.0))
 

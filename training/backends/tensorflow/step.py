@@ -33,7 +33,7 @@ class TensorFlowStep:
         self._network, self._optimizer, self._replicas, self._task_sums = network, optimizer, replicas, task_sums
 
     def scalar_values(self, number: int) -> tuple[int, tuple[float, ...]]:
-        """Returns (the seed of dropout, (learning rate, the optimizer's scalars)) of a step."""
+        """Returns (the seed of dropout on this host, (learning rate, the optimizer's scalars)) of step `number`."""
         scalars = (learning_rate(self._train, number), *self._optimizer.step_scalars(number))
         return step_seed(self._config.seed, number, self._cluster.worker), scalars
 
@@ -43,7 +43,7 @@ class TensorFlowStep:
         return tf.constant(seed, tf.int32), tf.constant(np.array(scalars, np.float32))
 
     def train_program(self, rows: Any, seed: Any, scalars: Any) -> Any:
-        """Runs a step of the only host. Returns the sums and the result of `update`: (3 + 2,)."""
+        """Runs a step where this process drives all devices. Returns the sums and `update`'s result: (3 + 2,)."""
 
         def replica(rows: Any) -> Any:
             gradients, sums = self.gradients(rows, seed)
@@ -106,7 +106,8 @@ class TensorFlowStep:
         return self.evaluation_program(next(batches))
 
     def gradients(self, rows: Mapping[str, Any], seed: Any) -> tuple[list[Any], Any]:
-        """Returns the gradients of the summed loss over the rows of all replicas of this host, and the sums (3,)."""
+        """Returns the gradients of the summed loss over the rows of this host's replicas, and the sums (3,). Call it in
+        a replica's context."""
         pieces = self._train.gradient_accumulation
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         variables = [parameter.variable for parameter in self._network.parameters]

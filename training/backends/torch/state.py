@@ -30,10 +30,10 @@ def build_network(
     loop: Loop = loop_in_python,
     kernel: Kernel | str = "the backend has no kernel",
 ) -> tuple[Any, DropoutNoise | None]:
-    """Returns the network on the host, with the run's attention, dropout, adapters and frozen weights, and the random
-    numbers of its dropouts; None outside BERT's family. `remat`: unless train.remat is given; `barrier`: as for
-    `patch_modules`; `loop`, `kernel`: as for `choose_attention`; `only_traces`: leaves out weights if it can. Raises
-    BadInput if weights are absent, or model, data, adapter and `train` do not fit together."""
+    """Returns the network on the host, with the run's attention, dropout, adapters and frozen weights, and what its
+    dropouts draw from (None if it keeps its own). Downloads a model of the Hub. `remat`: unless train.remat is given;
+    `barrier`: as for `patch_modules`; `loop`, `kernel`: as for `choose_attention`; `only_traces`: leaves out weights if
+    it can. Raises BadInput if weights are absent, or model, data, adapter and `train` do not fit together."""
     dropout = config.train.dropout
     network: Any = build_empty(config.model, requirements, dropout=dropout) if only_traces else None
     network = network or build(config.model, requirements, dropout=dropout, seed=config.seed)
@@ -89,8 +89,8 @@ class HostState:
         return dict(self._specs)
 
     def load(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        """Replaces tensors, or the slices that the network has, by copies, before the state is on a device. Raises
-        Damaged for an unknown name, type or shape."""
+        """Overwrites tensors, or the slices that the network has, with these values, before the state is on a device.
+        Raises Damaged for an unknown name, type or shape: tensors named before it are changed then."""
         assert not self.is_uploaded, "restore before the first step"
         current = self.tensors()
         for name, (spec, data) in tensors.items():

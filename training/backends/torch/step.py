@@ -126,7 +126,7 @@ class TrainingStep:
         return step_seed(self._config.seed, number, 0 if self._sharding.is_spmd else self._cluster.worker)
 
     def trace(self, number: int, inputs: StepInputs[Tensor]) -> Tensor:
-        """Records a step, which changes the state. Returns its report, (5 + 2,)."""
+        """Records a step of one process, which changes the state. Returns its report, with the update's: (5 + 2,)."""
         gradients, report = self.gradients(number, inputs)
         update = self.update(gradients, report, inputs.scalars[0])
         return self._sharding.replicate_report(torch.cat([report, update]))

@@ -68,6 +68,7 @@ class TorchTpu(Backend):
     # --- steps
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> PendingReport:
+        """Uploads the state before the first step; starts a step and does not wait. All processes must call it."""
         inputs = self._send(self._step.inputs(number, batch, signals))
         torch.manual_seed(self._step.seed(number))
         return PendingReport(partial(self._chip.read, self._training.run(inputs)), trains=True)
@@ -77,7 +78,7 @@ class TorchTpu(Backend):
         return PendingReport(partial(self._chip.read, self._evaluation.run(inputs)), trains=False)
 
     def _trace_step(self, inputs: StepInputs[Tensor]) -> Tensor:
-        """Records a step. Returns its report, (5 + 2,)."""
+        """Records a step, with the sums over all processes, which changes the state. Returns its report, (5 + 2,)."""
         gradients, report = self._step.gradients(0, inputs)
         named = dict(zip(self._host.trained, gradients, strict=True))
         gradients, report, squares = self._chip.add_up(named, report)
@@ -163,7 +164,7 @@ class DeviceState:
         host.is_uploaded = True
 
     def leaves(self) -> list[Tensor]:
-        """Returns the first arguments of every program: the state's tensors, the buffers, and dropout's table."""
+        """Returns the first arguments of every program: state, buffers, and dropout's table. Call `upload` before."""
         table = [self._host.noise.table] if self._host.noise else []
         return [*self.tensors.values(), *self._buffers.values(), *table]
 
@@ -216,7 +217,8 @@ class StepProgram:
         return report
 
     def _compile(self, arguments: Sequence[Tensor], inputs: StepInputs[Tensor]) -> Callable[..., Sequence[Tensor]]:
-        """Returns the compiled program: arguments -> the changed tensors of the state (in its memory) and report."""
+        """Traces and compiles the step for the shapes of `arguments`. The program returned takes such arguments, reuses
+        the memory of the tensors that it changes, and returns their new values, then the report."""
         first = len(arguments) - len(inputs.leaves())
 
         def step(*leaves: Tensor) -> list[Tensor]:

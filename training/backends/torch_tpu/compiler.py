@@ -53,7 +53,7 @@ _loading = threading.Lock()
 
 @lru_cache(maxsize=1)
 def load_plugin() -> tuple[Any, int]:
-    """Loads and initializes libtpu, once a process. Returns the library and the address of its table."""
+    """Loads and initializes libtpu, once a process. Returns the library and its table's address."""
     plugin = ctypes.CDLL(libtpu.get_library_path())
     plugin.GetPjrtApi.restype = c_void_p
     address: int = plugin.GetPjrtApi()
@@ -63,7 +63,8 @@ def load_plugin() -> tuple[Any, int]:
 
 @lru_cache(maxsize=8)
 def open_topology(name: str) -> int:
-    """Returns the address of libtpu's description of an accelerator type. Raises CompilerUnavailable if it has none."""
+    """Returns the address of libtpu's description of an accelerator type ("v6e-8"); loads libtpu. Raises
+    CompilerUnavailable if libtpu does not know the type."""
     text, options = describe_topology(accelerator(name))
     values = (_NamedValue * len(options))()
     kept = []
@@ -83,7 +84,8 @@ def open_topology(name: str) -> int:
 
 
 def compile_for_slice(code: bytes, options: bytes, slice_: Accelerator) -> CompiledProgram:
-    """Compiles a module's bytecode with serialized options. Raises CompilerUnavailable, CompilationRefused."""
+    """Compiles a module's bytecode with serialized options. Loads libtpu, and sets its variables (`set_environment`).
+    Raises CompilerUnavailable, CompilationRefused."""
     with _loading:
         set_environment()
         table, topology = PluginTable(load_plugin()[1]), open_topology(slice_.name)
@@ -104,7 +106,7 @@ def compile_for_slice(code: bytes, options: bytes, slice_: Accelerator) -> Compi
 
 
 def _describe(table: PluginTable, executable: int, seconds: float) -> CompiledProgram:
-    """Returns the memory, costs and optimized text of an executable, by its address, with the seconds of compiling."""
+    """Returns memory, costs (of all rounds of loops) and optimized text of an executable, by its address."""
     memory, costs = _Memory(executable=executable), _Costs(executable=executable)
     table.call(_MEMORY, memory)
     table.call(_COSTS, costs)
@@ -164,7 +166,7 @@ def _shape(data: bytes) -> str:
 
 
 def _hlo_lines(module: bytes) -> Iterator[str]:
-    """Yields lines of HLO's text form, with the shapes of collectives alone and without operands."""
+    """Yields lines of HLO's text form, without shapes but those of collectives, and operands but integer constants."""
     fields = _fields(module)
     entry = dict(fields)[6]
     computations = [

@@ -74,7 +74,8 @@ class Chip:
         return functional.all_reduce(value, "sum", dist.group.WORLD)
 
     def read(self, report: Tensor) -> list[float]:
-        """Waits for a report and returns its numbers. Raises LostPeer if the sum over all processes fails."""
+        """Waits for a report and returns its numbers. Raises LostPeer, or StopRequested after a stop, if the sum over
+        all processes fails; waits then for the rendezvous to name the lost host."""
         try:
             return report.cpu().tolist()
         except RuntimeError as error:
@@ -105,7 +106,7 @@ class Chip:
         return shapes
 
     def slices(self, name: str, shape: tuple[int, ...]) -> list[HeldSlice]:
-        """Returns the slices of a tensor of the state; [] if every process holds all of it."""
+        """Returns the slices of the state's tensor `name`, of whole `shape`; [] if every process holds all of it."""
         is_split = name.partition("/")[2] in self._split
         return placement.slices(name, shape, self.mesh_shape, self.devices) if is_split else []
 
@@ -115,8 +116,8 @@ class Chip:
         return held[0] if held else whole(shape)
 
     def add_up(self, gradients: Mapping[str, Tensor], report: Tensor) -> tuple[list[Tensor], Tensor, Tensor | None]:
-        """Records the sums over all processes of gradients, by parameter, and of a report. Returns them with the sum of
-        the squares of the gradients of all slices; None in its place if no matrix is split."""
+        """Records the sums of gradients, by parameter, and of a report over all processes; a slice's gradient over
+        those that hold it. Returns both, and the sum of all gradients' squares, or None if no matrix is split."""
         split = {name: value for name, value in gradients.items() if name in self._split}
         rest = {name: value for name, value in gradients.items() if name not in self._split}
         *sums, report = _sum([*rest.values(), report], dist.group.WORLD)
@@ -190,5 +191,6 @@ class TorchTpuDevices:
         return self._add_up(torch.ones((), device=self._chip.device))
 
     def _add_up(self, value: torch.Tensor) -> float:
+        """Returns the sum of a number over all processes, which all call it. Raises as `Chip.read`."""
         [total] = self._chip.read(self._chip.sum(value.reshape(1)))
         return total

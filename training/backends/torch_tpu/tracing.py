@@ -133,7 +133,8 @@ class AbsentChips:
         return found.second, found.first or 0
 
     def _upload(self, words: Any, event: int) -> None:
-        """Makes a buffer of the host's array in `words`, the arguments of the call. `event`: the handle to return."""
+        """Makes a buffer of the host's array in `words`, the arguments of the call, and sets in them the buffer and
+        `event`, a handle. Keeps the array's values up to 1 MiB."""
         dimensions = (c_int64 * words[6])(*_words(words[5], words[6]) if words[6] else ())
         kind = c_uint32(words[4]).value
         size = math.prod(dimensions) * _ITEM_SIZES.get(kind, 8)
@@ -212,7 +213,8 @@ class TorchTpuTracer:
         self._worker: ProcessPoolExecutor | None = None
 
     def open(self) -> dict[str, int]:
-        """Builds the model in a process of its own, once. Returns the bytes of each tensor of its state."""
+        """Builds the model in a process of its own, once, as `_open` does. Returns the bytes of one chip's part of each
+        tensor of the state."""
         if self._worker is None:
             spawn = multiprocessing.get_context("spawn")
             self._worker = ProcessPoolExecutor(1, spawn, initializer=_end_with_parent)
@@ -220,7 +222,8 @@ class TorchTpuTracer:
         return self._sizes
 
     def trace(self, kind: str, batch: Arrays) -> Program:
-        """Returns the program, traced in the process that `open`, which must come first, has started."""
+        """Traces the step (`kind` is "training") or the evaluation for a global batch, in the process that `open`,
+        which must come first, has started."""
         assert self._worker is not None
         return self._worker.submit(_trace, kind, batch).result()
 
@@ -247,8 +250,8 @@ _opened: list[tuple[AbsentChips, TorchTpu]] = []  # in a tracer's process
 
 
 def _open(open_backend: BuildBackend, slice_: Accelerator) -> dict[str, int]:
-    """Builds the model as rank 0 of a run on the slice. Returns the bytes of each tensor of its state. Raises BadInput,
-    UnusableTpu, CompilerUnavailable."""
+    """Builds the model as rank 0 of a run on the slice; sets this process's variables and opens its device for good.
+    Returns the bytes of its part of each tensor of the state. Raises BadInput, UnusableTpu, CompilerUnavailable."""
     [environment, *_] = rank_environments(Cluster(0, ("localhost",) * slice_.hosts, slice_.name))
     del environment["TORCH_TPU_DEVICES_PER_HOST"]  # with it, the ranks of a host would be waited for
     set_environment()

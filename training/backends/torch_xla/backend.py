@@ -123,8 +123,8 @@ class TorchXla(Backend):
     # --- steps
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> PendingReport:
-        """Starts the step; with other CPU hosts, waits for the sum of all gradients. After the first step, raises
-        TrainError if the compiler may place the state in another way than was declared."""
+        """Starts the step; with other CPU hosts, waits for the sum of all gradients. Raises TrainError as
+        `StepCache.run`, and after the first step if the compiler may place the state otherwise than declared."""
         inputs = self._send(self._step.inputs(number, batch, signals))
         if self._exchange:
             return self._step_of_hosts(number, inputs, self._exchange)
@@ -156,7 +156,8 @@ class TorchXla(Backend):
         return self._pending(report, trains=False)
 
     def _pending(self, *report: Tensor, trains: bool) -> PendingReport:
-        """Returns a report of one or several tensors; reading it proves the programs that the cache has just loaded."""
+        """Returns a report of one or several tensors; reading it proves the programs that the cache has just loaded.
+        Raises an interrupt that came while one was compiled."""
         proofs = self._cache.take_proofs() if self._cache else []
 
         def read() -> list[float]:
@@ -168,13 +169,13 @@ class TorchXla(Backend):
         return PendingReport(read, trains=trains)
 
     def trace_step(self, number: int, batch: Arrays, signals: Signals) -> Tensor:
-        """Records a step, as a host without other hosts runs it, and returns its report. Nothing runs."""
+        """Uploads inputs and, at first, the state; records a step of a single host. Returns its report, uncomputed."""
         inputs = self._send(self._step.inputs(number, batch, signals))
         with self.state.recording(changes=True):
             return self._step.trace(number, inputs)
 
     def trace_evaluation(self, batch: Arrays, signals: Signals) -> Tensor:
-        """Records an evaluation and returns its report and counts. Nothing runs."""
+        """Uploads as `trace_step`, and records an evaluation. Returns its report and counts, uncomputed."""
         inputs = self._send(self._step.evaluation_inputs(batch, signals))
         with self.state.recording(changes=False):
             return self._step.trace_evaluation(inputs)
@@ -272,7 +273,7 @@ def _shapes(batch: Arrays) -> Shapes:
 
 
 def count_compiled() -> tuple[int, float]:
-    """Returns the number of programs that this process has compiled, and the seconds they took."""
+    """Returns how many programs this process has compiled, or loaded in place of that, and the seconds."""
     metric = xla_metrics.metric_data("CompileTime")
     return (int(metric[0]), metric[1] / 1e9) if metric else (0, 0.0)
 

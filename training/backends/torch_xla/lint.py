@@ -138,7 +138,7 @@ def check_module(
         shapes: number of different shapes that the batches may have.
 
     Raises:
-        BadInput: the functions return something else, or the output depends on no weights.
+        BadInput: `build` returns no module, `load_batches` no batch, or the output depends on no weights.
     """
     device, checker = torch_xla.device(), StepChecker(shapes)
     torch.manual_seed(0)  # the same findings each time

@@ -135,7 +135,7 @@ class DataParallel:
 
     def split_activations(self, network: Any) -> None:
         """Makes the layers' hidden states, and their gradients, stay split by rows, if the state is split: the compiler
-        might else split them as the matrices are."""
+        might else split them as the matrices are. If "data" is 1, a plain head gathers all rows."""
         if not self.splits_state:
             return
         stacks = [module for module in network.modules() if isinstance(module, torch.nn.ModuleList)]
@@ -249,7 +249,7 @@ class TorchDevices:
         return int(self._read(wrong.to(torch.float32).sum()))
 
     def sum_ones(self) -> float:
-        """Returns the sum of a 1 from each device of all hosts: by XLA's all-reduce, between CPU hosts over TCP."""
+        """Returns the sum of a 1 from each device of all hosts, by XLA's all-reduce or TCP; all hosts call it."""
         [ones] = self._sharding.send([rows_of(np.ones((self.local, 1), np.float32))])
         total = self._read(ones.sum())
         return float(self._exchange.sum(np.array([total], np.float32))[0]) if self._exchange else total

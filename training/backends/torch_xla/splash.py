@@ -24,7 +24,8 @@ Shapes = tuple[tuple[tuple[int, ...], str], ...]  # shape and type of each tenso
 
 
 def splash_attention(sharding: DataParallel, platform: str = "tpu") -> Kernel:
-    """Returns the kernel for devices of `sharding`; `platform` "cpu" interprets it, for tests."""
+    """Returns the kernel for devices of `sharding`, which gives None for rows whose length is no multiple of 128.
+    `platform` "cpu" interprets it, for tests."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scores: Scores) -> Tensor | None:
         """Returns the attended values; None unless the rows' length is a multiple of 128."""
@@ -39,7 +40,7 @@ def splash_attention(sharding: DataParallel, platform: str = "tpu") -> Kernel:
 class _Splash(torch.autograd.Function):  # type: ignore[misc]  # torch is not here when types are checked
     @staticmethod
     def forward(context: Any, sharding: DataParallel, platform: str, scores: Scores, *inputs: Tensor) -> Tensor:
-        """Returns attended values, (rows, heads, length, width). `inputs`: query, key, value, segments."""
+        """Returns attended values, (rows, heads, length, width). `inputs`: scaled query, key, value, segments."""
         parts = [sharding.enter_rows(tensor) for tensor in inputs]
         shapes = tuple((tuple(part.shape), str(part.dtype).removeprefix("torch.")) for part in parts)
         forward, context.pull_back = _lower(shapes, scores, platform)
@@ -58,7 +59,7 @@ class _Splash(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
 @lru_cache(maxsize=32)
 def _lower(shapes: Shapes, scores: Scores, platform: str) -> tuple[internals.TensorFunction, internals.TensorFunction]:
     """Returns (query, key, value, segments) -> (attended, *kept), and (*kept, gradient) -> gradients of the first
-    three, for tensors of these shapes on one device."""
+    three, for tensors of these shapes on one device. Imports JAX, for CPUs unless JAX_PLATFORMS is set."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else JAX would open the TPU that torch_xla has open
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash

@@ -63,7 +63,8 @@ class State(HostState):
     # --- on the devices
 
     def buffers(self) -> dict[str, Tensor]:
-        """Returns what the devices hold, up to date: tensors by their names, and packed buffers."""
+        """Brings the network's and the optimizer's tensors up to date. Returns them by name, and packed buffers in
+        place of the tensors that they hold; before `upload` all are on the host."""
         named = self._name_buffers()
         if self._newest is not None:
             for tensor, value in zip(named.values(), self._newest, strict=True):
@@ -78,7 +79,7 @@ class State(HostState):
         return list(self._name_buffers().values()) if self._newest is None else self._newest
 
     def replace(self, places: Sequence[int], values: Sequence[Tensor]) -> None:
-        """Replaces the buffers at these places of `values()` by what a program made of them."""
+        """Replaces the buffers at these places of `values()`; the network's tensors are stale until `buffers()`."""
         newest = list(self.values())
         for place_, value in zip(places, values, strict=True):
             newest[place_] = value
@@ -103,7 +104,7 @@ class State(HostState):
                 member.data = self._nothing  # else it would keep the operations alive
 
     def keep_apart(self) -> None:
-        """Makes `upload` pack and stack nothing, so that operations can be watched and run by `torch_xla.sync`."""
+        """Makes a later `upload` pack and stack nothing: operations can be watched, and `torch_xla.sync` runs them."""
         assert not self.is_uploaded, "to be chosen before the first step"
         self._packs = False
 
@@ -204,8 +205,8 @@ class State(HostState):
         return self._snapshot
 
     def _copies(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Slice, np.ndarray]]:
-        """Copies buffers that are not split, by one call, which it counts as planned. Yields name, slice, values of
-        each of their tensors."""
+        """Copies buffers that are not split, by one call, counted as planned, or takes them if they are on the host.
+        Yields name, slice, values of each of their tensors."""
         fetched: Sequence[Tensor] = [value.detach() for value in values.values()]
         if self.is_uploaded and fetched:
             self.planned_transfers += 1

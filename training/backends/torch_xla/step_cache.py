@@ -68,8 +68,9 @@ class StepCache:
         self._syncs = True
 
     def run(self, shapes: Shapes, inputs: StepInputs[Tensor], seed: int | None, trace: Trace) -> Tensor:
-        """Starts a step and returns its report, which may not have been computed yet. Raises TrainError if a step,
-        traced again, differs from the one that ran before.
+        """Starts a step and returns its report, which may not have been computed yet. Traces and compiles the first
+        batches of a shape, and some later ones. If one of the first differs, warns, and traces every step from then on;
+        raises TrainError if a later one does.
 
         Args:
             shapes: of the batch's arrays. Steps of the same shapes must be the same function of state, inputs and seed.
@@ -197,14 +198,15 @@ class _CompiledStep:
     python_change: str | None  # of a value in the network or the optimizer, by the trace
 
     def arguments(self, state: Sequence[Tensor], inputs: Sequence[Tensor], seed: int | None) -> Sequence[Tensor]:
-        """Returns the arguments of the program, in its order."""
+        """Returns the program's arguments in its order. Sets the device generator's seed if the program reads it."""
         values = [*state, *inputs, *self.constants]
         if self.has_seed:
             values.append(internals.seed_tensor(seed, torch_xla.device()))
         return itemgetter(*self.places)(values) if len(self.places) > 1 else [values[at] for at in self.places]
 
     def difference(self, other: _CompiledStep, copy: Copy) -> str | None:
-        """Returns why two traces of a step are different functions of state, inputs and seed; None if they are not."""
+        """Returns why two traces of a step are different functions of state, inputs and seed, or that this one, if not
+        the shape's first, changed a value of Python; None otherwise. `other`: the former."""
         if self.python_change and other is not self:  # the first trace may keep what it has computed
             return f"it changes a value of Python in the model {self.python_change}"
         if self.places != other.places or self.changed != other.changed:
@@ -219,7 +221,8 @@ class _CompiledStep:
 
 
 def _compile(given: _Arguments, report: Tensor, copy: Copy) -> tuple[_CompiledStep, list[Tensor]]:
-    """Compiles a traced step without running it. Returns it with the arguments to start it with this time."""
+    """Compiles a traced step without running it, so that it overwrites the buffers it changes. Returns it with the
+    arguments to start it with this time."""
     buffers = zip(given.buffers.items(), internals.uncomputed(given.state), strict=True)
     made = internals.order_outputs({handle: value for (handle, value), is_new in buffers if is_new}, report)
     changed = tuple(given.places[handle] for handle in made)
@@ -280,7 +283,8 @@ def read_plain_values(*roots: object) -> list[Any]:
 
 
 def _parts(value: Any) -> list[Any]:
-    """Returns what a container, function, method, partial or iterator holds beside its attributes; else []."""
+    """Returns what a container, function, method, partial or iterator holds beside its attributes; else []. Raises
+    TypeError or ValueError if an iterator or a closure's cell can't be read."""
     if isinstance(value, Mapping):
         return [*value, *value.values()]
     if isinstance(value, FunctionType):

@@ -45,7 +45,7 @@ class TorchTracer:
 
     def open(self) -> dict[str, int]:
         """Builds the model unless it is built, and again if a traced training step left its state uncomputed. Returns
-        the bytes of each tensor of its state."""
+        the bytes that each device holds of each of the state's tensors and packed buffers."""
         if self._state_is_lost:
             self.close()
         if self._backend is None:
@@ -55,7 +55,8 @@ class TorchTracer:
         return self._backend.state_bytes()
 
     def trace(self, kind: str, batch: Arrays) -> Program:
-        """Traces a program; "training" leaves the state uncomputed: `open` must follow. Raises DataDependentProgram."""
+        """Traces the step (`kind` is "training") or the evaluation for a global batch. Call `open` before each: a step
+        leaves the state uncomputed. Raises DataDependentProgram."""
         backend = self._backend
         assert backend is not None
         network = backend.upload()
