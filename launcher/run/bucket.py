@@ -171,7 +171,7 @@ class Lease:
 
     def take(self, found: LeaseState | None) -> None:
         """Writes the lease if `found`, as it was last read, is None, not live or of the same holder. Raises LaunchError
-        (Exit.CONFLICT) that names the supervisor that has it, or took it since then; StorageError."""
+        (Exit.CONFLICT) that names the supervisor that has it, or has taken it since; StorageError."""
         try:
             if found is None or not found.is_live or found.holder == self._holder:
                 self._renewed = self._now()

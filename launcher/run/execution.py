@@ -44,8 +44,9 @@ def execute(
 
 @contextlib.contextmanager
 def live_session(config: Config, context: Context, run_id: str | None) -> Iterator[Session]:
-    """Yields the session of a run whose last attempt has not ended, as far as is known here, and closes its provider at
-    the end. Raises BadInput if there is no such run, it was never started, or its last attempt has ended."""
+    """Yields the session of a run (None: the slice's newest) whose last attempt has not ended by its events, which are
+    pulled first, and closes its provider at the end. Raises BadInput if there is no such run, it was never started, or
+    its last attempt has ended."""
     ledger = find_on_slice(config, context, run_id)
     state = ledger.state
     if state.phase is Phase.NEW:
@@ -62,7 +63,7 @@ def live_session(config: Config, context: Context, run_id: str | None) -> Iterat
 
 def explain_run(session: Session) -> tuple[str | None, str]:
     """Takes the stacks of all hosts of a live run twice (10 to 60 s) and writes them, masked, into the run's folder.
-    Returns what the run waits for, in words (None if no host answered), and the folder's path. Raises OSError."""
+    Returns what the run waits for, in words (None if the provider fails), and the folder's path. Raises OSError."""
     number, machine = session.ledger.state.attempt, session.machine
     container = session.container(number)
 

@@ -303,8 +303,8 @@ def explain_live(
     only: Collection[int] | None = None,
 ) -> Explanation:
     """Takes the stacks of all hosts twice, 5 s apart (10 to 60 s in all); with `native` those of native code too, which
-    pauses the processes. Masks secrets. Returns all stacks and an explanation, of the hosts in `only` (None: all); None
-    for it if no host answered, as the provider's errors are ignored. `progress`, `seconds`: as in `explain_hang`."""
+    pauses the processes. Returns them, secrets masked, and the explanation of `explain_hang` (see there for `progress`
+    and `seconds`), of the hosts in `only` (None: all). Ignores errors of the provider: no stacks, no explanation."""
 
     def take() -> dict[int, str]:
         found = session.provider.stacks(session.container(attempt), native=native)
@@ -344,9 +344,9 @@ def explain_stall(
     since: float,
     masker: SecretMasker,
 ) -> Verdict:
-    """Takes the stacks of all hosts and writes them into the run's folder, or says that it can't. Returns the STALLED
-    verdict with the explanation as its cause and what the other hosts do as symptoms; without stacks, as it is. If its
-    cause names a host, explains only that one. `since`: when the last progress was made (monotonic clock)."""
+    """Takes the stacks of all hosts (10 to 60 s) and writes them into the run's folder, or says that it can't. Returns
+    the STALLED verdict with the explanation as its cause and what other hosts do as symptoms; if the provider fails, as
+    it is. If its cause names a host, explains only that. `since`: when progress was last made (monotonic clock)."""
     say, seconds = session.context.output.say, session.machine.clock.monotonic() - since
     told = verdict.cause or Cause(-1, "")
     say(f"the run hangs: {told.what}; taking stack traces of all hosts")

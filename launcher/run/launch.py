@@ -64,9 +64,9 @@ class RunRequest:
 
 
 def read_extras(request: RunRequest, context: Context) -> tuple[dict[str, str], Overlay | None]:
-    """Returns the env file's variables (not asked for: {}) and the packed overlay, or that of the files that --sync
-    found changed (None). Says which files are left out because they hold credentials, and which --sync found changed or
-    removed. Raises BadInput if the env file, the overlay or the folder can't be used, or both options are given."""
+    """Returns the env file's variables ({} without one) and the packed overlay, or for --sync the changed files as one
+    (None without either). Says which files are left out because they hold credentials, and which --sync found changed
+    or removed. Raises BadInput if the env file, the overlay or the folder can't be used, or both options are given."""
     config, say = request.config, context.output.say
     variables = specification.read_env_file(request.env_file) if request.env_file is not None else {}
     if option := request.sync or request.overlay:
@@ -223,8 +223,9 @@ def run_attempts(
 
 
 def resume_open_attempt(session: Session) -> Outcome | None:
-    """Watches the attempt whose end is not recorded, or records an end that no process saw; ends an interrupted start.
-    Closes the provider. Returns how the run ended; None if the next attempt has to be started."""
+    """Watches the attempt whose end is not recorded, and others as the budgets allow, or records an end that no process
+    saw; ends an interrupted start. Closes the provider. Returns how the run ended; None if the next attempt has to be
+    started, as after one that failed unwatched and beyond its budget."""
     number = session.ledger.state.attempt
     with contextlib.closing(session.provider):
         phase = observe_open_attempt(session)
@@ -317,9 +318,9 @@ def _require_startable(request: RunRequest, ledger: Ledger, known_stops: int) ->
 
 
 def _choose_image(request: RunRequest, context: Context, kept: Specification, spec: Specification) -> str:
-    """Returns the image that hosts will run; builds and pushes it if necessary, and records its code in the launcher's
-    folder for a later --sync. Nothing is built for an overlay if there is an image for it: for one of this request that
-    of the newest attempt on the slice, of any run, for a kept one the run's own."""
+    """Returns the image that hosts will run. An overlay of this request goes over the image of the newest attempt on
+    the slice (of any run), a kept one over the run's own. Without overlay, or such an image, builds and pushes one if
+    necessary, and records its code in the launcher's folder for a later --sync."""
     known: str | None = None
     if request.overlay is not None or request.sync is not None:
         known = _last_image(request.config, context)

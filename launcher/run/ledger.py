@@ -314,8 +314,8 @@ class Ledger:
 
     def supervised(self) -> bool | None:
         """Returns whether a process supervises the run: one of this machine holds its lock or, if the run has not
-        finished, one of another machine has its lease in the bucket, which is read. None if the bucket does not answer,
-        or it has no say and the file system has no locks, of which it warns."""
+        finished, one of another machine has its lease in the bucket, which is read. None if the bucket does not answer
+        or, for a run that has finished or has no bucket, the file system has no locks, of which it warns."""
         held = is_held(self.folder / "lock", exclusively=True)
         if held or self.bucket is None or self.state.phase is Phase.FINISHED:
             return held

@@ -63,11 +63,10 @@ class Cursor:
         return max(begin, after(max(self.cut))) if self.cut else begin
 
     def advance(self, lines: Sequence[LogLine], open: Iterable[str] = ()) -> list[LogLine]:
-        """Returns, in order, the lines of an observation from `since` or earlier that were not delivered yet, counts
-        them as delivered and updates `since`. These are the lines after the last delivered one; if that is not among
-        `lines`, those of the overlap that come more often than they were delivered. Before either, only lines that were
-        open are new; of a cut line only its first part is. `open`: times of lines that have not ended, which `since`
-        stays before."""
+        """Returns, in order, the new lines of an observation from `since` or earlier, counts them as delivered and
+        updates `since`. New are the lines after the last delivered one or, if that is not among `lines`, those of the
+        overlap that come more often than they were delivered; of other lines those that were open; of a cut line only
+        its first part. `open`: times of lines that have not ended, which `since` stays before."""
         # Where an observation is cut short, a line that was delivered seems open, or is cut.
         open = frozenset(open)
         doubtful = open | {line.timestamp for line in lines if line.text.endswith(CUT)}

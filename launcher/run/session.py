@@ -191,8 +191,8 @@ def runs_on_slice(config: Config, home: Path, machine: Workstation) -> list[Ledg
 def find_run(
     home: Path, machine: Workstation, run_id: str | None, *, slice_name: str | None = None, provider: str | None = None
 ) -> Ledger:
-    """Returns the run of that id, or the newest (`run_id` None), among those of that slice and provider (None: any),
-    after pulling an unfinished one's events, if its bucket answers. Raises BadInput for none, or a damaged one."""
+    """Returns the run of that id, or the newest (`run_id` None), of that slice and provider (None: any), after pulling
+    an unfinished one's events, if its bucket answers. Raises BadInput when there is none, or it is damaged."""
     known = [
         ledger
         for ledger in list_runs(home, machine)
@@ -322,7 +322,7 @@ def begin_run(
 
 
 def new_run_id(name: str, machine: Workstation) -> str:
-    """Returns a run id: name, UTC time, and random digits, so that two workstations don't collide."""
+    """Returns a run id: NAME-MMDD-HHMMSS-XXXX, of UTC and 4 random digits, so that two workstations don't collide."""
     now = format_time(machine.clock.time())
     day, time = now[5:10], now[11:19]
     return f"{name}-{day.replace('-', '')}-{time.replace(':', '')}-{machine.random.randrange(1 << 16):04x}"
@@ -330,9 +330,9 @@ def new_run_id(name: str, machine: Workstation) -> str:
 
 @contextlib.contextmanager
 def supervising(ledger: Ledger, machine: Workstation, say: Callable[[str], None]) -> Iterator[None]:
-    """Holds the run's lock and, if it has a bucket, its lease, which a thread renews; copies the run's files to the
-    bucket. Ends this process when another one has taken the lease. Raises LaunchError if the bucket does not answer, or
-    (Exit.CONFLICT) if a process of any machine supervises the run."""
+    """Holds the run's lock and, if it has a bucket, its lease, which a thread renews; releases them at the end. First
+    copies the run's files to the bucket. Ends this process when another one has taken the lease. Raises LaunchError if
+    the bucket does not answer, or (Exit.CONFLICT) if a process of any machine supervises the run."""
     with ledger.supervising():
         if ledger.bucket is None:
             yield

@@ -30,8 +30,8 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
 
     Raises:
         BadInput: A secret or the overlay is missing; no attempt has begun.
-        LaunchError: The attempt runs on no host that could be reached; `events.Orphaned` names the others. If it is a
-            NotRecorded, the attempt may run, and the ledger does not say so.
+        LaunchError: The start failed. The attempt was ended on all hosts that could be reached; `events.Orphaned` names
+            the others. If it is a NotRecorded, the attempt may run, and the ledger does not say so.
         RunStopped: The user stopped the run.
     """
     ledger, spec, config, provider = session.ledger, session.specification, session.config, session.provider
@@ -90,8 +90,8 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
 
 
 def judge_slice(session: Session) -> Verdict | None:
-    """Returns a verdict if the API says (for a missing slice twice) that the slice is gone; else, or without an answer,
-    None."""
+    """Returns DELETED or PREEMPTED if the API says (of a missing slice twice) that it is gone; None else or on
+    errors."""
     try:
         slice_state = session.describe_slice()
     except LaunchError:
@@ -132,8 +132,7 @@ def require_inputs(session: Session) -> None:
 
 
 def require_all(reports: Sequence[HostReport], verb: str) -> None:
-    """Raises LaunchError unless all `reports` are ok; Exit.CONFLICT if another run uses a host. `verb`: "start", to
-    say."""
+    """Raises LaunchError, which says `verb` ("start"), unless all are ok; Exit.CONFLICT if another run uses a host."""
     failed = [report for report in reports if not report.ok]
     if not failed:
         return
@@ -217,7 +216,7 @@ def _may_lack_secrets(session: Session, answer: Observation, container: Containe
 
 
 def end_interrupted_start(session: Session) -> None:
-    """Ends (SIGKILL after run.stop_seconds) and removes an interrupted start's containers; records the end, "not
+    """Ends (SIGKILL after run.stop_seconds) and removes the open attempt's containers; records its end as "not
     started"."""
     number = session.ledger.state.attempt
     session.say(f": attempt {number} was interrupted while it was started: ending it")

@@ -101,8 +101,8 @@ class Status:
 
 def read_status(config: Config, context: Context, provider: Provider, run_id: str | None = None) -> Status:
     """Asks the API, and each host once if the run (the newest without `run_id`) has an open attempt and the slice is
-    READY. Returns the slice, that run's state and history, and a status for each host asked. Raises LaunchError if the
-    API fails, BadInput for an unknown `run_id`."""
+    READY. Returns the slice, that run's state and history (none without any run), and a status for each host asked.
+    Raises LaunchError if the API fails, BadInput for an unknown `run_id`."""
     slice_state = provider.describe()
     try:
         ledger = find_on_slice(config, context, run_id)
@@ -136,8 +136,8 @@ def describe_event(entry: Entry) -> str:
 
 
 def _describe_details(event: events.RunEvent) -> str:
-    """Returns the figures of an event, or the first of its outcome, problem, reason, path and holder; "" without
-    any."""
+    """Returns a Recovered or StragglerFound event's figures, or the first of outcome, problem, reason, path and holder
+    that an event has; "" without any."""
     if isinstance(event, events.Recovered):
         seconds = event.seconds
         parts = ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items())

@@ -29,9 +29,10 @@ _RELEASE_POLL_SECONDS = 0.2
 
 def stop_run(config: Config, context: Context, run_id: str | None, *, grace: int | None) -> list[HostReport]:
     """Stops the run (None: the slice's newest): ends its containers on all hosts (SIGTERM; SIGKILL after `grace`
-    seconds, None: run.stop_seconds) and waits until they ended. No attempt follows until the next `tpu-launch run`,
-    whichever process supervises the run. Returns a report for each host; [] if nothing runs on hosts. Raises BadInput
-    if there is no such run, or it was never started; LaunchError if the stop can't be recorded."""
+    seconds, None: run.stop_seconds), removes none, and waits until they ended, up to 60 s more for a tpu-launch that
+    starts them. No attempt follows until the next `tpu-launch run`, whichever process supervises the run. Returns a
+    report for each host; [] if nothing runs on hosts. Raises BadInput if there is no such run, or it was never started;
+    LaunchError if the stop can't be recorded."""
     ledger = find_on_slice(config, context, run_id)
     supervised = ledger.supervised()
     if ledger.state.phase is Phase.NEW and not supervised:

@@ -167,8 +167,8 @@ class _Supervision:
 
     def watch(self) -> tuple[Verdict, list[int]]:
         """Polls all hosts, each in a task, and delivers their lines until a verdict ends the attempt; requests a stop
-        once run.budget is spent, and after any stop stops the hosts. Returns the verdict, and the hosts that answer, on
-        which nothing was ended or removed yet. Raises StartInterrupted."""
+        once run.budget is spent, and after a stop of the run also stops the hosts. Says when hosts stop answering.
+        Returns the verdict, and the hosts that answer. Raises StartInterrupted."""
         for worker in self.session.workers:
             self.threads.start(self._poll_repeatedly, worker)
         try:

@@ -171,8 +171,9 @@ class Supervisor:
         return needed
 
     def _needs_process(self, name: str, child: _Child) -> bool:
-        """Returns whether the run is unfinished and its lease has expired or was released; copies such a run here to
-        tell. Notes in `child` that nothing is left to do, or that a program is missing, which it says."""
+        """Returns whether the run is unfinished and its lease has expired or was released (False if it never had one);
+        may wait 30 s to tell. Copies such a run here. Notes in `child` that nothing is left to do, or that a program is
+        missing, which it says."""
         url, machine = storage.join(self.folder, name), self.context.machine
         lease = RunBucket.of_run(url).judge_lease(machine.clock, seen=child.settled)
         if lease is None or lease.is_live:

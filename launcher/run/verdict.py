@@ -204,9 +204,9 @@ def _trust_end(view: HostView) -> HostView:
 
 
 def _judge_lost(views: Sequence[HostView], now: float, limits: Limits, stepped: float) -> Verdict | None:
-    """Returns HOST_LOST for a host not seen to end its container, which has not answered for `limits.lost` seconds and
-    failed each look for half of them, if another host answered for half of them after its last answer; None without
-    one. Training steps count as answers of all hosts: `stepped` is when the last one was seen (monotonic clock)."""
+    """Returns HOST_LOST for a host not seen to end its container that has not answered for `limits.lost` seconds, with
+    failed looks for half of that, if another host answered for half of that after the lost one's last answer; else
+    None. Training steps count as answers of all hosts: `stepped` is when the last one was seen (monotonic clock)."""
     unreachable = [view for view in views if not view.reachable]
     # A look may take as long as a short limit: one that failed late shows little.
     failing = [view for view in unreachable if now - view.failing_since > limits.lost / 2 and not view.ended]
@@ -221,8 +221,8 @@ def _judge_lost(views: Sequence[HostView], now: float, limits: Limits, stepped: 
 def _judge_failure(views: Sequence[HostView], now: float, limits: Limits, *, stop_requested: bool) -> Verdict | None:
     """Returns None if no host failed; SETTLING while others may still report an earlier cause; then the verdict. After
     a requested stop it is STOPPED or BAD_INPUT; otherwise it has the first cause: in this order, a rebooted host, a
-    lost one or one that went away and came back (while none refused its input), a removed container, the first failed
-    container."""
+    lost one or one that went away and came back (while none refused its input), all HOST_LOST, a removed container
+    (FAILED; while others only lost a peer), the first failed container (by its exit code)."""
     failed = [view for view in views if view.ended and (view.rebooted or view.exit_code not in _SUCCESSES)]
     removed = [view for view in views if view.removed]
     if not failed and not removed:
