@@ -70,9 +70,10 @@ def write_model_folder(
 
 
 def export_checkpoint(run: str, out: str, step: int | None = None, *, merge: bool = False) -> int:
-    """Writes the model of a run's checkpoint, the newest unless `step` is given, to the folder `out`: peft's files for
-    a run with LoRA from a starting model, unless it merges or `merge` is set. `run`, `out`: paths or URLs. Returns the
-    step. Raises BadInput if checkpoint or tokenizer are absent or damaged, or a tensor is not finite; StorageError."""
+    """Writes the model of a checkpoint to the folder `out`: peft's files for a run with LoRA from a starting model,
+    unless it merges or `merge` is set. `run`: of `find_checkpoints`; both may be URLs; `step`: None for the newest.
+    Returns the step. Raises BadInput if checkpoint or tokenizer are absent or damaged, or a tensor is not finite;
+    StorageError."""
     place, steps = find_checkpoints(run)
     chosen = choose_step(place, steps, step)
 

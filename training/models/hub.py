@@ -38,10 +38,10 @@ _SHOWN_BYTES = 1 << 16  # of what an upload printed
 def push_model(
     run: str, repository: str, step: int | None, private: bool, sleep: Callable[[float], None] = time.sleep
 ) -> tuple[int, str]:
-    """Uploads the model of a run's checkpoint of `step` (None: the newest), and a README.md if the repository has none.
-    `repository`, ORGANISATION/NAME, is created if it does not exist, `private` or not. Returns the step and the URL of
-    the commit. Raises BadInput without HF_TOKEN or such a checkpoint; StorageError; TrainError if the Hub refuses, or
-    fails twice, 3 s apart. Sets the Hub library's variables against Xet and progress bars."""
+    """Uploads what `export_checkpoint` writes for a run and `step` (None: the newest), and a README.md if the
+    repository has none. `repository`, ORGANISATION/NAME, is created if it does not exist, `private` or not. Returns the
+    step and the URL of the commit. Raises BadInput without HF_TOKEN or such a checkpoint; StorageError; TrainError if
+    the Hub refuses, or fails twice, 3 s apart. Sets the Hub library's variables against Xet and progress bars."""
     token = os.environ.get(TOKEN)
     if not token:
         raise BadInput(

@@ -60,8 +60,8 @@ class Task(ABC):
 
     def batches(self, start: int) -> Generator[HostBatch, None, None]:
         """Yields this host's rows of batch `start`, `start` + 1, ... without end, read ahead by a thread once the first
-        is asked for. Raises BadInput for a label that the task can't have or a damaged shard, and StorageError. Close
-        it in the end; that closes `source`."""
+        is asked for. Raises BadInput for a label that the task can't have, a bad shard or, with data.on_corrupt: stop,
+        a damaged record; and StorageError. Close it in the end; that closes `source`."""
         with contextlib.closing(self.source):
             depth = self._config.train.prefetch
             yield from prefetch(lambda number: self.training_batch(self.source.batch(number)), start, depth)
@@ -133,8 +133,8 @@ class RunData:
 
 def open_data(config: TrainerConfig) -> RunData:
     """Reads manifests and the tokenizer (from the Hub, if it is a name there), and lists the evaluation set's shards: a
-    missing one is found before the first step, not at the first evaluation. Raises BadInput for a missing dataset,
-    another tokenizer, kind of rows or length of rows; StorageError."""
+    missing one is found before the first step, not at the first evaluation. Raises BadInput for a dataset or tokenizer
+    that is absent, damaged, or does not fit the task and the others; StorageError."""
     rows = TASKS[config.task].rows
     tokenizer = tokenizers.read(config.data.tokenizer, rows)
 

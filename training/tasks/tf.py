@@ -19,7 +19,8 @@ from training.tasks.tokens import masking_of
 
 
 def training_rows(config: TrainerConfig, host_slice: HostSlice, data: RunData, start: int) -> Any:
-    """Returns an endless tf.data dataset of one host's rows of global batches from `start` on. Raises BadInput."""
+    """Returns an endless tf.data dataset of one host's rows of global batches from `start` on. Raises BadInput or
+    StorageError; reading it raises TensorFlow's errors."""
     if TASKS[config.task].rows == "packed":
         return mlm_batches(data.train, host_slice, masking_of(config), config.seed, start)
     return labelled_batches(data.train, host_slice, config.seed, start)
