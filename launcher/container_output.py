@@ -124,9 +124,9 @@ def kubelet_records(piece: bytes, _begun: _Open) -> Iterator[tuple[str, bytes, b
 
 
 def read_log(data: bytes, records: _Records, *, complete: bool) -> LogWindow:
-    """Returns the whole lines of a piece of a log, and the times and sizes of open lines, which have not ended. An open
-    line after whose beginning more than LINE_BYTES follow is cut (`CUT`) and counts as whole; if the log is `complete`,
-    all lines do. `records` is `docker_records` or `kubelet_records`."""
+    """Returns the whole lines of a piece of a log, and the times and sizes of open lines, which have not ended. Lines
+    beyond LINE_BYTES are cut (`CUT`), and an open one then counts as whole; if the log is `complete`, all lines do.
+    `records` is `docker_records` or `kubelet_records`."""
     lines: list[LogLine] = []
     begun: _Open = {}
     first, count, position = "", 0, 0

@@ -215,7 +215,7 @@ def delete_until_gone(
     """Deletes something and returns when it is gone. `look` asks the API each time: it returns what is still there and
     the command that deletes it (None: it goes by itself), or None when nothing is left. `say` is given a line for each
     new error after which the deletion is repeated. Raises CommandTimeout after `deadline` (monotonic clock;
-    DELETE_SECONDS after the begin), LaunchError if repeating the deletion changes nothing."""
+    DELETE_SECONDS after the begin), LaunchError if repeating the deletion changes nothing or `look` raises it."""
     reported = ""
     while (seen := look()) is not None:
         description, command = seen
@@ -290,8 +290,8 @@ class Retry:
             self._reported = text
 
     def _is_retryable(self, error: LaunchError, now: float) -> bool:
-        """Returns whether an error may pass (a denied permission: for ten minutes, with `retry_denied`); notes since
-        when."""
+        """Returns whether an error may pass (a denied permission: for ten minutes, if `retry_denied`); notes its
+        begin."""
         if not isinstance(error, PermissionDenied):
             self._denied_since = None
             return error.transient

@@ -127,8 +127,7 @@ def stream(
 
 
 def attached(argv: Sequence[str]) -> int:
-    """Runs a command on this terminal until it ends; returns its exit code, negative for a signal's number. Ctrl-C goes
-    to the command alone."""
+    """Runs a command on this terminal until it ends; returns its exit code. Ctrl-C goes to the command alone."""
     process = subprocess.Popen(list(argv), **_prepare(argv, None, stdin=None, start_new_session=False))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

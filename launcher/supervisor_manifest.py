@@ -96,7 +96,7 @@ def _rights(supervisor: SupervisorSpec, kind: str) -> list[str]:
 
 
 def _on_gke(supervisor: SupervisorSpec) -> list[str]:
-    """Returns the command that creates a service account and a Deployment of one pod."""
+    """Returns the kubectl command that creates a Kubernetes service account and a Deployment of one pod."""
     metadata, labels = {"name": NAME, "namespace": _NAMESPACE}, {"app": NAME}
     identity = {"annotations": {"iam.gke.io/gcp-service-account": supervisor.account}}
     confined = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}

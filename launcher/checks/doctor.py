@@ -235,8 +235,7 @@ def _engine(config: Config) -> Finding:
 
 
 def _registry(config: Config) -> Finding:
-    """Checks docker's credentials, or the base image if no engine makes the image; warns if image.repository and
-    image.reference are missing."""
+    """Checks docker's credentials, or the base image if no engine is needed; warns if the image has no repository."""
     if config.image.repository is None:
         if config.image.reference:
             return ok("registry", "not pushed to: image.reference is given")

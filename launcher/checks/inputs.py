@@ -49,8 +49,7 @@ def data(config: Config, say: Callable[[str], None]) -> None:
     """Checks that the datasets are complete, with the size of every shard, and fit the configuration and tokenizer
     (unless it is on the Hub), and that the run can train the family of `model.path` on rows so long. `say` is given a
     line for a dataset that this account may not read, because the hosts' account may. Does nothing without trainer's
-    sections. Raises BadInput if a dataset is missing, incomplete or does not fit, LaunchError if the bucket does not
-    answer."""
+    sections. Raises BadInput for a missing, incomplete or unfit dataset, LaunchError for a silent bucket."""
     if config.trainer is None:
         return
     from training.data.formats.open_dataset import check_dataset
@@ -141,9 +140,8 @@ def _require_bucket(project: str, name: str, place: str, say: Callable[[str], No
 
 
 def _find_location(project: str, name: str) -> str | None:
-    """Returns where a bucket is; None if it does not exist. Where the account may only list objects (Storage Object
-    User lacks storage.buckets.get), lists the first and returns "". Raises google.api_core's and google.auth's
-    errors."""
+    """Returns where a bucket is, in lower case; None if it does not exist; "" where the account may only list objects,
+    as a Storage Object User. Raises google.api_core's and google.auth's errors, Forbidden if it may do neither."""
     from google.api_core.exceptions import Forbidden, NotFound
     from google.cloud import storage
     from google.cloud.storage.retry import DEFAULT_RETRY

@@ -34,9 +34,8 @@ def emulator() -> None:
     help="Print `export` lines that point gcloud, docker and storage clients of this shell to it.",
 )
 def start(port: int | None, bucket: str | None, full_pushes: bool | None, environment: bool) -> None:
-    """Start the emulator, or continue one that crashed, and print its address (with --environment, `export` lines
-    instead). A first start builds the image of its hosts. One that runs goes on: another --port or kind of pushes is
-    refused then."""
+    """Start the emulator, or continue one that crashed, and print its address (with --environment, `export` lines). A
+    first start builds the image of its hosts. If it runs already, another --port or kind of pushes is refused."""
     home = control.default_home()
     control.start(home, port=port, bucket=bucket, full_pushes=full_pushes)
     values = control.environment(home)
@@ -62,7 +61,8 @@ def stop(keep_data: bool) -> None:
     help="One JSON object with nodes, hosts, containers, pushed images, buckets and faults.",
 )
 def status(as_json: bool) -> None:
-    """Show the emulated nodes, hosts, containers, queued resources and buckets, and the planned faults."""
+    """Show the emulated nodes, hosts, containers, queued resources, buckets and planned faults, or that it does not
+    run."""
     report = control.status(control.default_home())
     if as_json:
         click.echo(json.dumps(report, indent=2))

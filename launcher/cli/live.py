@@ -119,7 +119,8 @@ def _end_after(ended: Future[list[CommandReport]], end: Callable[[], None]) -> N
 @_timeout_option(24 * 3600, "How long to wait for the steps.")
 @configured
 def profile(config: Config, run_id: str | None, steps: int, host: int | None, seconds: int) -> None:
-    """Profile the next steps of a run that trains with `tpu-train`, on one host or on all; the training goes on.
+    """Profile the next steps of a run that trains with `tpu-train`, on one host or on all, and wait for the result; the
+    training goes on.
 
     The profile is written to `profiles/` in the run's folder. TensorBoard shows a copy of it, with the plugin of the
     package `xprof`.

@@ -64,8 +64,7 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
     -f, a `command` replaces the file's) and calls `function` with the configuration and the other options; for a
     `folder` of runs with None, without a file. A run gs://bucket/runs/ID, in place of the file or by --run, is copied
     here; `function` gets its configuration, and its id as `run_id`. With --emulated, `function` reaches the emulator.
-    Raises BadInput for a missing or wrong file, or if the provider lacks the command. `file_flags`: the flags that name
-    the file."""
+    Raises BadInput for a missing or wrong file, or a command that the provider lacks. `file_flags` name the file."""
 
     def wrapped(
         context: click.Context, /, path: str, overrides: tuple[str, ...], provider: str, emulated: bool, **options: Any
@@ -126,9 +125,8 @@ def _import(url: str, overrides: tuple[str, ...]) -> tuple[Config, str]:
 
 @contextlib.contextmanager
 def emulation(emulated: bool) -> Iterator[None]:
-    """With `emulated`, points this process and its commands to an emulator in the block, by environment variables:
-    starts one unless it runs; after the block, if no slice is left, stops one that a block started and keeps its
-    buckets. Else does nothing."""
+    """With `emulated`, points this process to an emulator in the block, by environment variables: starts one unless it
+    runs; afterwards, if no slice is left, stops one that a block started and keeps its buckets."""
     if not emulated:
         yield
         return

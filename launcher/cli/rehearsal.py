@@ -44,7 +44,8 @@ _TRAINER_KEYS = [
 @file_option("The run's YAML file.  [default: examples/rehearsal.yaml, which is installed with tpu-launch]")
 @set_option("slice.accelerator_type=v4-32")
 def rehearsal(path: Path | None, overrides: tuple[str, ...]) -> None:
-    """Rehearse a whole run on an emulated slice of this machine: up, prepare data, train, down."""
+    """Rehearse a whole run on an emulated slice of this machine: up, prepare data, train, down. Prints each command,
+    its lines and a summary; removes slice and emulator at the end."""
     summary = _rehearse(path or installation.example("rehearsal.yaml"), overrides)
     phases = ", ".join(f"{phase} {value:.0f} s" for phase, value in summary["seconds"].items())
     inside = ", ".join(f"{phase} {value:.1f} s" for phase, value in summary["training_seconds"].items())
@@ -62,9 +63,9 @@ def rehearsal(path: Path | None, overrides: tuple[str, ...]) -> None:
 
 
 def _rehearse(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Runs all steps on an emulator of its own, in a zone that has the accelerator; writes summary.json and returns its
-    content. Removes slice and emulator in any case. Raises LaunchError with the exit code of a failed step, BadInput
-    for a file that can't be rehearsed."""
+    """Runs all steps on an emulator of its own, in a zone that has the accelerator; then removes slice and emulator in
+    any case. Writes summary.json in the rehearsal's home and returns its content. Raises LaunchError with the exit code
+    of a failed step, BadInput for a file that can't be rehearsed."""
     config = load(path, overrides)
     zones = config.accelerator.zones(Api.CLOUD_TPU)
     if config.zone not in zones:

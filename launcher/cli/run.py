@@ -162,7 +162,8 @@ def logs(config: Config, run_id: str | None, follow: bool, host: int | None) -> 
 @click.option("--json", "as_json", is_flag=True, help="One list, every detail.")
 @configured
 def events(config: Config, run_id: str | None, as_json: bool) -> None:
-    """Print the events of a run, oldest first: attempts, hosts lost and back, stops, recoveries, ends."""
+    """Print the events of a run, oldest first: attempts, hosts lost and back, stops, recoveries, ends; other machines'
+    too, if the run's bucket answers."""
     ledger = find_run(home(), machine(), run_id, slice_name=config.slice.name, provider=config.provider)
     if as_json:
         terminal.dump([entry.document() for entry in ledger.entries()])

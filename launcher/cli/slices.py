@@ -53,8 +53,8 @@ class _Dollars(click.FloatRange):
 @click.option("--json", "as_json", is_flag=True, help="The rows as JSON.")
 @configured
 def doctor(config: Config, devices: bool, as_json: bool) -> None:
-    """Check everything that a run needs, and print the command that fixes what is missing. Changes nothing; exits with
-    0 or 2.
+    """Check everything that a run needs, and print the command that fixes what is missing. Changes nothing, but makes
+    the launcher's folder; exits with 0 or 2.
 
     With --devices every host of a READY slice instead runs `tpu-train check-devices` once, in a container that is
     removed, after the run's image is made and pushed if needed: the number of devices, their memory, a bfloat16 matrix
@@ -85,9 +85,8 @@ def _print_finding(finding: Finding, before: str = "") -> None:
 
 
 def _show_devices(config: Config, as_json: bool) -> None:
-    """Checks devices in a container on each host of a READY slice, whose image is made if needed, and prints a row a
-    host and the findings, or JSON. Ends the process with Exit.DEVICES if a check fails. Raises LaunchError if a run is
-    on the slice."""
+    """Checks devices in a container on each host of a READY slice without a run, whose image is made if needed; prints
+    a row a host and the findings, or JSON. Ends the process with Exit.DEVICES if a check fails."""
     from launcher.device_check import COLUMNS, check_devices
 
     results = check_devices(config, run_context())
@@ -106,8 +105,7 @@ def _show_devices(config: Config, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
 @configured
 def capacity(config: Config, as_json: bool) -> None:
-    """Show the slice's candidates with their prices, the newest 30 requests for them, and what became of each; with
-    --json all requests only."""
+    """Show the slice's candidates with prices, and the newest 30 requests for them (with --json: all, no prices)."""
     shared = RequestRecord(config)
     try:
         shared.pull()
@@ -224,8 +222,8 @@ everywhere_option = click.option(
 @configured
 def list_(config: Config, folder: str | None, everywhere: bool, as_json: bool) -> None:
     """List the project's slices that tpu-launch made, of all users: state, owner, run, age, cost so far, expiry. With a
-    folder of runs, list these: where each stands, and the machine that supervises it. Fails at the end if a zone can't
-    be listed."""
+    folder of runs, list these: where each stands, who supervises it. Fails, at the end, for a zone that can't be
+    listed."""
     if folder:
         from launcher.cli.supervise import list_runs_of
 
@@ -252,8 +250,8 @@ def list_(config: Config, folder: str | None, everywhere: bool, as_json: bool) -
 @click.option("--json", "as_json", is_flag=True, help="What was found, for scripts.")
 @configured
 def gc(config: Config, everywhere: bool, all_owners: bool, yes: bool, as_json: bool) -> None:
-    """Delete leftovers of tpu-launch: slices past their expiry, preempted, suspended or failed ones. Never touches
-    anything else.
+    """Delete leftovers of tpu-launch: slices past their expiry, preempted, suspended or failed ones. Only lists them
+    without --yes. Never touches anything else, nor slices of other users without --all-owners.
 
     \b
     tpu-launch gc                   list your own

@@ -70,8 +70,8 @@ def remote_script(command: tuple[str, ...]) -> str:
 @local_port_option
 @configured
 def tunnel(config: Config, host: int, port: int, local_port: int | None) -> None:
-    """Make a port of a host reachable on 127.0.0.1 of this machine until Ctrl-C; prints the address. Fails if it ends
-    by itself."""
+    """Make a port of a host reachable on 127.0.0.1 here until Ctrl-C; prints the address. Fails if it ends by
+    itself."""
     _check_host(config, host)
     local = find_port(local_port, port)
     text = f"http://127.0.0.1:{local} leads to port {port} of host {host}; Ctrl-C closes it"
@@ -89,8 +89,7 @@ def open_tunnel(
     on_start: Callable[[Callable[[], None]], object] | None = None,
 ) -> None:
     """Makes a port of a host reachable as port `local` of 127.0.0.1; returns at Ctrl-C. Prints `text` once the tunnel
-    listens. `on_start` is given a function that ends the tunnel. Raises LaunchError when it ends without Ctrl-C, by
-    that function too."""
+    listens. `on_start` is given a function that ends the tunnel. Raises LaunchError for any end but Ctrl-C."""
     forward = ["-N", "-oExitOnForwardFailure=yes", f"-L127.0.0.1:{local}:localhost:{port}"]
     over = threading.Event()
     threading.Thread(target=_announce, args=(local, text, over), daemon=True).start()

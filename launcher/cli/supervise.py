@@ -105,8 +105,8 @@ def _context(ledger: Ledger | None) -> Context:
 
 def list_runs_of(folder: str, *, as_json: bool) -> None:
     """Prints each run of a bucket's folder with its state and the machine that supervises it, as a table or JSON; skips
-    folders that hold no run. Raises BadInput if `folder` is not gs:// or a run in it is a copy, LaunchError if the
-    bucket does not answer."""
+    folders without a run. Raises BadInput for a copied run or if `folder` is not gs://, LaunchError for a silent
+    bucket."""
     _require_bucket(folder)
     with tempfile.TemporaryDirectory() as scratch:
         try:

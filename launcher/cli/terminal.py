@@ -25,15 +25,15 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u20
 
 
 def printable(text: str) -> str:
-    """Returns a text without colours, with symbols for control characters below the blank, but tabs and line feeds (ESC
-    becomes U+241B), and U+FFFD for others: a host's line must not move the cursor, set a title or write to the
-    clipboard."""
+    """Returns a text without colours and control characters but tabs and line feeds; in their place are symbols (ESC:
+    U+241B) or U+FFFD: a host's line must not move the cursor, set a title or write to the clipboard."""
     plain = _COLOUR.sub("", text)
     return _UNPRINTABLE.sub(lambda match: chr(0x2400 + ord(match[0])) if match[0] < " " else "\ufffd", plain)
 
 
 def say(text: str, **style: bool) -> None:
-    """Prints a line about the launcher's own work on standard error, with the seconds so far. `style`: see click."""
+    """Prints a line about the launcher's own work, after its seconds so far, on standard error. `style`: of
+    click.style."""
     begin = click.style(f"{time.monotonic() - _begun:6.1f}s", dim=True)
     click.echo(f"{begin}  {click.style(printable(text), **style) if style else printable(text)}", err=True)
 
@@ -76,7 +76,7 @@ def dump(value: Any) -> None:
 
 
 def table(columns: list[str], rows: list[list[str]]) -> None:
-    """Prints a plain table on standard output."""
+    """Prints a plain table on standard output, without control characters; unless that is a terminal, a line a row."""
     grid = Table(box=None, pad_edge=False)
     for column in columns:
         grid.add_column(column, overflow="fold")

@@ -132,8 +132,8 @@ class Config:
 
     def placed(self, candidate: Candidate, node: str = "") -> Config:
         """Returns the configuration of this candidate only, without slice.runtime_version if the generation is another
-        one. Its node is `node`, else, for a candidate that the file names, slice.name or, if it is not the zone's first
-        candidate, slice.name-NUMBER."""
+        one. Its node is `node`, else slice.name, or slice.name-N if it is the N-th candidate of its zone in the file (N
+        > 1)."""
         beside = [other for other in self.all_candidates if other.zone == candidate.zone]
         kind, capacity = candidate.accelerator_type, candidate.capacity
         update: dict[str, Any] = {"accelerator_type": kind, "capacity": capacity, "zones": [], "candidates": []}
@@ -215,7 +215,8 @@ def _from_document(document: Document, command: tuple[str, ...]) -> Config:
 
 
 def _check_candidates(config: Config) -> None:
-    """Raises ConfigError for a capacity without its keys, or a type that Cloud TPU lacks or the batch size excludes."""
+    """Raises ConfigError for a capacity without its keys, or a candidate's type that Cloud TPU or the batch
+    excludes."""
     for candidate in config.all_candidates:
         capacity = candidate.capacity
         needed = {"flex-start": ["queued", "max_run_hours"], "calendar": ["queued", "reservation"]}.get(capacity, [])
@@ -269,8 +270,8 @@ def _check_secrets(config: Config) -> None:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Returns whether a variable is named like a secret (and not like a file's or an id's name, nor holds the path of a
-    credentials file), or its value holds a password, a token in a URL or a private key."""
+    """Returns whether a value holds a password, a token in a URL or a private key, or its variable is named like a
+    secret; not for names of files and ids, nor for CREDENTIALS that hold a path."""
     if _CREDENTIALS_IN_VALUE.search(value):
         return True
     if name.upper().endswith("CREDENTIALS") and re.fullmatch(r"/[\w./-]+\.\w+", value):
@@ -279,8 +280,8 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def _check_texts(document: Document) -> None:
-    """Raises ConfigError for the first text of the launcher's sections, but in lists and maps, that is empty or not of
-    its key's form, and would fail only later."""
+    """Raises ConfigError for the first text in the launcher's sections (not in lists and users' maps) that is empty or
+    not of its key's form, and would fail only later."""
     for section in LAUNCHER_SECTIONS:
         for key, value in _texts((section,), document.value.get(section)):
             pattern, problem = _FORMS.get(key, (None, ""))

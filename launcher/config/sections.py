@@ -30,6 +30,7 @@ def _matches(pattern: str, problem: str) -> AfterValidator:
 
 
 def _known_accelerator(value: str) -> str:
+    """Returns the value unchanged. Raises UnknownAccelerator, a ValueError, for a type that does not exist."""
     accelerator(value)  # UnknownAccelerator is a ValueError: pydantic reports it with its place
     return value
 

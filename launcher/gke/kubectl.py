@@ -32,8 +32,8 @@ class Kubectl:
         return ["kubectl", *context, "--namespace", self.namespace, f"--request-timeout={seconds:.0f}s", *words]
 
     def call(self, *words: str, input: str | None = None, seconds: float = SECONDS) -> str:
-        """Runs a command, given `input` on stdin, and returns its stdout. Waits `seconds` and 10 more at most. Raises
-        the LaunchError that explains its failure."""
+        """Runs a command, given `input` on stdin, and returns its stdout. Raises CommandTimeout after `seconds` + 10,
+        else the LaunchError that explains its failure."""
         argv = self.argv(*words, seconds=seconds)
         result = self.machine.run(argv, timeout=seconds + 10, input=input)
         if not result.ok:

@@ -164,7 +164,7 @@ def _failure_policy(restarts: int) -> dict[str, Any]:
 
 
 def _rules_of_cluster() -> dict[str, Any]:
-    """Returns the Job's rules if the cluster decides about restarts: which exit codes fail it; no pod is retried."""
+    """Returns the Job's rules if the cluster restarts: which exit codes and disruptions fail it; no pod is retried."""
     refused = "Bad configuration or data. The JobSet's first rule matches this exit code."
     disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     rules = [

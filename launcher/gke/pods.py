@@ -60,7 +60,7 @@ class Pod:
 
     def state(self) -> tuple[ContainerState | None, str]:
         """Returns the container's state and "": "created" while the pod waits, "absent" if the pod is gone without one.
-        Returns None and the reason if the pod failed without a state, or was disrupted and its exit code is not 0, 2 or
+        Returns None and the reason if it failed without a state, or was disrupted and its exit code is not 0, 2 or
         75."""
         code = self.container.exit_code if self.container else None
         if self.disruption and self.ended and code not in _OWN_END:
@@ -133,8 +133,8 @@ def _container_state(state: Mapping[str, Any], image: str) -> ContainerState:
 
 
 def find_start_error(pod: Pod, image: str) -> LaunchError | None:
-    """Returns the error of a pod that can't start without the user's help, because its image can't be pulled or its
-    container can't be created; None for any other pod. `image`: for the message."""
+    """Returns the error (BAD_INPUT or PERMISSION) of a pod that can't start without the user's help, because its image
+    can't be pulled or its container can't be created; None for any other pod. `image`: for the message."""
     code = Exit.BAD_INPUT
     if pod.waiting in ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
         detail = f": {pod.message}" if pod.message else ""
@@ -216,7 +216,7 @@ class PodWatch:
     def pods(self, *, fresh: bool = False) -> dict[int, Pod]:
         """Returns the newest pod of each host by worker number, including ended and deleted ones. Lists the pods again
         if `fresh` or after 10 s, and starts the thread that watches them unless it runs. Raises LaunchError when the
-        cluster refused the watch or did not answer: again for 2 s, without asking."""
+        cluster refused the watch or does not answer; then again for 2 s, without asking."""
         with self._listing:
             now = self._clock.monotonic()
             if fresh or now - self._asked > _LIST_EVERY / (1 if self._unlisted is None else 5):
@@ -240,9 +240,9 @@ class PodWatch:
         self._log_starts[worker] = since
 
     def final_lines(self, pod: Pod, since: str | None) -> list[LogLine] | None:
-        """Returns the log lines of a pod that is being deleted or is gone, from `since` (None: the first) on, [] if the
-        log was not followed before; None for other pods, whose log can be read. Waits 5 s for the rest of an ended
-        pod's log."""
+        """Returns the log lines of a pod that is being deleted or is gone, from `since` (None: the first) on, [] if its
+        log was not followed; None for other pods, whose log can be read. Waits 5 s for the rest of an ended pod's
+        log."""
         with self._lock:
             log = self._final_logs.get(pod.worker)
         if log is None or log.uid != pod.uid:

@@ -190,9 +190,8 @@ class Gke:
         return Observation(worker, state, window.lines, more=more, problem=problem, open=window.open, progress=told)
 
     def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:
-        """Returns the state of a host's pod, as the watch knows it, and at most its `lines` newest lines; "absent"
-        without a pod. The state is None for a disrupted pod, and, with a `problem`, without an answer of the
-        cluster."""
+        """Returns the state of a host's pod, as the watch knows it, and its `lines` newest lines; "absent" without a
+        pod. The state is None where `Pod.state` knows none, and, with a `problem`, if the cluster does not answer."""
         try:
             pod = self._watch_pods(container).pods().get(worker)
             if pod is None:
@@ -261,7 +260,7 @@ class Gke:
         )
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
-        """Returns file name -> `kubectl describe`'s output or error, for each pod of the attempt, not only
+        """Returns `kubectl describe`'s output or error by file name, for each pod of the attempt, not only
         `workers`."""
         files = {}
         for worker, pod in self._known_pods(container).items():
@@ -318,7 +317,7 @@ class Gke:
 
     def _wait_started(self, attempt: Attempt, name: str, clock: Clock) -> None:
         """Waits until every host's container has started or ended: first for nodes, as long as for a slice, then for
-        containers. Raises LaunchError for a container that can't start and after that time; and as `clock`."""
+        containers. Raises LaunchError for one that can't start, or after that time, and what `clock` raises."""
         run, slice_ = self.config.run, self.config.slice
         node_minutes = max(run.start_minutes, slice_.create_minutes + slice_.stockout_minutes)
         now = self._clock.monotonic
@@ -373,7 +372,7 @@ class Gke:
 
     def _describe_queued(self, name: str, had_pods: bool) -> str:
         """Returns why a JobSet lacks pods, for the user; "" if it has ended and pods were seen (`had_pods`), which tell
-        why. Raises LaunchError if another client deleted it (CONFLICT), or it has ended and no pod was seen
+        why. Raises LaunchError if another client deleted it (CONFLICT), or it ended before pods were seen
         (HOST_LOST)."""
         jobset = next((jobset for jobset in self._list_jobsets() if jobset["metadata"]["name"] == name), None)
         if jobset is None:
