@@ -88,7 +88,8 @@ def fetch(url: str, folder: Path) -> Path:
 
 
 def files(content: bytes) -> dict[str, bytes]:
-    """Returns name -> content of a tokenizer folder: tokenizer.json and the two files for AutoTokenizer."""
+    """Returns name -> content of a tokenizer folder: `content` as tokenizer.json, and AutoTokenizer's two files, which
+    are always the same: they name the special tokens in ROLES."""
     config: dict[str, Any] = {
         **ROLES,
         "clean_up_tokenization_spaces": False,

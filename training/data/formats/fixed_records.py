@@ -76,7 +76,7 @@ def encode_records(layout: RecordLayout, values: Mapping[str, npt.NDArray[np.gen
 
 
 def find_broken(layout: RecordLayout, data: bytes) -> list[int]:
-    """Returns the rows of a block whose framing, tags or CRC are wrong. data: n * size bytes."""
+    """Returns the numbers, from 0, of the records of `data`, n * size bytes, whose framing, tags or CRC are wrong."""
     rows = np.frombuffer(data, np.uint8).reshape(-1, layout.size)  # (n, size)
     stored = np.ascontiguousarray(rows[:, -tfrecord.FOOTER :]).view("<u4")[:, 0]  # (n,)
     broken = stored != _mask(_record_crcs(layout, data))  # (n,)
@@ -90,7 +90,7 @@ def find_broken(layout: RecordLayout, data: bytes) -> list[int]:
 
 
 def read_column(layout: RecordLayout, data: bytes, name: str) -> npt.NDArray[np.generic]:
-    """Returns one feature of all records of a block: (n, count). data: n * size bytes."""
+    """Returns one feature of all records of `data`, n * size bytes: (n, count), little-endian."""
     column = next(column for column in layout.columns if column.name == name)
     rows = np.frombuffer(data, np.uint8).reshape(-1, layout.size)  # (n, size)
     numbers = np.ascontiguousarray(rows[:, column.start : column.stop])  # (n, count * itemsize)

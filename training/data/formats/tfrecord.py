@@ -76,7 +76,7 @@ def walk(data: bytes, shard: str, *, first: int = 0, offset: int = 0) -> Iterato
 
 
 def index(data: bytes, shard: str) -> list[int]:
-    """Returns the offsets of all frames of a whole shard, and last its size. Checks only headers. Raises Corrupt."""
+    """Returns the offsets of all frames of a whole shard, and last its size. Checks headers only. Raises Corrupt."""
     offsets = [0]
     while offsets[-1] < len(data):
         offsets.append(_end(data, offsets[-1], shard, len(offsets) - 1, 0))

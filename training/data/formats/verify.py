@@ -44,7 +44,7 @@ def problems(dataset: Dataset, vocabulary: int | None = None) -> Iterator[str]:
 
 
 def _compact_problems(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: int) -> Iterator[str]:
-    """Yields the problems of a shard of fixed-size records; reads it in pieces."""
+    """Yields the problems of a shard of fixed-size records: its size, its CRC, records, values. Reads it in pieces."""
     manifest = dataset.manifest
     layout = fixed_records.record_layout(manifest.features, shard.length)
     if shard.records * layout.size != shard.bytes:
@@ -92,7 +92,8 @@ def _value_problems(
 
 
 def _recipe_problems(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: int | None) -> Iterator[str]:
-    """Yields the problems of a shard in the recipe's layout; reads it whole, because its records vary in size."""
+    """Yields the problems of the records of a shard in the recipe's layout, which vary in size: so reads it whole.
+    Without `vocabulary` any id is good."""
     try:
         data = storage.read(stat.url, generation=stat.generation)
         offsets = tfrecord.index(data, stat.url)

@@ -73,8 +73,7 @@ def packed_evaluation(dataset: Dataset, host_slice: HostSlice, rows: Rows, conve
 
 def fill_rows(batch: B, rows: int, fillers: Mapping[str, Any]) -> B:
     """Returns a batch (a dataclass of arrays, rows first) with filler rows appended until it has `rows`; the same
-    object if it has. `fillers`: a field's name -> its value in filler rows, or one row of values; 0 for other
-    fields."""
+    object if it has. `fillers`: field -> its value in filler rows, or one row of values; 0 for other fields."""
     arrays = vars(batch)
     missing = rows - len(next(iter(arrays.values())))
     if not missing:

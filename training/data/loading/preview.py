@@ -29,8 +29,8 @@ LEGEND = (
 def preview_batch(
     dataset: Dataset, tokenizer: Tokenizer, step: int, rows: int, host_slice: HostSlice, *, seed: int, percent: int
 ) -> Iterator[str]:
-    """Reads the batch of one step; yields a heading and the lines for its first rows, at most `rows`. `percent` of the
-    tokens of packed rows are masked. Raises BadInput, StorageError."""
+    """Reads the batch of one step, of the host of `host_slice`; yields a heading and the lines for its first rows, at
+    most `rows`. `percent` of the tokens of packed rows are masked. Raises BadInput, StorageError."""
     source: DocumentBatches | MlmBatches | LabelledBatches
     if dataset.manifest.rows == "documents":
         source = DocumentBatches(dataset, host_slice, seed)

@@ -193,9 +193,9 @@ def read_once(source: RecordSource, host_slice: HostSlice, threads: int) -> Iter
 
 
 def prefetch(function: Callable[[int], T], start: int, depth: int) -> Iterator[T]:
-    """Yields function(start), function(start + 1), ... without end, computed at most `depth` values ahead. Only
-    the background thread calls the function; its exception is raised when its value is due. Closing the iterator ends
-    the thread after the current call."""
+    """Yields function(start), function(start + 1), ... without end, computed at most `depth` values ahead by a thread
+    that starts with the first `next`. Only this thread calls the function; its exception is raised when its value is
+    due. Closing the iterator ends the thread after the current call."""
     pool, waiting = DaemonPool(1, "prefetch"), deque[Future[T]]()
     try:
         for number in itertools.count(start):

@@ -94,9 +94,10 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Returns a hash of the last part of its name, its field and text (files: name, size and CRC-32C; datasets:
-        the Hub's revision, or the times of local files). The first call reads local files once, and nothing of a bucket
-        or the Hub but descriptions. Raises BadInput, StorageError."""
+        """Returns a hash, in hex, of the last part of `name`, of `field`, and of what stands for the text: files'
+        names, sizes and CRC-32Cs; for `datasets:` the Hub's revision, or the times of local files; the texts of
+        `builtin:`. The first call reads local files, and of a bucket or the Hub only descriptions. Raises BadInput,
+        StorageError."""
         digest = hashlib.sha256(f"{self.name.rsplit('/', 1)[-1]}\0{self.field}".encode())
         if self.name.startswith("builtin:"):
             for document in self.documents():
@@ -284,8 +285,9 @@ def _labelled_words(place: str, text: list[list[str]], field: str, label: str) -
 
 
 def _table(url: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a .csv or .tsv file. Raises BadInput for a column named twice, a row with more or fewer
-    columns, or an open quotation mark. Until it ends, csv's limit for a cell is larger in the whole process."""
+    """Yields the rows, column -> text, of a .csv or .tsv file. Raises BadInput for a column named twice, a row with
+    more or fewer columns, or an open quotation mark; and as `lines`. Until it ends, csv's limit for a cell is larger in
+    the whole process."""
     tabs: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if url.endswith(".tsv") else {}
     reader = csv.DictReader((line + "\n" for line in lines(url)), **tabs)
     limit = csv.field_size_limit(_LONGEST_CELL)  # of the process; 131,072 by default

@@ -180,8 +180,8 @@ def write_mark(url: str, mark: Mark) -> None:
 
 
 def write_packed(url: str, plan: DatasetPlan, number: int, rows: Ids) -> Shard:
-    """Writes packed rows (n, length) as shard `number` of the folder `url`, in the plan's layout. Raises BadInput for
-    an id beyond the vocabulary."""
+    """Writes packed rows (n, length) as shard `number` of the folder `url`, in the plan's layout, over a file of that
+    name. Raises BadInput for an id beyond the vocabulary."""
     if plan.layout != "recipe":
         return write_columns(url, plan, id_features(plan.vocabulary), f"{number:05d}", {"input_ids": rows})
     _check_vocabulary(plan, rows)

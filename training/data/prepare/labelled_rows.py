@@ -114,7 +114,7 @@ LabelKind = ClassLabels | FloatLabels
 
 
 def default_lengths(longest: int) -> tuple[int, ...]:
-    """Returns, ascending, the longest length, its half, and so on down to 16 (less is not worth a compilation)."""
+    """Returns, ascending, the longest length and its half, quarter and so on, as far as they are 16 or more."""
     lengths = [longest]
     while lengths[0] // 2 >= 16:
         lengths.insert(0, lengths[0] // 2)
@@ -187,7 +187,7 @@ def _words_of(row: Mapping[str, Any], field: str, place: str, labels: int) -> tu
 
 
 def label_mistake(name: str) -> str | None:
-    """Returns why a text can't be the name of a class; None if it can."""
+    """Returns why a text (blank, white space at an end, unprintable) can't be a class's name; None if it can."""
     if not name.strip():
         return "is empty: leave such rows out of the corpus"
     if name != name.strip():

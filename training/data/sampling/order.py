@@ -172,7 +172,8 @@ def block_permutation(seed: int, epoch: int, count: int) -> Ints:
 
 @lru_cache(maxsize=8)
 def _shuffled_window(order: TrainingOrder, epoch: int, number: int) -> Ints:
-    """Computes `TrainingOrder.window`: each lane's rows draw from its own shuffled blocks. Cached, read-only."""
+    """Computes `TrainingOrder.window`, cached and read-only: each lane's rows draw from its own shuffled blocks; if an
+    epoch is one window, all rows from all blocks."""
     start, size = order.bounds(epoch, number)
     steps, longer = divmod(size, order.batch)
     begin = (epoch * order.records + start) % order.batch  # the row of cell 0
@@ -280,7 +281,8 @@ def epoch_of_step(records: tuple[int, ...], batch: int, k: int) -> tuple[int, in
 
 @lru_cache(maxsize=4)
 def epoch_order(records: tuple[int, ...], batch: int, seed: int, epoch: int) -> Ints:
-    """Returns the bucket of each step of an epoch, shuffled; records that fill no batch go to the next. (steps,)"""
+    """Returns the bucket of each step of an epoch, shuffled, (steps,); records that fill no batch go to the next
+    epoch."""
     counts = [(epoch + 1) * count // batch - epoch * count // batch for count in records]
     order = np.repeat(np.arange(len(records)), counts)  # (steps,)
     shuffled: Ints = order[np.argsort(stream(seed, "buckets", epoch, len(order)), kind="stable")]

@@ -41,8 +41,8 @@ CONCURRENT_BLOCKS = 16  # blocks read at a time
 
 
 def training_batches(source: TensorRecordSource, order: Order, host_slice: HostSlice, start: int) -> Any:
-    """Returns an endless tf.data dataset of this host's rows of batches from number `start` on. An element has the
-    source's columns, `records` and `epoch`, (rows, ...) each."""
+    """Returns an endless tf.data dataset of this host's rows of the global batches from number `start` on. An element
+    has the source's columns, `records` and `epoch`, (rows, ...) each. Raises BadInput if hosts can't share a batch."""
     first, last = host_slice.rows()
     batch_size = host_slice.global_batch_size
     rows = _read_rows(source, order, batch_size, first, last, start * batch_size)
@@ -51,7 +51,7 @@ def training_batches(source: TensorRecordSource, order: Order, host_slice: HostS
 
 def evaluation_batches(source: TensorRecordSource, host_slice: HostSlice) -> Any:
     """Returns a tf.data dataset of this host's rows of one pass in record order, with elements as of
-    `training_batches`. Filler rows, whose record is -1, complete the last batch."""
+    `training_batches`. Filler rows (record -1, padding as ids, else 0) complete the last batch, on each host."""
     (first, last), batch_size = host_slice.rows(), host_slice.global_batch_size
     order = evaluation_order(source.records, source.record_bytes)
     rows = _read_rows(source, order, batch_size, first, last, 0, epochs=1)
