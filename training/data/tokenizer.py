@@ -88,8 +88,7 @@ def fetch(url: str, folder: Path) -> Path:
 
 
 def files(content: bytes) -> dict[str, bytes]:
-    """Returns name -> content of a tokenizer folder: `content` as tokenizer.json, and AutoTokenizer's two files, which
-    are always the same: they name the special tokens in ROLES."""
+    """Returns name -> content of a folder: tokenizer.json, and AutoTokenizer's two files, which are always the same."""
     config: dict[str, Any] = {
         **ROLES,
         "clean_up_tokenization_spaces": False,

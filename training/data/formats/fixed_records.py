@@ -57,9 +57,8 @@ def record_layout(features: Mapping[str, Feature], length: int) -> RecordLayout:
 
 
 def encode_records(layout: RecordLayout, values: Mapping[str, npt.NDArray[np.generic]]) -> bytes:
-    """Encodes rows as records of a shard. values: feature -> (n, count), or (n,) for one number per record; others than
-    the layout's are ignored. Raises KeyError for a missing one, TypeError for another kind of number (int64 for
-    uint16); numbers too large for a dtype of their kind wrap."""
+    """Encodes rows as records of a shard. values: feature -> (n, count), or (n,) for one number per record; raises
+    TypeError for another kind of number than the layout's (int64 for uint16), and wraps those too large."""
     count = len(next(iter(values.values())))
     rows = np.empty((count, layout.size), np.uint8)  # (n, size)
     rows[:, : -tfrecord.FOOTER] = np.frombuffer(layout.template, np.uint8)

@@ -48,10 +48,9 @@ def encode_shard(rows: npt.NDArray[np.integer]) -> bytes:
 
 
 def open_folder(url: str) -> Dataset | None:
-    """Opens the dataset in a folder without a manifest; None if the folder is missing or no file has the name of a
-    recipe's shard. Its manifest says no tokenizer (hash UNKNOWN, vocabulary 1). Reads the start of the first shard, and
-    both ends of local shards. Raises StorageError, and BadInput for shards of several names, no records by their names,
-    or a first record that is damaged or has no ids."""
+    """Opens the dataset in a folder without a manifest; None without a file named like a recipe's shard. Its manifest
+    says no tokenizer (hash UNKNOWN, vocabulary 1). Reads the first record, and the ends of local shards. Raises
+    StorageError, and BadInput for shards of several names, no record, or a first one that is damaged or has no ids."""
     stats = [(NAME.match(storage.name_of(stat.url)), stat) for stat in storage.listing(url)]
     named = sorted(
         ((match, stat) for match, stat in stats if match), key=lambda pair: (pair[0]["name"], int(pair[0]["number"]))

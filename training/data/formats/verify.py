@@ -92,8 +92,7 @@ def _value_problems(
 
 
 def _recipe_problems(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: int | None) -> Iterator[str]:
-    """Yields the problems of the records of a shard in the recipe's layout, which vary in size: so reads it whole.
-    Without `vocabulary` any id is good."""
+    """Yields the problems of a shard in the recipe's layout; reads it whole, because its records vary in size."""
     try:
         data = storage.read(stat.url, generation=stat.generation)
         offsets = tfrecord.index(data, stat.url)

@@ -145,8 +145,7 @@ def pieces(content: bytes) -> Callable[[int], tuple[str, str]]:
     )
 
     def piece(id: int) -> tuple[str, str]:
-        """Returns what stands before a token (a space at the start of a word and before an added token, else nothing),
-        and its text. Raises KeyError for an unknown id."""
+        """Returns the space before a token, at the start of a word or before an added token, else ""; and its text."""
         name = names[id]
         if id in special:
             return " ", name

@@ -228,8 +228,7 @@ class FixedShards(ShardSource):
         )
 
     def _load(self, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
-        """Returns the features of records [first, last), and the error of each bad one by its row, 0 for `first`.
-        Raises as `read_bytes`."""
+        """Returns the features of records [first, last), and the error of each bad one by its row, 0 for `first`."""
         size = self.record_bytes
         data = b"".join(
             self.read_bytes(shard, begin * size, end * size, begin)

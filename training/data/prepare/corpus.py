@@ -94,10 +94,9 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Returns a hash, in hex, of the last part of `name`, of `field`, and of what stands for the text: files'
-        names, sizes and CRC-32Cs; for `datasets:` the Hub's revision, or the times of local files; the texts of
-        `builtin:`. The first call reads local files, and of a bucket or the Hub only descriptions. Raises BadInput,
-        StorageError."""
+        """Returns a hash, in hex, of the last part of `name`, `field`, and files' names, sizes and CRC-32Cs; for
+        `datasets:` the Hub's revision or local files' times; for `builtin:` the texts. The first call reads local
+        files, and of a bucket or the Hub only descriptions. Raises BadInput, StorageError."""
         digest = hashlib.sha256(f"{self.name.rsplit('/', 1)[-1]}\0{self.field}".encode())
         if self.name.startswith("builtin:"):
             for document in self.documents():
@@ -170,8 +169,7 @@ class Corpus:
 
     @contextlib.contextmanager
     def _any_failure(self, advice: str = "") -> Iterator[None]:
-        """Turns any exception of the block into BadInput, whose message ends in `advice`: the library raises whatever
-        its sources raise."""
+        """Turns any exception of the block, as the library raises them, into BadInput; `advice` ends its message."""
         try:
             yield
         except Exception as error:
@@ -179,8 +177,7 @@ class Corpus:
 
 
 def text_of(row: Mapping[str, Any], field: str, place: str) -> str:
-    """Returns a row's text, without half surrogate pairs. `place`: for messages. Raises BadInput if the column `field`
-    is missing, or holds no text."""
+    """Returns a row's text, without half surrogate pairs. `place`: for messages. Raises BadInput if it is no text."""
     if row.get(field) is None:
         raise BadInput(f"{place} has no {field!r}, it has: {', '.join(map(repr, row))}. Name the text with --field")
     text = row[field]
@@ -285,9 +282,8 @@ def _labelled_words(place: str, text: list[list[str]], field: str, label: str) -
 
 
 def _table(url: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows, column -> text, of a .csv or .tsv file. Raises BadInput for a column named twice, a row with
-    more or fewer columns, or an open quotation mark; and as `lines`. Until it ends, csv's limit for a cell is larger in
-    the whole process."""
+    """Yields the rows, column -> text, of a .csv or .tsv file. Raises BadInput for a column named twice, a row of
+    another length, or an open quotation mark. Until it ends, csv's limit for a cell is larger in the whole process."""
     tabs: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if url.endswith(".tsv") else {}
     reader = csv.DictReader((line + "\n" for line in lines(url)), **tabs)
     limit = csv.field_size_limit(_LONGEST_CELL)  # of the process; 131,072 by default

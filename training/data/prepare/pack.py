@@ -348,9 +348,8 @@ class WholeChats(WholeDocuments):
 
 
 def open_template(url: str) -> Any:
-    """Returns transformers' tokenizer of a folder (local or gs://) or a name on the Hub, which is downloaded. Raises
-    BadInput without transformers or a chat template, and as `training.data.tokenizer.fetch`; and StorageError;
-    transformers' own errors for a folder that is no tokenizer's."""
+    """Returns transformers' tokenizer of a folder or a name on the Hub, which is downloaded. Raises as
+    `tokenizer.fetch`, BadInput without transformers or a chat template, and transformers' errors for a bad folder."""
     try:
         from transformers import AutoTokenizer
     except ImportError:

@@ -281,8 +281,7 @@ def epoch_of_step(records: tuple[int, ...], batch: int, k: int) -> tuple[int, in
 
 @lru_cache(maxsize=4)
 def epoch_order(records: tuple[int, ...], batch: int, seed: int, epoch: int) -> Ints:
-    """Returns the bucket of each step of an epoch, shuffled, (steps,); records that fill no batch go to the next
-    epoch."""
+    """Returns the bucket of each step of an epoch, shuffled; records that fill no batch go to the next. (steps,)"""
     counts = [(epoch + 1) * count // batch - epoch * count // batch for count in records]
     order = np.repeat(np.arange(len(records)), counts)  # (steps,)
     shuffled: Ints = order[np.argsort(stream(seed, "buckets", epoch, len(order)), kind="stable")]
