@@ -78,9 +78,9 @@ def is_held_by_each_host(backend: Backend) -> bool:
 
 
 def export_model(run: Run, backend: Backend, step: int | None) -> None:
-    """Writes the weights, config.json and the tokenizer to the run's model folder: from the checkpoint of `step`; None:
-    as they are now, or from the last checkpoint if no host holds all of the weights. Call it on host 0 only, after the
-    last save. Raises BadInput if the checkpoint is damaged."""
+    """Writes the weights (with LoRA the adapter, unless lora.merge), config.json and the tokenizer to the run's model
+    folder: from the checkpoint of `step`; None: as they are now, or from the last checkpoint if no host holds all of
+    the weights. Call it on host 0 only, after the last save. Raises BadInput if the checkpoint is damaged."""
     with run.timer.phase("export"):
         if step is not None or not is_held_by_each_host(backend):
             export.export_checkpoint(run.folder, run.model_folder, step)

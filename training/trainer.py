@@ -276,8 +276,8 @@ class Trainer:
         self.compilations.check_step(self.progress.step - 1, batch)
 
     def save(self) -> None:
-        """Waits for the steps in flight, and saves the state if it is not saved, by default in the background. Raises
-        NonFinite; later errors of the save come from `check_step`."""
+        """Waits for the steps in flight and for the save before, and saves the state if it is not saved, by default in
+        the background. Raises NonFinite and errors of the save before; `check_step` raises those of this one."""
         progress = self.progress
         self.finish_steps()
         progress.signals, self._saved_at = Signals(stop=progress.signals.stop), self.run.timer.total()

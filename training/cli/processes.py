@@ -87,8 +87,8 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def _run_chip_process(ordinal: int, script: str, arguments: Sequence[str]) -> None:
-    """Runs a program in a process that `torch_xla.launch` started, with a file of progress of its own. Ends the
-    process at once on an exception: those of other chips would wait for it in a collective forever, and the pool
+    """Runs a program in a process that `torch_xla.launch` started, with a file of progress of its own. Ends the process
+    with FAILED at once on an exception: those of other chips would wait for it in a collective forever, and the pool
     ends them as soon as one is gone. SystemExit reaches the parent with its code."""
     if FILE_VARIABLE in os.environ:
         os.environ[FILE_VARIABLE] += f".{ordinal}"

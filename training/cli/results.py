@@ -79,7 +79,8 @@ def verify_checkpoint(folder: str, step: int | None) -> None:
 @step_option
 @option("--best", is_flag=True, help="Export the checkpoint with the best figure (checkpoint.best).")
 def export(run: str, out: str, step: int | None, best: bool) -> None:
-    """Write the model of RUN, a run's folder, to OUT in Hugging Face's layout."""
+    """Write the model of RUN, a run's folder, to OUT in Hugging Face's layout; with LoRA only the adapter, unless
+    lora.merge is set."""
     from training.checkpoint import admin
     from training.models.export import export_checkpoint
 

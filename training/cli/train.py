@@ -162,8 +162,9 @@ def exec_script(script: str, arguments: tuple[str, ...], runtime: str) -> None:
     tpu-train exec --runtime torch-tpu train.py --steps 100
 
     As a run's command it starts on every host of a slice; Hugging Face's Trainer and Accelerate then train over all
-    hosts. With torch-xla on CPU hosts: one process a host, gradients summed with gloo. torch-tpu needs TPUs, also
-    virtual ones; the first process that fails ends the others, and its exit code is the command's.
+    hosts. With torch-xla, CPU hosts and virtual TPUs have one process a host; gloo sums the gradients of CPU hosts.
+    torch-tpu needs TPUs, also virtual ones; the first process that fails ends the others, and the command has its exit
+    code.
     """
     from training.cli.processes import run_chip_processes, run_on_host
 

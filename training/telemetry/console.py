@@ -77,7 +77,8 @@ def format_remaining(seconds: float) -> str:
 
 
 def format_early_end(step: int, evaluations: int, best: dict[str, Any] | None) -> str:
-    """Returns the line for an end by train.early_stopping. `best`: step, metric and value; None if none was finite."""
+    """Returns the line for an end by train.early_stopping. `evaluations`: how many in a row were not better; `best`:
+    step, metric and value; None if none was finite."""
     text = f"training ends early, after step {step}: {evaluations} evaluations in a row were not better"
     if best is None:
         return f"{text}; none was finite"

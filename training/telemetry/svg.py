@@ -94,8 +94,9 @@ def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int) -
 
 
 def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int = 10) -> str:
-    """Draws true classes downwards, predicted ones across, darker for a larger share of a row, in large cells with
-    the count, and below them the `top` most confused pairs. `counts`: by (true class, predicted class)."""
+    """Draws true classes downwards, predicted ones across, darker for a larger share of a row, with the count if a cell
+    has room (up to 26 labels), and below them the `top` most confused pairs. `counts`: by (true class, predicted
+    class)."""
     cell = max(8, min(36, 640 // len(labels)))
     font = max(7, min(12, cell - 1))
     margin, side = 14 + round(max(map(len, labels)) * font * 0.56), cell * len(labels)
@@ -157,7 +158,7 @@ def heat_map(title: str, steps: Sequence[int], rows: Mapping[str, Sequence[float
 
 
 def downsample(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """Returns all points, or if more than `most` those lowest and highest in each stretch, so that no spike is lost."""
+    """Returns all points if there are at most `most`, else the lowest and the highest of each of most / 2 stretches."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(len(points) / (most // 2))
@@ -210,7 +211,7 @@ def _svg_document(title: str, width: float, height: float, parts: Sequence[str])
 def _text_element(
     x: float, y: float, text: str, kind: str = "", *, anchor: str = "start", weight: int = 400, size: int = 12
 ) -> str:
-    """Draws text at (x, y), escaped. `kind` is its CSS class; `anchor` the point of the text that is at x."""
+    """Draws text at (x, y), escaped. `kind` is its CSS class; `anchor`: its "start", "middle" or "end" is at x."""
     style = "".join([f"font-weight: {weight};" if weight != 400 else "", f"font-size: {size}px;" if size != 12 else ""])
     extra = "".join(f' {name}="{value}"' for name, value in (("class", kind), ("style", style)) if value)
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{extra}>{escape(text)}</text>'
