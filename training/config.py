@@ -441,8 +441,7 @@ def _is_used(config: TrainerConfig, key: str) -> bool:
 
 
 def _contradictions(config: TrainerConfig, document: Document) -> Iterator[Mistake]:
-    """Yields (key, message) for each mistake between keys that are each right, or with the launcher's slice and
-    secrets."""
+    """Yields (key, message) for each mistake between right keys, or with the launcher's slice and secrets."""
     unused = {**TASKS[config.task].unused_keys, **BACKENDS[config.backend].unused_keys}
     yield from _model_mistakes(config.model)
     yield from _task_mistakes(config)

@@ -100,9 +100,8 @@ class NonFiniteHistory:
         return frozenset(record.checkpoint for record in first_steps if record.checkpoint)
 
     def judge(self, error: NonFinite, restored: int) -> TrainError:
-        """Returns the error that ends an attempt which had restored step `restored` (0: none): NonFinite, as another
-        attempt may help, or BadInput if the same step was not finite before, or too many checkpoints were passed
-        over."""
+        """Returns the error that ends an attempt which restored step `restored` (0: none): NonFinite, as another
+        attempt may help; BadInput if the same step was not finite before, or too many checkpoints were passed over."""
         advice = "lower train.learning_rate or train.clip_norm, look at these records, or set train.on_nonfinite: skip"
         earlier = [record for record in self.records if record.step == error.step]
         if earlier:

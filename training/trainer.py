@@ -195,8 +195,8 @@ class Trainer:
 
     def loop(self) -> None:
         """Waits for all hosts, runs the steps that are left (fewer with early stopping) with their saves and
-        evaluations, and saves the last state. Raises StopRequested if a host was asked to stop, NonFinite and other
-        TrainErrors. Ends the process if the first result takes too long."""
+        evaluations, and saves the last state. Raises StopRequested, after the commit, if a host was asked to stop;
+        NonFinite and other TrainErrors. Ends the process if the first result takes too long."""
         run, progress, steps = self.run, self.progress, self.run.config.train.steps
         best = run.config.best
         save_every, evaluate_every = run.config.checkpoint.every_steps, run.config.evaluation.every
@@ -321,8 +321,8 @@ class Trainer:
 
     def finish(self) -> dict[str, Any]:
         """Evaluates and exports, if configured, compares the hosts' weights and waits for the upload to the Hub.
-        Returns the summary, which host 0 writes. Raises StopRequested if a host was asked to stop meanwhile, and
-        TrainError if weights differ."""
+        Returns the summary, which host 0 writes. Raises StopRequested if a host was asked to stop before the upload
+        (during it, that only cuts it short), and TrainError if weights differ."""
         run, config = self.run, self.run.config
         is_evaluated = config.best is not None and self.evaluations.step == self.progress.step
         if config.data.evaluation and config.evaluation.at_end and not is_evaluated:

@@ -47,8 +47,8 @@ from training.telemetry.progress_line import FILE_VARIABLE
 
 def chip_process_environment(cluster: Cluster) -> dict[str, str]:
     """Returns the variables from which `torch_xla.launch` derives those of one process for each chip: `tpu_environment`
-    with the bounds renamed to those of hosts, which it does not take as final, and without the task's id. Raises
-    BadInput if the accelerator is unknown, has another number of hosts, or has two devices a chip (v2 and v3)."""
+    without CLOUD_TPU_TASK_ID, its bounds named as bounds of hosts, as `launch` takes others as final. Raises BadInput
+    if the accelerator is unknown, has another number of hosts, or has two devices a chip (v2 and v3)."""
     environment = tpu_environment(cluster)
     accelerator = ACCELERATORS[environment["TPU_ACCELERATOR_TYPE"]]
     if accelerator.generation.devices_per_chip > 1:
@@ -87,9 +87,9 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def _run_chip_process(ordinal: int, script: str, arguments: Sequence[str]) -> None:
-    """Runs a program in a process that `torch_xla.launch` started, with a file of progress of its own. Ends the process
-    with FAILED at once on an exception: those of other chips would wait for it in a collective forever, and the pool
-    ends them as soon as one is gone. SystemExit reaches the parent with its code."""
+    """Runs a program in a process of `torch_xla.launch` (this one, on a virtual TPU), with a file of progress of its
+    own. Ends the process with FAILED at once on an exception: those of other chips would wait for it in a collective
+    forever, and the pool ends them as soon as one is gone. SystemExit reaches the parent with its code."""
     if FILE_VARIABLE in os.environ:
         os.environ[FILE_VARIABLE] += f".{ordinal}"
     try:
@@ -130,7 +130,7 @@ def run_on_host(script: str, arguments: Sequence[str]) -> None:
 def run_chip_processes(module: Sequence[str]) -> int:
     """Runs a module with its arguments, as `python -m` would, in one process of TorchTPU for each chip of this host.
     Returns the exit code of the first process that failed, or 0. Warns of another version of torch_tpu than ours.
-    Raises BadInput if the image has no torch_tpu, or this is no TPU that TorchTPU knows, with all its hosts."""
+    Raises BadInput without torch_tpu, without a TPU that it knows, or if the number of hosts is wrong."""
     installed = next((found.version for found in importlib.metadata.distributions(name="torch_tpu")), None)
     if other := torch_tpu.find_other_version(installed):
         warn(other)

@@ -14,7 +14,7 @@ from training.errors import Exit
 @click.argument("run")
 @option("--out", help="File to write.  [default: report.html in the run's folder]")
 def report(run: str, out: str | None) -> None:
-    """Write report.html of RUN, a run's folder, whether the run is finished, stopped, failed or still running."""
+    """Write report.html of RUN, a run's folder, finished, stopped, failed or still running; print where it is."""
     from training.telemetry.report import write_report
 
     click.echo(write_report(run, out))
@@ -64,7 +64,8 @@ def restore_checkpoint(folder: str, new_run: str, step: int | None) -> None:
 @click.argument("folder")
 @option("--step", type=int, help="Only this one.")
 def verify_checkpoint(folder: str, step: int | None) -> None:
-    """Read every byte of the checkpoints below FOLDER. Exits with 1 if one is damaged, or its state is not finite."""
+    """Read every byte of the checkpoints below FOLDER, and print a line for each. Exits with 1 if one is damaged, or
+    its state is not finite."""
     from training.checkpoint import admin
 
     text, good = admin.verify_checkpoints(folder, step)

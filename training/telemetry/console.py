@@ -105,8 +105,7 @@ def format_program_counts(summary: dict[str, Any]) -> str:
 
 
 def format_upload(hub: dict[str, Any]) -> str:
-    """Returns a line about the summary's "hub": the newest step that this attempt uploaded, and the last error, if
-    any."""
+    """Returns a line about the summary's "hub": the newest step that this attempt uploaded, and any last error."""
     done = f"has step {hub['step']}: {hub['commit']}" if hub["commit"] else "has nothing of this attempt"
     return f"hub: {hub['repository']} {done}" + (f"; the last upload failed: {hub['error']}" if hub["error"] else "")
 

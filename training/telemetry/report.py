@@ -163,8 +163,7 @@ def read_run(folder: str, storage: Storage = default_storage) -> RunContents:
 
 
 def write_report(folder: str, out: str | None = None, storage: Storage = default_storage) -> str:
-    """Writes a run's report to `out`, a path or URL (None: its report.html), and returns it. Raises BadInput for no
-    run."""
+    """Writes a run's report to `out` (None: its report.html); returns that path or URL. Raises BadInput for no run."""
     url = out or join(folder, NAME)
     storage.write(url, render_report(read_run(folder, storage)).encode())
     return url

@@ -95,8 +95,7 @@ def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int) -
 
 def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int = 10) -> str:
     """Draws true classes downwards, predicted ones across, darker for a larger share of a row, with the count if a cell
-    has room (up to 26 labels), and below them the `top` most confused pairs. `counts`: by (true class, predicted
-    class)."""
+    has room (up to 26 labels), and below them the `top` most confused pairs. `counts`: by (true, predicted) class."""
     cell = max(8, min(36, 640 // len(labels)))
     font = max(7, min(12, cell - 1))
     margin, side = 14 + round(max(map(len, labels)) * font * 0.56), cell * len(labels)
