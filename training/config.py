@@ -370,8 +370,8 @@ class TrainerConfig(Section):
 
 
 def load(path: str | Path, overrides: tuple[str, ...] = ()) -> TrainerConfig:
-    """Reads and checks a YAML file, with the changes of `--set`. Raises ConfigError as `from_document`, or if the file
-    is missing or not YAML."""
+    """Reads and checks a YAML file, with the changes of `--set`. Raises ConfigError, also if it is missing or no
+    YAML."""
     return from_document(load_document(path, overrides))
 
 
@@ -519,9 +519,8 @@ def _plain(place: str) -> str:
 
 
 def _evaluation_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields mistakes: evaluation.every without data; checkpoint.best or train.early_stopping without
-    evaluation.every, by an unknown metric, or by different ones; a mode of checkpoint.best that would keep the
-    worst."""
+    """Yields mistakes: evaluation.every without data; checkpoint.best or train.early_stopping without evaluation.every,
+    by an unknown metric, or by different ones; a mode of checkpoint.best that keeps the worst."""
     every, best, stopping = config.evaluation.every, config.checkpoint.best, config.train.early_stopping
     if every is not None and config.data.evaluation is None:
         yield "evaluation.every", "evaluation needs data: set data.evaluation, or remove evaluation.every"

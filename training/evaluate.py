@@ -62,9 +62,8 @@ def evaluate_all(
     phase: str,
     on_batch: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """Returns the totals over the evaluation set, or over a part of it if all hosts stopped early (`signals.stop`); all
-    hosts call it. Warns of replaced damaged records. Other hosts see `phase` meanwhile; `on_batch` is called before
-    each batch."""
+    """Returns the totals over the evaluation set, or a part of it if all hosts stopped early (`signals.stop`); all call
+    it. Warns of replaced damaged records. Other hosts see `phase` meanwhile; `on_batch` is called before each batch."""
     total, replaced = StepResult(dict.fromkeys(SUMS, 0.0), Signals()), 0
     in_flight: deque[Pending] = deque()
     for number, batch in enumerate(backend.evaluation_batches(task)):

@@ -94,8 +94,8 @@ def preflight(
 
 
 def _parse_targets(document: Document, names: str | None) -> list[Accelerator]:
-    """Returns each accelerator that `names` lists, with commas (None: the file's), once. Raises BadInput for none or an
-    unknown one."""
+    """Returns each accelerator that `names` lists ("v3-8,v4-32"; None: the file's), once. Raises BadInput for none, or
+    one that is unknown."""
     from training.accelerators import UnknownAccelerator, accelerator
     from training.config import accelerator_name
 

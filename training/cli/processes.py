@@ -64,8 +64,7 @@ def chip_process_environment(cluster: Cluster) -> dict[str, str]:
 
 def gloo_environment(cluster: Cluster) -> dict[str, str]:
     """Returns torchrun's variables (https://pytorch.org/docs/stable/elastic/run.html#environment-variables) for one
-    process a host, with one thread as torchrun's default, and the switches of transformers and accelerate for torch
-    on the CPU."""
+    process a host, with OMP_NUM_THREADS or one thread, and the switches of transformers and accelerate for CPUs."""
     return {
         "RANK": str(cluster.worker),
         "WORLD_SIZE": str(cluster.hosts),

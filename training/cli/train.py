@@ -225,9 +225,8 @@ def _join_cluster(config: TrainerConfig, shutdown: ShutdownRequest) -> tuple[Clu
 def _program_host(
     config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest
 ) -> AbstractContextManager[tuple[Cluster, Rendezvous] | None]:
-    """Returns a context with the cluster and the rendezvous of the program on this host. With TensorFlow on a TPU
-    slice of several hosts, host 0 runs the program for all: the others serve their devices until it is done, and get
-    None."""
+    """Returns a context with the cluster and the rendezvous of the program on this host. With TensorFlow on a TPU slice
+    of several hosts, host 0 runs the program for all: the others get None when it is done, and serve it till then."""
     from training.distributed.cluster import device_kind
 
     if config.backend == "tensorflow" and cluster.hosts > 1 and device_kind() == "TPU":

@@ -92,8 +92,7 @@ class MetricsLog:
             tracker.log(step, values)
 
     def flush(self) -> None:
-        """Flushes all trackers, then raises the error of the first that failed, if any: the next call writes its values
-        again."""
+        """Flushes all trackers; then raises the first error, if any: the next call writes those values again."""
         self._call([tracker.flush for tracker in self._trackers])
 
     def finish(self, failed: bool = False) -> None:

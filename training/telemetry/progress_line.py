@@ -61,8 +61,7 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
 
 
 def encode(line: ProgressLine) -> str:
-    """Returns one line of JSON, without a loss that is not finite, and fields (but `step`) that are 0, empty or
-    None."""
+    """Returns one line of JSON, without a loss that is not finite, and fields (but step) that are 0, empty or None."""
     values = {name: value for name, value in asdict(line).items() if value or name == "step"}
     if line.loss is not None and not math.isfinite(line.loss):
         del values["loss"]
