@@ -131,7 +131,8 @@ class Bucket:
         self._load()
 
     def _load(self) -> None:
-        """Reads the newest generation of each object; deletes older ones, and bytes that were never committed."""
+        """Reads the newest generation of each object; deletes older ones, and bytes that were never committed, but
+        keeps those of resumable uploads."""
         shutil.rmtree(self.folder / "incoming")
         (self.folder / "incoming").mkdir(mode=0o700)
         for path in (self.folder / "objects").glob("*.json"):

@@ -71,8 +71,8 @@ OUTAGES: dict[str, dict[str, Any]] = {
 
 
 def begin_outage(node: Node, kind: str, until: float) -> None:
-    """Marks the node as in "repair" or, still READY, "maintenance" (`kind`) until a Unix time, which the caller watches
-    (`end_outage`). The caller also stops its hosts."""
+    """Marks the node as in "repair", or READY in "maintenance" (`kind`), until a Unix time, when the timers of `Hosts`
+    end the outage. The caller stops the hosts."""
     node.resource |= OUTAGES[kind]
     node.outage_until = until
 

@@ -112,8 +112,7 @@ class Server:
         self.operations.close()
 
     def _advance_queue(self) -> None:
-        """Grants and expires queued resources, and preempts slices when the stock falls, until the server stops; logs
-        errors."""
+        """Grants and expires queued resources, and preempts slices if the stock falls, in a thread; logs errors."""
         while not self.stopping.wait(QUEUE_SECONDS):
             with self.store.read() as state:
                 idle = not state.queued and (state.stock is None or not state.nodes)
@@ -136,8 +135,8 @@ class Server:
     # -- Google's services
 
     def google(self, request: HttpRequest) -> HttpResponse:
-        """Answers a request on 127.0.0.1 to Cloud Storage, Cloud TPU, Compute or Artifact Registry; else 404. Other
-        users of this machine, who lack the token, and web pages get 403."""
+        """Answers a request on 127.0.0.1 to Cloud Storage, Cloud TPU, Compute or Artifact Registry, with injected
+        faults; else 404. Other users of this machine, who lack the token, and web pages get 403."""
         token = request.login[1] or request.headers.get("Authorization", "").removeprefix("Bearer ")
         host = request.headers.get("Host", "").partition(":")[0]
         if token != self.token or "Origin" in request.headers or host not in ("127.0.0.1", "localhost"):
@@ -187,7 +186,7 @@ class Server:
         return self._faulty("storage", lambda: refusal or self.storage.answer(request))
 
     def _host_storage(self, hostname: str, request: HttpRequest) -> HttpResponse:
-        """Answers a host's Cloud Storage request once the host is not cut off. Raises Disconnected for a gone host."""
+        """Answers a host's Cloud Storage request, once not cut off, or after 1 h. Raises Disconnected if it is gone."""
         self.hosts.await_network(hostname)
         return self._storage(request)
 
@@ -200,7 +199,8 @@ class Server:
         return self._faulty("metadata", lambda: metadata.answer(self.store, hostname, request))
 
     def _faulty(self, service: str, answer: Callable[[], HttpResponse]) -> HttpResponse:
-        """Waits for the service's injected delay; then returns an injected error, using up one, or else `answer()`."""
+        """Waits for an injected delay of a service of faults.SERVICES; uses up and returns an injected error, or
+        `answer()`."""
         with self.store.read() as state:
             delay = faults.delay(state, service)
             may_fail = any(fault.kind == "errors" and fault.service == service for fault in state.faults)
@@ -371,9 +371,8 @@ def _error(status: int, name: str, text: str) -> HttpResponse:
 
 
 def main() -> None:
-    """Runs the server that the arguments HOME, IMAGE (the hosts') and VOLUME (the virtual TPU's) name until SIGTERM,
-    SIGINT or a request stops it; locks HOME/lock. Ends the process if another server of HOME runs, or the port is
-    taken."""
+    """Runs the server that the arguments HOME, IMAGE (the hosts') and VOLUME (the virtual TPU's) name until a signal or
+    a request stops it; locks HOME/lock. Ends the process if another server of HOME runs, or the port is taken."""
     home, image, tpu_volume = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s")
     lock_file = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)

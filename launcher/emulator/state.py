@@ -200,7 +200,7 @@ class Store:
             yield self._state
 
     def wait(self, ready: Callable[[EmulatorState], bool], timeout: float) -> bool:
-        """Waits until `ready(state)`. Returns False when `timeout` seconds passed first."""
+        """Waits until `ready(state)`, whose errors pass. Returns False when `timeout` seconds passed first."""
         with self._condition:
             return self._condition.wait_for(lambda: ready(self._state), timeout)
 

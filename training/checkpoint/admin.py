@@ -16,7 +16,7 @@ from training.errors import BadInput
 
 
 def find_checkpoints(folder: str) -> tuple[str, list[int]]:
-    """Returns a run's checkpoint folder and its committed steps, newest first; reads no manifest. `folder` is the run's
+    """Returns a run's checkpoint folder and committed steps, newest first; reads no manifest. `folder` is the run's
     folder, its checkpoint folder, or one checkpoint in it, whose step is then the only one. Raises BadInput for
     none."""
     below = storage.join(folder, "checkpoints")

@@ -87,15 +87,15 @@ def restore(
     meeting_seconds: float = 300.0,
     choose: Choose = load_whole,
 ) -> Restored | None:
-    """Loads the newest good checkpoint and returns it; None when there is no checkpoint. Every host must call it.
-    Raises BadInput when a checkpoint belongs to something else, or none verifies: starting over silently would throw
-    the run away; LostPeer when a host is lost, or reads for too long.
+    """Loads the newest checkpoint in `folder` (a run's checkpoint folder) that all hosts verify, and returns it; None
+    if there is none at all. Every host must call it. Raises BadInput when a checkpoint belongs to something else, or
+    none verifies: starting over silently would throw the run away; LostPeer when a host is lost, or reads too long.
 
     Args:
         identity: what the checkpoint must have been made from.
         load_state: receives the tensors, some at a time; after a damaged checkpoint, the next one overwrites them.
-        warn: shows a message about each damaged checkpoint.
-        avoid: names of checkpoints whose next step was not finite, to use only when no other one can be.
+        warn: shows a message about each checkpoint that is damaged, not finite or avoided.
+        avoid: `checkpoint_name`s of those whose next step was not finite: used only when no other one can be.
         meeting_seconds: for all hosts to meet after a read, in addition to the time that storage may take for it.
         choose: what this host loads of each tensor, as `Backend.slice_to_load`.
     """

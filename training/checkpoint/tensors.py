@@ -175,8 +175,7 @@ def partition_error(shape: tuple[int, ...], boxes: Sequence[Slice]) -> str | Non
 
 
 def _find_overlap(boxes: Sequence[Slice]) -> tuple[Slice, Slice] | None:
-    """Returns two of `boxes` (none empty) that overlap, or None. Compares those that meet on the axis with most
-    cuts."""
+    """Returns two `boxes` (none empty) that overlap, or None. Compares those that meet on the axis with most cuts."""
     if len(boxes) < 2:
         return None
     axes = range(len(boxes[0].offsets))

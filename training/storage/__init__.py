@@ -60,7 +60,7 @@ traffic = Counter[str]()  # of this process: "read", bytes that `read` returned;
 
 
 def stat(url: str) -> Stat | None:
-    """Returns size and generation of an object; None if there is none, or no such bucket, or for a local folder."""
+    """Returns size, generation and, in a bucket, CRC-32C and age of an object; None for none, and a local folder."""
     if is_remote(url):
         return gcs.stat(url)
     with local_errors(url):

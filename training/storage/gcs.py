@@ -71,7 +71,7 @@ Attempt = Callable[[tuple[float, float], float], T]
 
 
 def stat(url: str) -> Stat | None:
-    """Returns size, generation and age of an object; None if there is none, or no such bucket."""
+    """Returns size, generation, CRC-32C and age of an object; None if there is none, or no such bucket."""
     bucket, name = _object(url)
 
     def attempt(timeout: tuple[float, float], _: float) -> Stat | None:

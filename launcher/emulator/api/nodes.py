@@ -174,8 +174,7 @@ def _new_resource(
 
 
 def _new_hosts(state: EmulatorState, name: str, count: int, now: float) -> list[Host]:
-    """Returns records of a new node's hosts, with the lowest free addresses. Raises ApiError when the network is
-    full."""
+    """Returns records of a new node's hosts, with the lowest free addresses. Raises ApiError if there are too few."""
     taken = {host.address for node in state.nodes.values() for host in node.hosts}
     addresses = itertools.islice(ipaddress.ip_network(state.subnet).hosts(), _FIRST_HOST - 1, None)
     free = list(itertools.islice((str(address) for address in addresses if str(address) not in taken), count))

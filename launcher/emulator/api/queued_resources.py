@@ -99,8 +99,8 @@ def advance(state: EmulatorState, now: float) -> None:
 
 
 def _try(state: EmulatorState, queued: QueuedResource, now: float) -> None:
-    """Tries to create the node, once in _TRY_SECONDS. Without capacity the request waits; it fails after its
-    valid-until time, on an internal error, and if the node can't be entered."""
+    """Tries to create the node, once in _TRY_SECONDS. Without capacity (an injected stock-out is used up) the request
+    waits; it fails after its valid-until time, on an internal error, and if the node can't be entered."""
     if queued.until is not None and now > queued.until:
         text = f"Resource {queued.name} could not be provisioned before its valid-until time"
         message = f"{text} {catalogue.event_id(text)}"

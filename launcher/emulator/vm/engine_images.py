@@ -68,7 +68,7 @@ class EngineImages:
             state.pushed.setdefault(repository, {}).update({version: image, digest: image})
 
     def add_digests(self, image: dict[str, Any]) -> dict[str, Any]:
-        """Returns an image's inspection with the digests added under which it was pushed."""
+        """Returns an image's inspection, with the digests under which it was pushed added to its RepoDigests."""
         with self.store.read() as state:
             ours = [
                 f"{repository}@{version}"
@@ -201,7 +201,7 @@ class EngineImages:
             return f"127.0.0.1:{state.registry_port}/"
 
     def _transfer(self, path: str, query: dict[str, str]) -> list[dict[str, dict[str, str]]]:
-        """Returns the records that the engine's push or pull streams; a record of a failure raises EngineRefusal."""
+        """Has the engine push or pull, within an hour. Returns its records. Raises EngineRefusal for a failure."""
         with self.store.read() as state:
             login = json.dumps({"username": _USER, "password": state.token}).encode()
         headers = {"X-Registry-Auth": base64.urlsafe_b64encode(login).decode()}

@@ -63,7 +63,7 @@ class EngineProxy:
     # -- the workstation
 
     def serve_workstation(self, connection: socket.socket) -> None:
-        """Answers the requests of the workstation's docker client."""
+        """Answers the requests of the workstation's docker client until it closes the connection."""
         _serve(connection, self._answer_workstation)
 
     def _answer_workstation(self, request: EngineRequest) -> Reply:
@@ -86,12 +86,13 @@ class EngineProxy:
     # -- a host
 
     def serve_host(self, hostname: str, connection: socket.socket) -> None:
-        """Answers the requests of a host's docker client."""
+        """Answers the requests of a host's docker client until it closes the connection."""
         view = EngineView(self._emulator, hostname)
         _serve(connection, lambda request: self._answer_host(request, view))
 
     def _answer_host(self, request: EngineRequest, view: EngineView) -> Reply:
-        """Answers a request about the engine, images, or the host's own containers; else raises EngineRefusal."""
+        """Answers a request about the engine, the host's own containers, or images (to read and pull); else raises
+        EngineRefusal."""
         parts = [unquote(part) for part in request.path.strip("/").split("/")]
         match (request.method, parts):
             case ("GET" | "HEAD", ["_ping" | "version"]) | ("GET", ["images", "json"]):
@@ -167,7 +168,7 @@ class EngineProxy:
 
     def _has_virtual_tpu(self, hostname: str, image: str) -> bool:
         """Returns whether a container of the image gets TPU devices on this host: its framework can load them on a
-        slice of so many hosts."""
+        slice of as many hosts. False for a host that is gone."""
         with self.store.read() as state:
             entry = state.find_host(hostname)
         if entry is None:
@@ -245,7 +246,7 @@ class EngineProxy:
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Copies bytes until the source ends, then ends the stream to the target: stdin may end before stdout."""
+    """Copies bytes until the source ends or fails, then ends the stream to the target: stdin may end before stdout."""
     with contextlib.suppress(OSError):
         while data := source.recv(_BLOCK):
             target.sendall(data)

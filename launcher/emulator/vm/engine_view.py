@@ -100,8 +100,8 @@ def create_on_host(
 
 
 def create_on_workstation(body: dict[str, Any], emulator: str, storage: str, *, image: str) -> dict[str, Any]:
-    """Returns the body of containers/create for a container that the user starts on the workstation: with the
-    emulator's label, and with --network host also the emulator's storage, and the CPU in place of a TPU."""
+    """Returns the body of containers/create for a container of `image` that the user starts on the workstation: with
+    the emulator's label, and with --network host also its `storage` (a URL), and the CPU in place of a TPU."""
     new = {**body, "Image": image, "Labels": {**(body.get("Labels") or {}), LABEL: emulator}}
     if (body.get("HostConfig") or {}).get("NetworkMode") == "host":
         new["Env"] = container_environment(body.get("Env") or [], storage)

@@ -126,12 +126,12 @@ class HostContainers:
         return [container["Id"] for container in found if not states or container["State"] in states]
 
     def kill(self, host: Host) -> None:
-        """Kills the host and its containers with SIGKILL."""
+        """Kills the host and its containers with SIGKILL; logs what the engine refuses."""
         self._call("POST", f"/containers/{host.hostname}/kill")
         self.kill_containers(host.hostname)
 
     def kill_containers(self, hostname: str) -> None:
-        """Kills the containers that run on a host, not the host."""
+        """Kills the containers that run on a host, not the host; logs what the engine refuses."""
         alive = self._list_on(hostname, "running", "restarting", "paused")
         self._call_all("POST", [f"/containers/{container}/kill" for container in alive])
 
@@ -151,7 +151,7 @@ class HostContainers:
             self._call("POST", f"/containers/{name}/pause")
 
     def wake(self, host: Host) -> None:
-        """Continues the processes that `hang` has paused."""
+        """Continues the processes that `hang` has paused; logs what the engine refuses."""
         for name in (host.hostname, *self._list_on(host.hostname, "paused")):
             self._call("POST", f"/containers/{name}/unpause")
 
@@ -160,14 +160,14 @@ class HostContainers:
         self._call("POST", f"/networks/{self.network}/disconnect", body={"Container": host.hostname, "Force": True})
 
     def join(self, host: Host) -> None:
-        """Reconnects the host with the same address."""
+        """Reconnects the host with the same address, unless it is connected; logs the engine's refusal."""
         endpoint = {"IPAMConfig": {"IPv4Address": host.address}}
         self._call(
             "POST", f"/networks/{self.network}/connect", body={"Container": host.hostname, "EndpointConfig": endpoint}
         )
 
     def remove(self, host: Host) -> None:
-        """Removes the host, its containers and its volumes."""
+        """Kills and removes the host, its containers and its volumes; logs what the engine refuses."""
         self._call("POST", f"/containers/{host.hostname}/kill")
         names = [*self._list_on(host.hostname), host.hostname]
         self._call_all("DELETE", [f"/containers/{name}" for name in names], {"force": "1", "v": "1"})

@@ -41,7 +41,7 @@ class Hosts:
     lock: threading.RLock = field(default_factory=threading.RLock)  # taken before the store's, never after
 
     def watch(self) -> None:
-        """Starts the threads that end outages in time and watch for hosts that died."""
+        """Starts the threads that end outages and faults in time, and kill the containers of hosts that died."""
         threading.Thread(target=self._watch_deaths, name="deaths", daemon=True).start()
         threading.Thread(target=self._run_timers, name="timers", daemon=True).start()
 
@@ -57,7 +57,7 @@ class Hosts:
             self.acceptor.add(listener, lambda connection: self._serve_agent(host.hostname, connection))
 
     def _serve_agent(self, hostname: str, connection: socket.socket) -> None:
-        """Receives the four listeners of a host and serves on them until its agent disconnects; then closes them."""
+        """Receives a host's four listeners and serves on them until its agent disconnects; closes them then."""
         connection.setblocking(True)
         _, descriptors, _, _ = socket.recv_fds(connection, 64, 4)
         if len(descriptors) != 4:
@@ -125,7 +125,7 @@ class Hosts:
         return data.decode(errors="replace").strip()
 
     def _run_timers(self) -> None:
-        """Restores hosts and ends outages when they are due; forgets hosts that are gone. Runs in a thread."""
+        """Restores hosts and ends outages when they are due; closes gone hosts' agent sockets. Never returns."""
         while True:
             time.sleep(0.25)
             try:
@@ -148,7 +148,7 @@ class Hosts:
                 log.exception("timers")
 
     def _watch_deaths(self) -> None:
-        """Kills the containers of hosts that die from any cause, or died while no server ran. Runs in a thread."""
+        """Kills the containers of hosts that die from any cause, or died while no server ran. Never returns."""
         with self.store.read() as state:
             emulator = state.id
         query = {"filters": filters(label=[f"{LABEL}={emulator}", MACHINE_LABEL], event=["die"], type=["container"])}
@@ -169,7 +169,7 @@ class Hosts:
 
 
 def unix_listener(path: Path) -> socket.socket:
-    """Listens on a unix socket of this user, replacing the socket file that a killed server left."""
+    """Returns a listening unix socket for this user alone, in place of a socket file that a killed server left."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -143,7 +143,7 @@ def _render(value: Any, request: HttpRequest) -> HttpResponse:
 
 
 def _put(store: Store, hostname: str, path: str, request: HttpRequest) -> HttpResponse:
-    """Stores a guest attribute of the host: instance/guest-attributes/NAMESPACE/KEY; 405 for other paths."""
+    """Stores a guest attribute of a host, instance/guest-attributes/NAMESPACE/KEY; 405 for others, 404 without host."""
     parts = path.split("/")
     if parts[:2] != ["instance", "guest-attributes"] or len(parts) != 4:
         return _text_response(405, "only instance/guest-attributes/NAMESPACE/KEY can be written\n")

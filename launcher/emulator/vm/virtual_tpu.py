@@ -26,7 +26,7 @@ _COPY_SECONDS = 120.0
 
 def ensure_volume(source: Path, say: Callable[[str], None]) -> str:
     """Returns the name of the volume with libtpu.so and the CPU plugin; makes it from `source`, images/virtual-tpu, if
-    it is missing. `say` receives the build's steps. Raises LaunchError when the build or the copy fails."""
+    it is missing. `say` receives the steps. Raises BadInput without an engine, LaunchError if a build or copy fails."""
     image = ensure_image(folder_spec("tpu-launch/virtual-tpu", source), say)
     volume = f"tpu-launch-virtual-tpu-{image.digest.removeprefix('sha256:')[:16]}"
     docker = engine.client()
@@ -56,7 +56,7 @@ def container_environment() -> dict[str, str]:
 
 
 def _docker(docker: str, *arguments: str) -> str:
-    """Runs docker and returns its output. Raises LaunchError when it fails."""
+    """Runs docker, for 120 s at most, and returns its output. Raises LaunchError when it fails."""
     result = shell.run([docker, *arguments], timeout=_COPY_SECONDS)
     if not result.ok:
         raise LaunchError(f"the virtual TPU could not be copied into a volume: {result.stderr.strip()}")
