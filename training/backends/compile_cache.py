@@ -203,7 +203,8 @@ class PluginTable:
         self._address = address
 
     def function(self, place: int) -> Callable[[int], int | None]:
-        """Returns the plugin's function number `place` of the table, from 0; it takes the address of its arguments."""
+        """Returns the plugin's function number `place`, from 0: the address of its arguments -> that of an error or
+        None."""
         pointer = c_void_p.from_address(self._address + _FUNCTIONS_AT + 8 * place).value
         assert pointer, f"PJRT: no function at {place}"
         return PluginFunction(pointer)

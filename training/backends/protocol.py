@@ -26,7 +26,7 @@ class PendingReport:
         self._read, self._trains = read, trains
 
     def result(self) -> StepResult:
-        """Waits for the numbers, and splits them. Raises what `read` does."""
+        """Calls `read`, which waits, and returns its numbers as the result of a step. Raises what `read` does."""
         values = self._read()
         stop, save = values[len(SUMS) : REPORT]
         sums, signals = dict(zip(SUMS, values, strict=False)), Signals(stop > 0, save > 0)

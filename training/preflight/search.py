@@ -164,8 +164,9 @@ class _Trial:
 
 
 def estimate_edge(known: Mapping[int, GraphResult], capacity: int) -> float | None:
-    """Returns the rows per device at which memory should run out, by a line through the two results nearest to
-    `capacity` bytes; None if there are fewer. `known`: results by rows per device; 0 rows, without temporaries, too."""
+    """Returns the rows per device at which memory should run out, by a line through the two points nearest to
+    `capacity` bytes, or the upper one if it needs no more; None with fewer points. `known`: results by rows per device;
+    a compiled one without its temporaries is a point at 0 rows."""
     needed = {rows: result.needed for rows, result in known.items() if result.needed}
     memory = next((result.memory for result in known.values() if result.memory), None)
     if memory:

@@ -80,8 +80,8 @@ class HostState:
         self.trained = {name: value for name, value in self.parameters.items() if value.requires_grad}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors by their names in a checkpoint. On torch_xla's devices, read and change them within
-        `recording` only."""
+        """Returns all tensors of the state, no copies, by their names in a checkpoint. On torch_xla's devices, read and
+        change them within `State.recording` only."""
         groups = {"model": self.parameters, **self.optimizer.state()}
         return {f"{group}/{name}": value for group, values in groups.items() for name, value in values.items()}
 

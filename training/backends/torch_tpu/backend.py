@@ -68,12 +68,13 @@ class TorchTpu(Backend):
     # --- steps
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> PendingReport:
-        """Uploads the state before the first step; starts a step and does not wait. All processes must call it."""
+        """Uploads the state before the first step; starts a step, without waiting. All processes must call it."""
         inputs = self._send(self._step.inputs(number, batch, signals))
         torch.manual_seed(self._step.seed(number))
         return PendingReport(partial(self._chip.read, self._training.run(inputs)), trains=True)
 
     def evaluate(self, batch: Arrays, signals: Signals) -> PendingReport:
+        """Uploads the state before the first call; starts an evaluation, without waiting. All processes call it."""
         inputs = self._send(self._step.evaluation_inputs(batch, signals))
         return PendingReport(partial(self._chip.read, self._evaluation.run(inputs)), trains=False)
 
@@ -104,6 +105,7 @@ class TorchTpu(Backend):
         return {name: value.numel() * 4 for name, value in self._state.tensors.items()}
 
     def state_slices(self) -> StateSlices:
+        """Returns name -> slices, each with the processes that hold it, of the tensors that are split."""
         slices = {name: self._chip.slices(name, spec.shape) for name, spec in self._host.tensor_specs().items()}
         return {name: held for name, held in slices.items() if held}
 
@@ -119,6 +121,7 @@ class TorchTpu(Backend):
         return Snapshot()
 
     def slice_to_load(self, name: str, spec: TensorSpec) -> Slice:
+        """Returns this process's slice of a tensor, or all of it. Raises Damaged for an unknown name, type or shape."""
         if self.tensor_specs().get(name) != spec:
             raise no_place(name, spec)
         return self._chip.own_slice(name, spec.shape)

@@ -130,7 +130,8 @@ class Chip:
         return [named[name] for name in gradients], report, squares
 
     def _call(self, module: Any, forward: Callable[[Tensor], Tensor], axis: int, values: Tensor) -> Tensor:
-        """Calls a layer's `forward` with the whole matrix, gathered along `axis`, in place of this process's slice."""
+        """Calls a layer's `forward` with the whole matrix, gathered along `axis`, in place of this process's slice, and
+        lets the backward pass gather and compute again."""
 
         def call(values: Tensor, part: Tensor) -> Tensor:
             own = module.weight  # `part` is a copy in a backward pass

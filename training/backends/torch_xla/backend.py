@@ -201,6 +201,7 @@ class TorchXla(Backend):
         return self.state.tensor_specs()
 
     def state_slices(self) -> StateSlices:
+        """Returns name -> slices, each with the hosts that hold it, of the tensors that are split."""
         specs = self.state.tensor_specs()
         split = {name: self._sharding.slices(name, spec.shape) for name, spec in specs.items()}
         return {name: slices for name, slices in split.items() if slices}
@@ -239,6 +240,7 @@ class TorchXla(Backend):
     # --- what the framework counted
 
     def compilations(self) -> tuple[int, float]:
+        """Returns the number and the seconds of `count_compiled` since this backend was opened."""
         (count, seconds), (count_before, seconds_before) = count_compiled(), self._compiled_before
         return count - count_before, seconds - seconds_before
 
@@ -253,6 +255,7 @@ class TorchXla(Backend):
         return memory_of(self._sharding)
 
     def fallbacks(self) -> list[str]:
+        """Returns the operations, sorted, that ran on the host since this backend was opened; no reads of numbers."""
         now, before = count_fallbacks(), self._fallbacks_before
         # Reading a number (a result) is counted as one, but is planned.
         return sorted(name for name in now if now[name] > before.get(name, 0) and name != "aten::_local_scalar_dense")
@@ -273,7 +276,7 @@ def _shapes(batch: Arrays) -> Shapes:
 
 
 def count_compiled() -> tuple[int, float]:
-    """Returns how many programs this process has compiled, or loaded in place of that, and the seconds."""
+    """Returns how many programs this process has compiled, or taken from the cache, and the seconds of both."""
     metric = xla_metrics.metric_data("CompileTime")
     return (int(metric[0]), metric[1] / 1e9) if metric else (0, 0.0)
 

@@ -144,9 +144,9 @@ def numbers_as_constants() -> Iterator[None]:
 
 
 def loop_over(step: Step, carry: Tensors, stacked: Tensors, turned: int) -> tuple[Tensors, Tensors]:
-    """Traces (carry, slices) -> (carry, results) once, as the body of a loop over the first axis of `stacked`, of which
-    the first `turned` are read from their ends. Returns the last carry and the results, stacked in the order of rounds,
-    without gradients. What `step` reads besides is computed again in each round.
+    """Traces `step`, (carry, slices) -> (carry, results), once, as the body of a loop over the first axis of `stacked`,
+    of which the first `turned` are read from their ends. Returns the last carry and the results, stacked in the order
+    of rounds, without gradients. What `step` reads besides is computed again in each round.
 
     `scan` of torch_xla.experimental would split the step by functorch, and needs torchax under SPMD."""
     from torch_xla.experimental.scan import _scan_impl_flat

@@ -51,6 +51,7 @@ class _Splash(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
+        """Returns the gradients of query, key and value; None for each other argument of `forward`."""
         found = context.pull_back([*context.saved_tensors, context.sharding.enter_rows(gradient)])
         places = zip(found, context.shapes, strict=True)
         return (None, None, None, *(context.sharding.leave_rows(part, shape) for part, shape in places), None)

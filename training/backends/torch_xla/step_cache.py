@@ -122,7 +122,7 @@ class StepCache:
 
     def _start(self, program: _CompiledStep, arguments: Sequence[Tensor]) -> Tensor:
         """Starts a program, makes its results the newest state, and returns its report without waiting for it. Waits
-        first until a running snapshot has copied the state."""
+        first, if the program changes the state, until a running snapshot has copied that."""
         if program.changed:
             self._state.wait_before_mutation()
         *values, report = internals.start_program(program.hash, arguments)
@@ -178,7 +178,7 @@ class _Arguments:
         self._values = read_plain_values(*self._roots)
 
     def python_change(self) -> str | None:
-        """Returns how a value of Python in the network or the optimizer differs now; None if none does."""
+        """Returns how a value of Python in the network or the optimizer has changed since `__init__`, or None."""
         pairs = zip_longest(self._values, read_plain_values(*self._roots), fillvalue="nothing")
         return next((f"from {old!r} to {new!r}" for old, new in pairs if old is not new and old != new), None)
 

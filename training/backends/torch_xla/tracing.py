@@ -94,9 +94,10 @@ def return_freed_memory() -> None:
 
 
 def buffer_names(state: Mapping[str, Any], *, are_placeholders: bool = False) -> dict[int, str]:
-    """Returns handle -> name of the buffers of tensors that are on the device. Call it before a program that changes
-    them is traced. A buffer stays the same whichever program reads it. A tensor's number, by which torch_xla itself
-    finds donors, does not: an evaluation that was traced before leaves other numbers in the arguments."""
+    """Returns handle -> name of the buffers of tensors on the device (`are_placeholders`: they have no values). Call it
+    before a program that changes them is traced. A buffer stays the same whichever program reads it. A tensor's number,
+    by which torch_xla itself finds donors, does not: an evaluation traced before leaves other numbers in the
+    arguments."""
     names = {}
     for name, tensor in state.items():
         # A tensor that was moved, and not computed yet, has no buffer of its own: the one that it comes from counts.
