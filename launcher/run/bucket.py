@@ -106,7 +106,7 @@ class RunBucket:
 
     def judge_lease(self, clock: Clock, seen: int = 0) -> LeaseState | None:
         """Returns the run's lease; None before the first, or if its generation is `seen`. If it looks live and the
-        bucket tells no time, waits 30 s and reads again: one not renewed by then gets an age at which it has
+        bucket tells no time, waits 30 s and reads again: if not renewed by then, it gets an age at which it has
         expired."""
         lease = self.read_lease(seen)
         if lease is None or lease.age is not None or not lease.is_live:
@@ -187,8 +187,7 @@ class Lease:
 
     def keep(self, over: Event, pull: Callable[[], None]) -> None:
         """Until `over`, renews the lease and calls `pull`, which fetches events such as a stop, every 5 s. Says a
-        failure once and tries again, without end. Ends the process only if another one has the lease, or it was
-        deleted."""
+        failure once and tries again, without end. Ends the process only if another one has the lease, or it is gone."""
         while not over.wait(RENEW_SECONDS):
             try:
                 self._renew()

@@ -45,8 +45,7 @@ def execute(
 @contextlib.contextmanager
 def live_session(config: Config, context: Context, run_id: str | None) -> Iterator[Session]:
     """Yields the session of a run (None: the slice's newest) whose last attempt has not ended by its events, which are
-    pulled first, and closes its provider at the end. Raises BadInput if there is no such run, it was never started, or
-    its last attempt has ended."""
+    pulled first, and closes its provider at the end. Raises BadInput if there is none, or no attempt of it is open."""
     ledger = find_on_slice(config, context, run_id)
     state = ledger.state
     if state.phase is Phase.NEW:

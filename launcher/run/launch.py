@@ -86,9 +86,9 @@ def read_extras(request: RunRequest, context: Context) -> tuple[dict[str, str], 
 
 def run(request: RunRequest, context: Context) -> Outcome:
     """Starts the next attempt of a new or resumed run on every host, watches it, and others as the budgets allow.
-    Checks that cost nothing come first, then the image, then the hosts. An attempt that is there already is watched, as
-    its specification says (--sync stops it first); `request` counts for an attempt that is started. Returns how the
-    last attempt ended.
+    Checks that cost nothing come first, then unused requests for the slice are deleted, an image is built and pushed if
+    need be, and hosts begin. An attempt that is there already is watched, as its specification says (--sync stops it
+    first); `request` counts for an attempt that is started. Returns how the last attempt ended.
 
     Raises BadInput if the request can't be carried out or there is no slice (nothing was started), or a later attempt
     lacks secrets or the overlay; LaunchError if an attempt could not be started, or another process supervises the run
@@ -148,6 +148,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
 def attach(request: RunRequest, context: Context) -> Outcome:
     """Watches a run that was started before, from this terminal or another. Attempts that follow are made from the
     run's specification; the file on this command line only finds the run, and an env file gives values of its secrets.
+    Deletes unused requests for the slice.
 
     Raises BadInput if --overlay or --sync is given, there is no such run, it is not running, its start was interrupted
     (StartInterrupted), or an attempt would follow and secrets are missing; LaunchError if another process supervises
@@ -334,8 +335,7 @@ def _choose_image(request: RunRequest, context: Context, kept: Specification, sp
 
 
 def _last_image(config: Config, context: Context) -> str | None:
-    """Returns the image of the newest attempt that this machine knows on the slice, of any run; None before the
-    first."""
+    """Returns the image of the newest attempt on the slice, of any run that is known here; None before the first."""
     for ledger in reversed(runs_on_slice(config, context.home, context.machine)):
         if ledger.state.last_attempt is not None:
             return ledger.state.last_attempt.image

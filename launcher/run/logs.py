@@ -304,7 +304,7 @@ class _Fetcher:
 
     def fetch(self) -> None:
         """Appends each host's new lines to its file, and updates `more`, `containers_ended` and `silent`. While another
-        process holds the run's lock, fetches nothing; after a minute of that, takes it for a supervisor: not
+        process holds the run's lock, fetches nothing; after a minute of that it counts as a supervisor: not
         `silent`."""
         pages, self._next_page, self.containers_ended = self._next_page, {}, False
         try:

@@ -38,8 +38,9 @@ def last_lines(ledger: Ledger, attempt: int, verdict: Verdict, masker: SecretMas
 def keep_evidence(
     session: Session, attempt: int, reachable: Sequence[int], secrets: Mapping[str, str], unknown: Sequence[str]
 ) -> None:
-    """Writes the post-mortem of an attempt, with what the `reachable` hosts give and `secrets` (values by name) masked.
-    Records and says its path and the secrets that are not masked (`unknown`: names), or says why there is none."""
+    """Writes post-mortem-<attempt>.tar.gz into the run's folder, with what the `reachable` hosts give and `secrets`
+    (values by name) masked. Records and says its path and the secrets that are not masked (`unknown`: names), or says
+    why there is none."""
     say = session.context.output.say
     evidence = session.provider.evidence(session.container(attempt), reachable)
     try:

@@ -66,7 +66,8 @@ class ProgressView:
 
 
 def update(view: ProgressView | None, line: ProgressLine, now: float) -> ProgressView:
-    """Returns the view of a host with its newest line, which was read at `now`; `view` is None for its first line."""
+    """Returns the view of a host with its newest line, which was read at `now`; `view` is None for its first line. It
+    counts as having moved, at `now`, only if its step, phase or count changed."""
     if view is None:
         return ProgressView(line, now, now, ((now, line.step),))
     before = view.line
@@ -226,8 +227,7 @@ class HostsProgress:
         self._kept_step = -1  # of the progress that was last kept
 
     def draw(self) -> None:
-        """Writes hosts-<attempt>.svg, a heat map of hosts-<attempt>.jsonl, if that can be read and the disk is not
-        full."""
+        """Writes hosts-<attempt>.svg, a heat map of hosts-<attempt>.jsonl; does nothing if it can't read or write."""
         folder = self._ledger.folder
         with contextlib.suppress(OSError, ValueError):
             kept = (folder / f"hosts-{self._attempt}.jsonl").read_text(encoding="utf-8").splitlines()

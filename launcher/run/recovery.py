@@ -364,8 +364,7 @@ class Recovery:
 
 
 def _list_files(session: Session) -> Sequence[storage.Stat]:
-    """Returns the trainer's files in the run's bucket; [] without any, for a local output, or if they can't be
-    listed."""
+    """Returns the trainer's files in the run's bucket; [] without any, for a local output, or without an answer."""
     trainer = session.config.trainer
     if trainer is not None and storage.is_remote(trainer.output):
         with contextlib.suppress(storage.StorageError):

@@ -234,9 +234,10 @@ def resolve_run(
     run_id: str | None,
     new: bool,
 ) -> Ledger:
-    """Returns the run to resume, or makes the folder of a new one with `requested` and `overlay`. Resumes the run of
-    `run_id`, else the newest run on the slice, unless it has finished, its configuration hash differs, or `new` is set.
-    Raises BadInput if `run_id` is no run, or has another hash; LaunchError if a new run's bucket does not answer."""
+    """Returns the run to resume, or makes the folder of a new one with `requested` and `overlay`, here and (config.yaml
+    only) in its bucket. Resumes the run of `run_id`, else the newest run on the slice, unless it has finished, its
+    configuration hash differs, or `new` is set. Raises BadInput if `run_id` is no run, or has another hash; LaunchError
+    for a silent bucket of a new run."""
     home, machine, config_hash = context.home, context.machine, specification.hash_configuration(config)
     if run_id is not None:
         ledger = find_run(home, machine, run_id, provider=config.provider)
@@ -286,8 +287,9 @@ def _folder_in_bucket(config: Config, run_id: str, say: Callable[[str], None]) -
 
 
 def import_run(home: Path, machine: Workstation, url: str, *, overlays: bool = True) -> Ledger:
-    """Copies a run's folder and events from gs://bucket/runs/ID into this machine's launcher folder; with `overlays`
-    their archives too. Raises BadInput if no run, or a copied one, is there; LaunchError for a silent bucket."""
+    """Copies a run's folder and events from gs://bucket/runs/ID over those in this machine's launcher folder; with
+    `overlays` their archives too. Raises BadInput if no run, or a copied one, is at `url`; LaunchError if it does not
+    answer."""
     url = url.rstrip("/")
     ledger = Ledger(home / "runs" / storage.name_of(url), machine.clock)
     place = RunBucket.of_run(url)

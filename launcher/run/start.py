@@ -90,8 +90,7 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
 
 
 def judge_slice(session: Session) -> Verdict | None:
-    """Returns DELETED or PREEMPTED if the API says (of a missing slice twice) that it is gone; None else or on
-    errors."""
+    """Returns DELETED or PREEMPTED if the API says (if it is missing, twice) that the slice is gone; else None."""
     try:
         slice_state = session.describe_slice()
     except LaunchError:
@@ -216,8 +215,8 @@ def _may_lack_secrets(session: Session, answer: Observation, container: Containe
 
 
 def end_interrupted_start(session: Session) -> None:
-    """Ends (SIGKILL after run.stop_seconds) and removes the open attempt's containers; records its end as "not
-    started"."""
+    """Ends (SIGKILL after run.stop_seconds) and removes the open attempt's containers; records that it did not
+    start."""
     number = session.ledger.state.attempt
     session.say(f": attempt {number} was interrupted while it was started: ending it")
     end_everywhere(session, number, session.workers, grace=session.config.run.stop_seconds)

@@ -152,7 +152,7 @@ def _look_at_hosts(
     provider: Provider, ledger: Ledger, addresses: Sequence[str], machine: Workstation
 ) -> list[HostStatus]:
     """Asks all hosts at once about the newest attempt. Returns the container and progress of each, and its newest line
-    of the last minute, or else of its kept log, with the line's age."""
+    of the last minute, or else of its kept log, with the line's age; at most 500 characters of the line."""
     number, since = ledger.state.attempt, format_time(machine.clock.time() - _RECENT_SECONDS)
     container = container_name(ledger.run_id, number)
 

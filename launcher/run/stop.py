@@ -125,9 +125,8 @@ def _stop_detached(ledger: Ledger, context: Context) -> None:
 
 
 def stop_before_restart(config: Config, context: Context) -> list[str]:
-    """Stops the open runs on the slice, so that they can save, waits for the processes that supervise them, up to a
-    minute each, and returns the runs' ids. Raises LaunchError if a host could not be stopped, or a process does not
-    end."""
+    """Stops the open runs on the slice, so that they can save, waits up to a minute each for the processes that
+    supervise them, and returns their ids. Raises LaunchError if a host could not be stopped, or a process goes on."""
     stopped = []
     for ledger in runs_on_slice(config, context.home, context.machine):
         if not ledger.state.phase.is_open:

@@ -219,8 +219,8 @@ class _Supervision:
         )
 
     def confirm_lost(self, verdict: Verdict) -> Verdict:
-        """Returns the verdict. If it is a lost host or container, asks the API for the slice: returns the verdict on a
-        slice that is gone, else adds the slice's trouble to the cause."""
+        """Returns the verdict. If it is a lost host, or a failure without exit code (a removed container), asks the API
+        first: returns DELETED or PREEMPTED if the slice is gone, else adds the slice's trouble to the cause."""
         cause = verdict.cause
         if cause is None or not (
             verdict.kind is Kind.HOST_LOST or (verdict.kind, cause.exit_code) == (Kind.FAILED, None)

@@ -65,9 +65,10 @@ def _verdict(ended: events.Ended) -> Verdict | None:
 
 def take_over(ledger: Ledger, context: Context) -> Outcome | None:
     """Supervises a run to its end: watches the attempt that is running, or starts the next one, by the run's
-    specification and budgets. Returns how the last attempt ended; None if the run needs no supervisor, or run.budget is
-    spent: then it deletes the slice. Raises LaunchError if another process supervises the run (Exit.CONFLICT), or the
-    run could not be recovered; BadInput if the next attempt lacks secrets or the overlay."""
+    specification and budgets. Deletes unused requests for the slice and, if run.budget is spent, the slice. Returns how
+    the last attempt ended; None then, or if the run needs no supervisor. Raises LaunchError if another process
+    supervises the run (Exit.CONFLICT), or the run could not be recovered; BadInput if the next attempt lacks secrets or
+    the overlay."""
     with supervising(ledger, context.machine, context.output.say):
         if not is_unfinished(ledger, context.machine.clock.time()):
             return None
@@ -208,8 +209,8 @@ class Supervisor:
         child.result = machine.threads.submit(run)
 
     def _report_end(self, name: str, child: _Child) -> None:
-        """Says how a run's process ended. Sets the pause before the next: 15 s after exit code 0, else twice the last,
-        300 s at most."""
+        """Says how a run's process ended; sets the pause before the next: 15 s after exit code 0, else doubled (max.
+        300 s)."""
         assert child.result is not None
         error = child.result.exception()
         code = None if error is not None else child.result.result().returncode
