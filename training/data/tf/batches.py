@@ -210,8 +210,8 @@ def _converter(bucket_start: int, pad: int, rows: Rows) -> Callable[[Columns], C
 
 
 def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[TensorRecordSource]:
-    """Opens length buckets, ascending. Raises as `open_source`, and BadInput without labels or for an uneven batch
-    size."""
+    """Opens the length buckets, ascending. Raises as `open_source`, and BadInput without labels or for a global batch
+    size that hosts can't share."""
     dataset.require_labels()
     host_slice.rows()  # raises for an indivisible batch before any shard is listed
 
