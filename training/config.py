@@ -370,8 +370,8 @@ class TrainerConfig(Section):
 
 
 def load(path: str | Path, overrides: tuple[str, ...] = ()) -> TrainerConfig:
-    """Reads and checks a YAML file, with the changes of `--set`. Raises ConfigError, also if it is missing or no
-    YAML."""
+    """Reads and checks a YAML file, with the changes of `--set`. Raises ConfigError if the file is missing or not YAML,
+    and as `from_document`."""
     return from_document(load_document(path, overrides))
 
 

@@ -59,8 +59,8 @@ class Document:
     places: Mapping[Path_, str]  # ("train", "steps") -> "run.yaml:12", or "--set train.steps"
 
     def place(self, path: Sequence[str | int]) -> str:
-        """Returns where `path` or its nearest enclosing part was written: "file:line", "--set KEY", or just the
-        file."""
+        """Returns where `path`, or its nearest enclosing part, was written: "file:line" or "--set KEY"; else the file's
+        name."""
         parts = tuple(path)
         while parts and parts not in self.places:
             parts = parts[:-1]

@@ -64,8 +64,8 @@ def restore_checkpoint(folder: str, new_run: str, step: int | None) -> None:
 @click.argument("folder")
 @option("--step", type=int, help="Only this one.")
 def verify_checkpoint(folder: str, step: int | None) -> None:
-    """Read every byte of the checkpoints below FOLDER; print a line for each. Exits with 1 if one is bad or not
-    finite."""
+    """Read every byte of the checkpoints below FOLDER, and print a line for each. Exits with 1 if one is damaged, or
+    its state is not finite."""
     from training.checkpoint import admin
 
     text, good = admin.verify_checkpoints(folder, step)
