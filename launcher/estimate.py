@@ -66,7 +66,7 @@ class Estimate:
 
     @property
     def finish(self) -> float:
-        """Returns the hours until the run would finish, the middle of the range and the known wait for capacity."""
+        """Returns hours to the end: the middle of the range, and the known wait for capacity; infinity if unknown."""
         return math.inf if self.hours is None else sum(self.hours) / 2 + (self.wait_seconds or 0.0) / 3600
 
 
@@ -235,7 +235,7 @@ def _types(items: Iterable[Estimate]) -> str:
 
 
 def line(config: Config, home: Path, machine: Workstation) -> str | None:
-    """Returns the estimate for the slice of the file in one line; None without a bound or trainer's sections."""
+    """Returns the slice's estimate in one line; None without a bound or trainer's sections. Raises as `estimate`."""
     if config.trainer is None:
         return None
     item = estimate(config, home, machine)[0]

@@ -132,5 +132,5 @@ def is_held(path: Path, *, exclusively: bool = False) -> bool | None:
 
 @functools.cache
 def _warn(text: str) -> None:
-    """Prints a warning, once a process."""
+    """Logs that it is not known what other commands do, once a process for each `text`, the reason."""
     _log.warning("not known which other commands are at work: %s", text)

@@ -108,7 +108,7 @@ def _starting_model(config: Config, trainer: TrainerConfig) -> dict[str, Any]:
 def _require_bucket(project: str, name: str, place: str, say: Callable[[str], None]) -> str:
     """Returns a bucket's location, in lower case; "" if the account may only list its objects, or, after a line to
     `say`, may do neither. Raises BadInput if the bucket does not exist or credentials are invalid, LaunchError if Cloud
-    Storage does not answer. `place` begins the messages: where the file names it."""
+    Storage gives no answer in 30 s a request. `place` begins the messages: where the file names it."""
     from google.api_core import exceptions
     from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, RefreshError
 

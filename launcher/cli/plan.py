@@ -121,7 +121,8 @@ def manifest(config: Config, name: str | None, image: str | None, command: tuple
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 @configured
 def local(config: Config, command: tuple[str, ...]) -> None:
-    """Run a command in the run's image on this machine, on its CPU: prepare data, try things out."""
+    """Run a command in the run's image, which is made and pushed if needed, on this machine's CPU and in the current
+    folder: prepare data, try things out. Its exit code is ours."""
     sys.exit(images.run(config, command, terminal.say))
 
 

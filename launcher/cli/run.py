@@ -153,7 +153,8 @@ def status(config: Config, run_id: str | None, as_json: bool) -> None:
 @click.argument("named", metavar="[FILE]", type=click.Path(), required=False)
 @functools.partial(configured, file_flags=("--file",))
 def logs(config: Config, run_id: str | None, follow: bool, host: int | None) -> None:
-    """Print the lines of all hosts, each once. Here -f means follow: the YAML file is FILE, or --file FILE."""
+    """Print the lines of all hosts in the run's newest attempt, each once. Here -f means follow: the YAML file is FILE,
+    or --file FILE."""
     print_logs(config, run_context(), run_id, follow=follow, host=host)
 
 

@@ -149,8 +149,8 @@ def up(
 ) -> None:
     """Create the slice and wait until every host answers. Idempotent: waits for a slice that is being created, also by
     another `up`; starts a stopped one; waits for one that is being deleted, and recreates it. First checks that the
-    buckets exist, and leaves out candidates on which the step does not fit by a kept preflight. On GKE creates nothing,
-    and warns if the cluster has too few nodes."""
+    buckets exist, and leaves out types on which, by a kept preflight, the step does not fit; refuses if none is left.
+    On GKE creates nothing, and warns if the cluster has too few nodes."""
     from launcher.checks import inputs, preflight
 
     config = _for_owners(config, any_owner)
