@@ -99,7 +99,8 @@ class Backend(Protocol):
         return 0, 0
 
     def fallbacks(self) -> list[str]:
-        """Returns operations that ran on the host because the device lacks them: each costs a round trip every step."""
+        """Returns operations of this run that ran on the host because the device lacks them, each a round trip a
+        step."""
         return []
 
     def preflight(self) -> str | None:

@@ -135,7 +135,7 @@ class ProgramTracer(Protocol):
         """Keeps `open_backend`, which `open` calls. Raises CompilerUnavailable for untested versions."""
 
     def open(self) -> Mapping[str, int]:
-        """Builds the model, unless a usable one is built. Returns the bytes of each tensor of the state."""
+        """Builds the model, unless a usable one is built. Returns the bytes of each tensor of the state on a device."""
 
     def trace(self, kind: str, batch: Arrays) -> Program:
         """Returns the program of a step ("training") or of an "evaluation" on a global batch, without executing it."""

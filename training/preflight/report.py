@@ -32,7 +32,7 @@ class Costs:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the operations of a step take by the compiler's estimate, one after the other."""
+        """Returns the seconds that a step's operations take, one after the other, by the compiler's estimate."""
         return self.cycles / self.clock_hertz
 
 

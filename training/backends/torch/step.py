@@ -122,7 +122,8 @@ class TrainingStep:
         )
 
     def seed(self, number: int) -> int:
-        """Returns the seed of PyTorch's generator in a step, for networks that use the generator."""
+        """Returns the seed of PyTorch's generator in a step, for networks that use it: each host's own, but under
+        SPMD."""
         return step_seed(self._config.seed, number, 0 if self._sharding.is_spmd else self._cluster.worker)
 
     def trace(self, number: int, inputs: StepInputs[Tensor]) -> Tensor:

@@ -192,7 +192,7 @@ class TorchXla(Backend):
         return inputs.with_leaves(self._sharding.send(inputs.leaves()))
 
     def _compare(self, kind: str, shapes: Shapes, outputs: Any) -> None:
-        """Compares a traced program with those that preflight compiled, and warns if it is none of them."""
+        """Compares the program of `outputs()`, not yet run, with preflight's: see `CheckedPrograms.compare`."""
         self._checked.compare(kind, [shape for _, shape in shapes], lambda: hash_hlo(internals.program_text(outputs())))
 
     # --- state
@@ -291,7 +291,7 @@ def count_transfers() -> dict[str, int]:
 
 
 def count_fallbacks() -> dict[str, int]:
-    """Returns how often each operation that the device lacks ran on the host in this process."""
+    """Returns how often each operation that the device lacks, or a number's read, ran on the host in this process."""
     return {name: xla_metrics.counter_value(name) for name in xla_metrics.counter_names() if name.startswith("aten::")}
 
 
