@@ -53,8 +53,8 @@ class Layer:
 
 
 def make_layers(entries: Sequence[Entry], folder: str, title: str) -> list[Layer]:
-    """Returns the layers that add files to a folder (an absolute path) of an image, whose other files stay. Raises
-    BadInput when a file can't be read or a layer would be too large."""
+    """Returns the layers that add files to a folder (an absolute path) of an image, whose other files stay; [] for
+    none. `title`: for the image's history. Raises BadInput when a file can't be read or a layer is above 1 GiB."""
     return [
         Layer(*_make_archive(group, folder), f"{title}{f' ({number})' if number else ''}")
         for number, group in enumerate(_group_by_layer(entries))

@@ -108,9 +108,9 @@ def check(config: Config) -> None:
 
 
 def image(config: Config, say: Callable[[str], None]) -> Image:
-    """Returns the image of image.reference, else the file's own, after making and pushing it unless it exists. Says
-    which files it leaves out as credentials. Raises BadInput without an engine, a usable base or a file, LaunchError
-    when a build, a push or the registry fails."""
+    """Returns the image of image.reference, unchecked, else the file's own, after making and pushing it unless it
+    exists. Says which files it leaves out as credentials. Raises BadInput without an engine, a usable base or a file,
+    LaunchError when a build, a push or the registry fails."""
     if config.image.reference:
         return Image(config.image.reference)
     folder, dockerfile = _own_folder(config)

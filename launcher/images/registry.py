@@ -142,7 +142,7 @@ class Registry:
         return document
 
     def write_manifest(self, path: str, version: str, document: ManifestDocument) -> None:
-        """Stores a manifest under a tag or under its digest."""
+        """Stores a manifest under a tag or its digest, after its blobs were uploaded. Raises LaunchError."""
         headers = {"Content-Type": document.media_type}
         self._ask("PUT", f"{path}/manifests/{version}", (200, 201, 202), headers, document.body)
         self.bytes_sent += len(document.body)
@@ -162,8 +162,8 @@ class Registry:
         return body
 
     def upload(self, path: str, blob: Blob, *, source: str | None = None) -> None:
-        """Uploads a blob in one piece, unless the repository has it, or the registry mounts it from its repository
-        `source`. Each further try begins another upload."""
+        """Uploads a blob in one piece, unless the repository `path` has it, or the registry mounts it from its
+        repository `source`. Each further try begins another upload. Raises LaunchError."""
         if self.has_blob(path, blob.digest):
             return
         mount = "?" + urlencode({"mount": blob.digest, "from": source}, safe=":/") if source else ""

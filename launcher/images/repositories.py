@@ -125,8 +125,7 @@ def from_docker_settings(settings: Mapping[str, Any], host: str, path: Path) -> 
 
 
 def _ask_helper(helper: str, name: str) -> RegistryCredentials | None:
-    """Runs docker-credential-HELPER for a registry; None: it has no entry. Raises LaunchError, as for identity
-    tokens."""
+    """Runs docker-credential-HELPER for a registry; None if it has no entry. Raises LaunchError, BadInput."""
     command = [f"docker-credential-{helper}", "get"]
     result = shell.run(command, timeout=_CREDENTIALS_SECONDS, input=name)
     if not result.ok:

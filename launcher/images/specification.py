@@ -74,7 +74,8 @@ def default_spec(
 
 
 def launcher_spec(repository: str | None = None) -> ImageSpec:
-    """Returns the image of the launcher itself: images/launcher, and the packages of this installation."""
+    """Returns the image of the launcher itself: images/launcher, and the packages of this installation. `repository`:
+    to be pushed to; None: nowhere. Raises BadInput if the bundle of TPU_LAUNCH_CA_BUNDLE is missing."""
     source = shared_folder("images") / "launcher"
     package = build_context.tree(Path(__file__).parents[1], ignore=_BYTE_CODE)
     context = (

@@ -303,7 +303,8 @@ class Race:
         self.leaving.update({request.number: thread for request in doomed})
 
     def _take(self, entry: _Entry, state: SliceState) -> SliceState:
-        """Records the slice as the run's, and its candidate as last seen; withdraws all others, and waits for that."""
+        """Records the slice as the run's, and its candidate as the one last seen; withdraws all other requests, and
+        waits for that, without raising if one can't be withdrawn. Returns `state`."""
         self.record.grant(entry.request, self.machine.clock.time())
         slice_hints.save_place(self.config, entry.request.candidate)
         self.say(f"request {entry.request.number}: granted, {entry.request.candidate}")
@@ -318,8 +319,9 @@ class Race:
             thread.result()
 
     def _refuse(self, entry: _Entry, error: LaunchError) -> None:
-        """Records the end of a request that failed, or withdraws it in a thread if Google may have accepted it. A
-        candidate whose error is transient, like a stock-out, is asked for again after a pause; any other is dropped."""
+        """Tells the user the error of a request, and records its end, or withdraws it in a thread if Google may have
+        accepted it. A candidate whose error is transient, like a stock-out, is asked for again after a pause (15 s,
+        growing to five minutes); any other is dropped."""
         candidate, first_line = entry.request.candidate, str(error).splitlines()[0]
         self.error = error
         self.say(f"request {entry.request.number}: {candidate}: {first_line}")

@@ -89,7 +89,7 @@ def forget_addresses(config: Config) -> None:
 
 
 def _fingerprint(config: Config) -> str:
-    """Returns a hash of everything that the addresses depend on: the API, the slice, and the network path."""
+    """Returns a hash of what the addresses depend on: the API, the candidate, $HOME (keys), and internal_ips."""
     parts = [
         os.environ.get("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", ""),
         os.environ.get("HOME", ""),
@@ -117,7 +117,7 @@ class HostResult:
 
     @property
     def reached(self) -> bool:
-        """Returns whether the command ran to its end."""
+        """Returns whether the command ran to its end, with any exit code (through gcloud: with 0)."""
         return self.returncode is not None
 
 
@@ -250,7 +250,8 @@ class SliceConnections:
 
     @property
     def has_known_slice(self) -> bool:
-        """Returns whether a command saw this slice READY, and nothing contradicts it; False with `gcloud_only`."""
+        """Returns whether an earlier command kept addresses of the slice, which was READY, and nothing has contradicted
+        them since; False with `gcloud_only`."""
         with self._lock:
             return self._known is not None
 

@@ -130,7 +130,7 @@ class _Creation:
             node = self.retry.call(lambda: slices.describe_node(self.config, self.machine), self.deadline)
 
     def explain_interrupt(self) -> None:
-        """Tells the user what Ctrl-C leaves; for a queued resource, `queued` has told it."""
+        """If Ctrl-C may leave a slice, tells the user so; of a request in the queue, `queued` has told it."""
         if self.exists or (self.creates and self.config.slice.queued is None):
             self.say(
                 "interrupted: Google may still be creating it: `tpu-launch up` goes on waiting, `tpu-launch down` "
@@ -138,7 +138,8 @@ class _Creation:
             )
 
     def with_bill(self, error: LaunchError) -> LaunchError:
-        """Returns the error, with a line about the bill if it may leave a slice behind and does not say so yet."""
+        """Returns the error; with a line about the bill if it may leave a slice and is no Conflict, unless it has
+        one."""
         was_requested = self.creates and self.config.slice.queued is None
         is_left = self.exists or (error.transient and (was_requested or self.exists is None))
         if not is_left or isinstance(error, Conflict) or "`tpu-launch down`" in str(error):
@@ -270,7 +271,8 @@ class _Creation:
         self._reset_deadline()
 
     def _replace(self, node: SliceState) -> None:
-        """Deletes a lost node and its request; resets the deadline. Raises Preempted if this command created it."""
+        """Deletes a lost node and its request, and waits for that; resets the deadline. Raises Preempted if this
+        command created the node, else as `delete_in_zone`."""
         if self.creates:
             raise Preempted(
                 f"slice {node.name} became {node.state} while it was being created; run `tpu-launch up` again"

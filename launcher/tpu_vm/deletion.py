@@ -143,8 +143,8 @@ def delete_node(
     config: Config, doomed: SliceState, say: Say, machine: Workstation, deadline: float, *, wait_only: bool = False
 ) -> None:
     """Deletes a node (with `wait_only`, waits for its deletion) and returns when the API does not show it any more, or
-    shows a recreated one, which is left alone. Raises CommandTimeout after `deadline` (seconds of the monotonic
-    clock)."""
+    shows a recreated one, which is left alone. Raises CommandTimeout after `deadline` (seconds of the monotonic clock),
+    LaunchError if Google refuses."""
     retry = Retry(machine, say, f"slice {doomed.name}")
     asked = doomed.state == "DELETING"  # else one answer without it is taken for a stale one
 

@@ -82,7 +82,7 @@ def render(name: str, *arguments: str, **parameters: str | int | float | bool) -
 
 @functools.cache
 def load_script(name: str) -> str:
-    """Returns the text of `scripts/NAME.sh`, includes in place, without comments and values of parameters; cached."""
+    """Returns the text of `scripts/NAME.sh`, includes in place, without comments; sets no parameters. Cached."""
     text = (resources.files(__package__) / f"scripts/{name}.sh").read_text(encoding="utf-8")
     code = re.sub(r"^[ \t]*#.*\n", "", text, flags=re.MULTILINE)
     return re.sub(r"^[ \t]*\. \./(\w+)\.sh\n", lambda include: load_script(include[1]), code, flags=re.MULTILINE)
@@ -184,7 +184,7 @@ def observe_script(
     host's boot on one line (or only `absent`, or `no engine: REASON`), then with `progress` its lines of progress
     (which takes a process in the container), then its log from `since` (RFC 3339, inclusive; None: its begin) on, each
     line with the engine's time, cut after LOG_BYTES. `tail`: only the last lines, which an engine finds quickly: it
-    finds a time by reading the whole log. With `tail`, a host whose clock is before `since` ignores that."""
+    finds a time by reading the whole log. With `tail`, a host whose clock is before `since` ignores `since`."""
     options = [*(["--tail", str(tail)] if tail is not None else []), *(["--since", since] if since else [])]
     seconds = f"{patience:.1f}" if patience else ""
     return render(
@@ -239,8 +239,8 @@ def has_reports(output: str) -> bool:
 
 
 def start_warnings(time: int, pages: str, begin: float, end: float) -> Iterator[str]:
-    """Yields warnings on what start.sh reports: the host's `time`, which was read between `begin` and `end` of the
-    workstation's clock (all Unix seconds), and `pages`, the setting of huge pages; "" where it is right."""
+    """Yields warnings: if the host's `time`, read between `begin` and `end` of the workstation's clock (all Unix
+    seconds), is over 30 s off, and on `pages`, start.sh's setting of huge pages, unless "" (it is right)."""
     skew = max(begin - time - 1, time - end - 1)
     if skew > _CLOCK_SECONDS:
         yield f"its clock is {skew:.0f} s off the workstation's; sudo systemctl restart chrony, on that host"
@@ -277,8 +277,8 @@ def parse_state(line: str) -> ContainerState | None:
 
 def parse_observation(worker: int, output: str) -> tuple[Observation, LogWindow]:
     """Returns the observation in the output of `observe.sh`, and its log; if the engine does not answer, one with a
-    `problem` and no lines. Output cut at LOG_BYTES sets the observation's `more`. Surrogates: bytes that are not
-    UTF-8."""
+    `problem` and no lines. Output cut at LOG_BYTES sets the observation's `more`. `output` has surrogates for bytes
+    that are not UTF-8."""
     first, _, rest = output.partition("\n")
     state = parse_state(first.strip())
     progress, rest = split_progress(rest)  # log lines begin with a time

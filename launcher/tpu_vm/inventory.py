@@ -44,8 +44,7 @@ class OwnedSlice:
     uid: str = ""  # the API's own number of a node: another one of the same name has another
 
     def cost(self, now: float) -> float | None:
-        """Returns the dollars until `now` (Unix seconds), at list prices; None if unknown, 0 for one that is not a
-        node."""
+        """Returns the dollars until `now` (Unix seconds), at list prices; None if unknown, 0 for a queued resource."""
         if self.kind != "node":
             return 0.0
         if self.created is None:
@@ -73,7 +72,7 @@ class OwnedSlice:
         }
 
     def row(self, now: float) -> list[str]:
-        """Returns the cells of its row in the table with the headings COLUMNS. `now`: Unix seconds."""
+        """Returns its texts for a table with the headings COLUMNS, in that order. `now`: Unix seconds."""
         cost = self.cost(now)
         expires = "never" if self.expires is None else costs.duration(self.expires - now)
         if self.expires is not None and self.expires < now:
@@ -143,7 +142,8 @@ def parse_queued(resource: dict[str, Any]) -> OwnedSlice | None:
 def _make(
     kind: str, resource: dict[str, Any], state: str, node: dict[str, Any], scheduling: dict[str, Any]
 ) -> OwnedSlice:
-    """Builds a slice from a resource of the API and the `node` that it is or becomes; `scheduling`: its capacity."""
+    """Builds a slice of `kind` ("node" or "queued resource") from a resource of the API and the `node` that it is or
+    becomes; `scheduling`: which of "spot", "preemptible" and "reserved" it is."""
     *_, zone, _, name = resource["name"].split("/")
     labels: dict[str, str] = node.get("labels", {})
     if scheduling.get("spot") or scheduling.get("preemptible"):
@@ -247,7 +247,8 @@ def _why_changed(listed: OwnedSlice, current: OwnedSlice, now: float) -> str:
 
 
 def _request_of(node: OwnedSlice, describe: Callable[[OwnedSlice], OwnedSlice | None]) -> OwnedSlice | None:
-    """Returns the request that a node came from, if it still exists with the same labels; else None."""
+    """Returns the request that a node came from, if it still exists with the same owner's labels; else, and for a
+    request itself, None. `describe`: asks the API, and may raise LaunchError."""
     if node.kind != "node" or not node.request:
         return None
     request = describe(replace(node, kind="queued resource", name=node.request))

@@ -191,7 +191,7 @@ class Acquisition:
         self.request, self.requested, self.node_missing_since = None, False, None
 
     def _check_deadline(self) -> None:
-        """Deletes a request a minute after its time, or create_minutes while it is being granted; raises Stockout."""
+        """A minute after the request's time (being granted: create_minutes), deletes it and raises Stockout."""
         is_granted = self.request is not None and self.request.state in ("PROVISIONING", "ACTIVE")
         grace = self.config.slice.create_minutes * 60 if is_granted else _LATE_SECONDS
         if self._left() < -grace:

@@ -114,11 +114,12 @@ class RequestRecord:
         return request
 
     def grant(self, request: Recorded, now: float) -> None:
-        """Records, here and if possible in a shared record's bucket, that a request was granted and is used."""
+        """Records, here and if possible in a shared record's bucket, that a request is granted (`now`) and used."""
         self._create(request.number, "granted", {"time": now})
 
     def end(self, requests: Sequence[Recorded], outcome: str, now: float) -> None:
-        """Records the end of requests, here and if possible in a shared record's bucket; keeps an earlier end."""
+        """Records the end of requests at `now` (Unix seconds), and its `outcome`, such as WITHDRAWN, here and if
+        possible in a shared record's bucket; keeps an earlier end."""
         for request in requests:
             self._create(request.number, "ended", {"time": now, "outcome": outcome})
 
@@ -188,7 +189,7 @@ class RequestRecord:
             home.write_private(self._folder / _BUCKET, url)
 
     def pull(self) -> None:
-        """Copies here what other machines recorded in a shared record's bucket. Raises OSError, StorageError."""
+        """Copies here what other machines recorded in its bucket, if it has one. Raises OSError, StorageError."""
         if (self._folder / _BUCKET).exists():
             for found in storage.listing((self._folder / _BUCKET).read_text()):
                 if not (path := self._folder / storage.name_of(found.url)).exists():

@@ -171,7 +171,7 @@ class Request:
 
 
 def describe_request(config: Config, machine: Workstation) -> Request | None:
-    """Returns the queued resource of the slice's name, with the labels of its first node; None when there is none."""
+    """Returns the queued resource of this name, with the labels of its first node; None without. Raises LaunchError."""
     resource = read_resource(machine, commands.request_command(config, "describe", "--format=json"), _REQUEST_SECONDS)
     if resource is None:
         return None
