@@ -199,8 +199,8 @@ def make_base(spec: ImageSpec, say: Callable[[str], None]) -> str:
 
 
 def cloud_build_commands(spec: ImageSpec, project: str) -> str:
-    """Returns shell commands, for the user to run, that make the base by Cloud Build in a Google project. Raises
-    BadInput when `spec` has no repository."""
+    """Returns commands, for the user's shell, that make the base by Cloud Build. Raises BadInput without a
+    repository."""
     wanted = str(base_reference(spec))
     arguments = ["build", "--target", BASE_TARGET, "--platform", "linux/amd64", "--tag", wanted]
     for key, value in spec.build_args:

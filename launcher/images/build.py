@@ -194,11 +194,11 @@ def build_command(spec: ImageSpec, plan: ImagePlan) -> list[str]:
 
 
 def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
-    """Returns the image after pulling its bases, building it, and, if `spec` has a repository, creating that (if
-    configured) and pushing, as far as needed; waits without limit for another process that does. When an image that was
-    pushed before can't be pushed again, hosts get the earlier push, and `say` receives a line. Raises BadInput without
-    an engine or a base, or when files change meanwhile; LaunchError, with docker's last lines and the path of all of
-    its output, when the build (exit code BAD_INPUT) or the push failed."""
+    """Returns the image after pulling its bases, building it and, with `spec.repository` (created if configured),
+    pushing it, as far as needed; waits without limit for another process that does. If an image that was pushed before
+    can't be pushed again, hosts get the earlier push, and `say` a line. Raises BadInput without an engine or a base, or
+    if files change; LaunchError, with docker's last lines and the log's path, when the build (exit code BAD_INPUT) or
+    the push failed."""
     docker = engine.require_engine()
     plan = make_plan(spec)
     for base in plan.missing_bases:

@@ -135,8 +135,7 @@ def digest(entries: Iterable[Entry]) -> tuple[bytes, dict[str, str]]:
 
 
 def hash_file(kind: bytes, content: bytes) -> str:
-    """Returns the SHA-256 of a kind ("file", "program" if executable, "link") and content (a link's: where it
-    points)."""
+    """Returns the SHA-256 of a kind ("file", "program" if executable, "link") and content (a link's: its target)."""
     return hashlib.sha256(kind + b"\0" + content).hexdigest()
 
 

@@ -250,8 +250,7 @@ class SliceConnections:
 
     @property
     def has_known_slice(self) -> bool:
-        """Returns whether an earlier command kept addresses of the slice, which was READY, and nothing has contradicted
-        them since; False with `gcloud_only`."""
+        """Returns whether addresses kept by an earlier command are not contradicted yet; False with `gcloud_only`."""
         with self._lock:
             return self._known is not None
 

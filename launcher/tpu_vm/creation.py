@@ -138,8 +138,7 @@ class _Creation:
             )
 
     def with_bill(self, error: LaunchError) -> LaunchError:
-        """Returns the error; with a line about the bill if it may leave a slice and is no Conflict, unless it has
-        one."""
+        """Returns the error, with a line about the bill if it may leave a slice behind and does not say so yet."""
         was_requested = self.creates and self.config.slice.queued is None
         is_left = self.exists or (error.transient and (was_requested or self.exists is None))
         if not is_left or isinstance(error, Conflict) or "`tpu-launch down`" in str(error):

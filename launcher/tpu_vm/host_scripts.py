@@ -292,8 +292,7 @@ def parse_observation(worker: int, output: str) -> tuple[Observation, LogWindow]
 
 
 def covers(window: LogWindow, since: str, tail: int) -> bool:
-    """Returns whether the last `tail` records of a log, as asked for, hold every record from `since` on (RFC 3339, as
-    `Cursor.since` gives it). They do when they are fewer than `tail`, and begin at a line that is known already:
-    `since` is LOG_OVERLAP before the newest such line, or the oldest that is open. Docker counts records before it
-    leaves out those before `since`."""
+    """Returns whether `window`, read from the last `tail` records of a log, has every record from `since` on (RFC 3339,
+    as `Cursor.since`): it has fewer than `tail`, which docker counts before it leaves out those before `since`, and
+    begins at a line that is known already, at most LOG_OVERLAP after `since`."""
     return 0 < window.records < tail and window.first <= shift(since, LOG_OVERLAP)

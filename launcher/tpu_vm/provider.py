@@ -321,9 +321,8 @@ class TpuVm:
     def _run_all(
         self, script: str, workers: Sequence[int], stdin: str | None = None, *, timeout: float, again: bool = True
     ) -> list[HostResult]:
-        """Runs a script on `workers`, and `again` on those not reached: a container must not go on because a connection
-        failed once. Uses gcloud if that is set, and on hosts that refuse ssh. Returns the results in worker order.
-        Raises LaunchError if gcloud gives no addresses."""
+        """Runs a script on `workers`, and `again` where not reached; by gcloud if that is set, and on hosts that refuse
+        ssh. Returns the results in worker order. Raises LaunchError if gcloud gives no addresses."""
         results, left = dict[int, HostResult](), workers
         if not self._connections.gcloud_only:
             answers = self._connections.run_all(script, workers, timeout=timeout, stdin=stdin)

@@ -143,8 +143,7 @@ def describe_node(config: Config, machine: Workstation) -> SliceState | None:
 
 
 def read_resource(machine: Workstation, command: list[str], seconds: float) -> dict[str, Any] | None:
-    """Returns the JSON that a describing command prints; None when there is no such resource. Raises LaunchError, as
-    for no answer within `seconds`."""
+    """Returns what a describing command prints (JSON); None without the resource. Raises LaunchError, also if late."""
     try:
         found: dict[str, Any] = json.loads(call_gcloud(machine, command, timeout=seconds))
     except ResourceNotFound:
@@ -188,8 +187,7 @@ def describe_request(config: Config, machine: Workstation) -> Request | None:
 
 
 def find_request(config: Config, machine: Workstation) -> Request | None:
-    """Returns the queued resource of the slice's name; None without one. If the account may not see any, returns None
-    too, but raises PermissionDenied with slice.queued."""
+    """Returns the queued resource of this name; None without, or (not with slice.queued) if it may not be seen."""
     try:
         return describe_request(config, machine)
     except PermissionDenied:
