@@ -52,7 +52,7 @@ def exceeds(config: Config, entries: Sequence[Entry], now: float) -> bool:
 
 
 def require_prices(config: Config) -> None:
-    """Raises BadInput for a budget with a candidate whose price is not known."""
+    """Raises BadInput if run.budget is set and the table of prices lacks a candidate; asks no API."""
     for candidate in config.candidates if config.run.budget is not None else ():
         if costs.per_hour(candidate.accelerator_type, candidate.zone, candidate.capacity) is None:
             raise BadInput(

@@ -282,7 +282,8 @@ def _say_stopped(session: Session) -> None:
 
 
 def _require_capabilities(request: RunRequest, provider: Provider, secrets: SecretSource) -> None:
-    """Raises BadInput for options that the provider can't carry out, and for secrets to send without a value here."""
+    """Raises BadInput for --env-file, --overlay or --sync where the provider has no such thing, and if it sends secrets
+    and one of run.secrets is neither in the environment nor in the env file."""
     config, capabilities = request.config, provider.capabilities
     if request.env_file is not None and not capabilities.sends_secrets:
         raise BadInput(

@@ -54,8 +54,8 @@ def keep_evidence(
 
 
 def write(ledger: Ledger, attempt: int, evidence: Mapping[str, str], secrets: Mapping[str, str]) -> Path:
-    """Writes the archive of an attempt and returns its path. `evidence` is file name -> text, from the provider;
-    `secrets` are values to mask, by name. Raises OSError, and leaves no part, if the disk is full or fails."""
+    """Writes post-mortem-<attempt>.tar.gz into the run's folder and returns its path. `evidence` is file name -> text,
+    from the provider; `secrets` are values to mask, by name. Raises OSError, and leaves no part, if that fails."""
     masker = SecretMasker(secrets)
     target = ledger.folder / f"post-mortem-{attempt}.tar.gz"
     now = int(ledger.clock.time())

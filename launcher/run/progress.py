@@ -83,7 +83,8 @@ def judge_stall(views: Mapping[int, ProgressView], stall_minutes: float | None, 
     Args:
         views: Running hosts that tell their progress. Without any, the attempt hangs only by `stall_minutes`.
         stall_minutes: `run.stall_minutes`; None: five minutes, and no limit without `views`.
-        quiet: For how many seconds no host has written a line of output, which counts for programs without phases.
+        quiet: Seconds since any host wrote a line. Without `views` only they count; if a host tells no phase, a line
+            counts as progress.
     """
     limit = DEFAULT_SECONDS if stall_minutes is None else stall_minutes * 60
     if not views:

@@ -91,7 +91,7 @@ class Session:
         return range(self.provider.host_count)
 
     def choose_workers(self, host: int | None) -> Sequence[int]:
-        """Returns the worker indices of one host, or of all. Raises BadInput for a host that the slice lacks."""
+        """Returns the indices of one host, or of all (None). Raises BadInput for a host that the slice lacks."""
         if host is None:
             return self.workers
         if host not in self.workers:

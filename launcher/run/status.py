@@ -253,7 +253,7 @@ def plot(losses: Mapping[int, float], columns: int, rows: int) -> list[str]:
 
 
 def _progress(view: View, columns: int) -> list[str]:
-    """Returns the lines with the step, the bar and the figures of the training."""
+    """Returns the step, the bar and the figures of the training in one or two lines, or says that there are none."""
     now = view.progress
     if now is None:
         return ["no step was reported yet"]

@@ -308,7 +308,8 @@ class _Supervision:
         return bool(fresh)
 
     def _update_view(self, answer: Observation) -> None:
-        """Updates what is known of a host; records that it is away, back, or ended. Raises StartInterrupted."""
+        """Updates what is known of a host by its answer, or the lack of one; records and says that it is away or back,
+        records its end. Raises StartInterrupted if its container never started."""
         number, worker, now = self.attempt, answer.worker, self.clock.monotonic()
         view = self.views[worker]
         if answer.container is None:
@@ -414,7 +415,7 @@ class _Supervision:
             self.over.wait(self.interval * 5 if ended else max(0.0, self.interval - elapsed))
 
     def _watch_state(self, worker: int) -> None:
-        """Puts a container's state alone into the inbox until the end: a page of a huge log takes long to find."""
+        """Puts a container's state, no lines, into the inbox until `over`: a page of a huge log takes long to find."""
         while not self.over.wait(self.interval * 3):
             with contextlib.suppress(LaunchError):
                 asked = self.clock.monotonic()
