@@ -80,8 +80,7 @@ class RunBucket:
         return storage.stat(storage.join(self.url, _RECORD)) is not None
 
     def put_event(self, number: int, text: str) -> str:
-        """Creates event `number` with the JSON line `text` in the bucket. Returns `text` or, if the number was taken,
-        the text of the event that has it."""
+        """Creates event `number` in the bucket. Returns `text`, or the text of an event that had the number before."""
         url = self._event(number)
         try:
             storage.write(url, text.encode(), create_only=True)
@@ -106,8 +105,7 @@ class RunBucket:
 
     def judge_lease(self, clock: Clock, seen: int = 0) -> LeaseState | None:
         """Returns the run's lease; None before the first, or if its generation is `seen`. If it looks live and the
-        bucket tells no time, waits 30 s and reads again: if not renewed by then, it gets an age at which it has
-        expired."""
+        bucket tells no time, waits 30 s and reads again; if not renewed by then, its age says that it has expired."""
         lease = self.read_lease(seen)
         if lease is None or lease.age is not None or not lease.is_live:
             return lease

@@ -191,8 +191,8 @@ class Ledger:
 
     def _record(self, line: str, number: int) -> None:
         """Appends an event's line to the file. Before that creates it in the bucket, if there is one, as `number` or
-        the next free one, and appends other processes' events up to there. Raises OSError, StorageError; ends this
-        process if it has lost the lease."""
+        the next free one, and appends others' events up to there. Raises OSError, StorageError; ends a process that
+        lost its lease."""
         if self.bucket is None:
             self._write(line)
             return

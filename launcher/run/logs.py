@@ -304,8 +304,7 @@ class _Fetcher:
 
     def fetch(self) -> None:
         """Appends each host's new lines to its file, and updates `more`, `containers_ended` and `silent`. While another
-        process holds the run's lock, fetches nothing; after a minute of that it counts as a supervisor: not
-        `silent`."""
+        process holds the run's lock, fetches nothing; after a minute of that, sets `silent` to False."""
         pages, self._next_page, self.containers_ended = self._next_page, {}, False
         try:
             with self._session.ledger.supervising(patience=0.0):

@@ -39,8 +39,7 @@ def keep_evidence(
     session: Session, attempt: int, reachable: Sequence[int], secrets: Mapping[str, str], unknown: Sequence[str]
 ) -> None:
     """Writes post-mortem-<attempt>.tar.gz into the run's folder, with what the `reachable` hosts give and `secrets`
-    (values by name) masked. Records and says its path and the secrets that are not masked (`unknown`: names), or says
-    why there is none."""
+    (values by name) masked. Records and says its path and the `unknown` secrets, not masked, or says why it failed."""
     say = session.context.output.say
     evidence = session.provider.evidence(session.container(attempt), reachable)
     try:

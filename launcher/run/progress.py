@@ -255,8 +255,8 @@ class HostsProgress:
 
     def update(self, worker: int, line: ProgressLine, now: float) -> bool:
         """Takes in a host's newest line, read at `now` (monotonic), and records stragglers; keeps the line in the run's
-        folder if no lower host tells progress and its step changed. Returns whether it is the host's first line, or its
-        step, phase or count changed."""
+        folder if no lower host tells progress and its step is new. Returns whether it is the host's first or its step,
+        phase or count is new."""
         before = self.views.get(worker)
         view = self.views[worker] = update(before, line, now)
         if before is not None and line.step > before.line.step:

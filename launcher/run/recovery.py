@@ -125,8 +125,7 @@ def spent_so_far(recorded: Sequence[events.RunEvent]) -> Retries:
 
 def bad_host(recorded: Sequence[events.RunEvent]) -> tuple[int, int]:
     """Returns the host that was the first cause of the last attempts' ends, and of how many in a row; (-1, 0) if the
-    last one had no single host as its cause. Skips attempts that did not start or vanished, and ignores all before the
-    slice was last replaced."""
+    last had no single host as its cause. Skips attempts that did not start or vanished; stops at a replaced slice."""
     worker, count = -1, 0
     for event in reversed(recorded):
         if isinstance(event, events.SliceReplaced):

@@ -215,8 +215,7 @@ def _may_lack_secrets(session: Session, answer: Observation, container: Containe
 
 
 def end_interrupted_start(session: Session) -> None:
-    """Ends (SIGKILL after run.stop_seconds) and removes the open attempt's containers; records that it did not
-    start."""
+    """Ends (SIGKILL after run.stop_seconds) and removes the open attempt's containers; records it as not started."""
     number = session.ledger.state.attempt
     session.say(f": attempt {number} was interrupted while it was started: ending it")
     end_everywhere(session, number, session.workers, grace=session.config.run.stop_seconds)
@@ -225,8 +224,7 @@ def end_interrupted_start(session: Session) -> None:
 
 def observe_open_attempt(session: Session) -> Phase | None:
     """Returns the phase of the attempt whose end is not recorded, as its hosts answer. Returns None after it recorded
-    the end of an attempt whose containers are gone, or whose slice is after a failed round of a recovery, or ended an
-    interrupted start."""
+    an end: the containers are gone, the slice is (after a failed round), or the start was interrupted and is ended."""
     ledger = session.ledger
     number = ledger.state.attempt
     if ledger.state.recovering and (lost := judge_slice(session)):  # a round of that recovery has failed
