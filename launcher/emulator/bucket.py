@@ -162,9 +162,8 @@ class Bucket:
             return self._objects.get(name)
 
     def open(self, name: str, generation: int | None, expected: int | None) -> tuple[StoredObject, BinaryIO]:
-        """Returns the object and an open file of its bytes, which the caller closes, and which stays readable when the
-        object is replaced. Raises StorageApiError 404, also for another `generation`, or 412 unless it has the one
-        `expected`. None: any."""
+        """Returns the object and an open file of its bytes, which the caller closes; it stays readable when the object
+        is replaced. Raises StorageApiError 404, also for another `generation`, 412 for another than `expected`."""
         with self._lock:
             stored = self.get(name, generation)
             require_generation(expected, stored)

@@ -17,8 +17,7 @@ from training.errors import BadInput
 
 def find_checkpoints(folder: str) -> tuple[str, list[int]]:
     """Returns a run's checkpoint folder and committed steps, newest first; reads no manifest. `folder` is the run's
-    folder, its checkpoint folder, or one checkpoint in it, whose step is then the only one. Raises BadInput for
-    none."""
+    folder, its checkpoint folder, or one checkpoint in it, whose step is then the only one. Raises BadInput if none."""
     below = storage.join(folder, "checkpoints")
     parent, _, name = folder.rstrip("/").rpartition("/")
     step = form.step_of(name)
@@ -31,7 +30,7 @@ def find_checkpoints(folder: str) -> tuple[str, list[int]]:
 
 
 def has_checkpoint(folder: str) -> bool:
-    """Returns whether `folder`, as for `find_checkpoints`, has a committed checkpoint."""
+    """Returns whether `folder`, as for `find_checkpoints`, has a committed checkpoint. StorageErrors pass."""
     try:
         return bool(find_checkpoints(folder)[1])
     except BadInput:

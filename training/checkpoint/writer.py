@@ -111,12 +111,12 @@ class CheckpointWriter:
         self._late = 0  # saves in a row that had to wait for the one before
 
     def prepare(self, specs: Mapping[str, TensorSpec], split: StateSlices = NOT_SPLIT) -> None:
-        """Allocates the memory for snapshots, and starts a thread that creates its pages before the first save."""
+        """Allocates the memory for snapshots before the first `save` does, and its pages in a thread of its own."""
         self._buffer = _PartBuffer(specs, split, self._cluster)
         self._preparing = self._machine.threads.start(fault_in, self._buffer.data, name="checkpoint-memory")
 
     def continue_from(self, step: int, damaged: Iterable[int]) -> None:
-        """Sets the step to continue from, and newer steps that did not verify, whose manifests a save may replace."""
+        """Records the step to continue from, and newer ones that did not verify, whose manifests a save may replace."""
         self.committed = self.newest = step
         self._damaged = frozenset(damaged)
 
@@ -170,7 +170,7 @@ class CheckpointWriter:
             raise error
 
     def wait(self) -> None:
-        """Waits for the save in progress, if any, to be committed. Raises its error, once."""
+        """Waits, without limit, for the save in progress, if any, to be committed. Raises its error, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -286,8 +286,7 @@ class CheckpointWriter:
         return Part(name, written.size, checksum)
 
     def _check_fence_again(self, manifest: Manifest) -> None:
-        """Calls the fence after a commit. If it raises BadInput, deletes a manifest whose parts are gone, and
-        reraises."""
+        """Calls the fence after a commit. If it raises BadInput, deletes a manifest without its parts, and reraises."""
         try:
             self._fence()
         except BadInput:

@@ -74,8 +74,7 @@ def stat(url: str) -> Stat | None:
 
 
 def listing(folder: str) -> list[Stat]:
-    """Lists the files below a folder, recursively, sorted by URL, without unfinished ones; [] if it is missing. Raises
-    NoBucket for a missing bucket."""
+    """Lists the files below a folder, recursively, by URL, without unfinished ones; [] for none. Raises NoBucket."""
     if is_remote(folder):
         return gcs.listing(folder)
     entries = []
@@ -188,8 +187,7 @@ def delete(url: str) -> None:
 
 def remove_partial_files(folder: str, abandoned: Callable[[str], bool]) -> None:
     """Deletes killed writers' hidden files in those direct subfolders of a local folder whose names are `abandoned` (no
-    process writes there), and subfolders that are then empty; in a bucket nothing. Raises NotFound without the
-    folder."""
+    process writes there), and subfolders then empty; in a bucket nothing. Raises NotFound without the folder."""
     if is_remote(folder):
         return
     with local_errors(folder):

@@ -84,8 +84,7 @@ def stat(url: str) -> Stat | None:
 
 
 def listing(folder: str) -> list[Stat]:
-    """Lists all objects below a folder but those named like a folder (`a/`), sorted by URL; [] if there is none. Raises
-    NoBucket."""
+    """Lists all objects below a folder but those named like a folder (`a/`), by URL; [] for none. Raises NoBucket."""
     bucket, name = split_remote(folder)
     prefix = name.rstrip("/") + "/" if name.strip("/") else ""
 
@@ -248,10 +247,9 @@ def _cut_off(until: float) -> Iterator[None]:
 
 
 def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinned: bool = False) -> T:
-    """Returns what `attempt` returns, repeating it while its failures are transient. Raises StorageError, or a kind of
-    it, for refusals, a missing object and at the deadline; unknown errors pass. `activity` ("reading") and `url` are
-    for messages; `size` bytes extend the deadline. With `pinned`, `attempt` asks for one generation: raises Changed if
-    there is another."""
+    """Returns what `attempt` returns, repeating it while its failures are transient. Raises StorageErrors for refusals,
+    a missing object and at the deadline; unknown errors pass. `activity` ("reading") and `url` are for messages; `size`
+    bytes extend the deadline. With `pinned`, `attempt` asks for one generation: raises Changed for another."""
     from google.api_core.retry import exponential_sleep_generator, retry_target
 
     limits = timeouts
@@ -382,7 +380,7 @@ def _bucket_exists(bucket: str) -> bool:
 
 
 def _object(url: str) -> tuple[str, str]:
-    """Splits an object's URL into bucket and name. Raises StorageError when it names no object."""
+    """Splits an object's URL into bucket and name. Raises StorageError without a name, BadInput without a bucket."""
     bucket, name = split_remote(url)
     if not name:
         raise StorageError(f"{url} names a bucket, not an object")
@@ -396,7 +394,7 @@ def _stat(url: str, blob: Any) -> Stat:
 
 
 def _client() -> Any:
-    """Returns this process's client, which it creates at the first call, and whose downloads `_cut_off` can end."""
+    """Returns this process's client, made at the first call for a STORAGE_EMULATOR_HOST, for use with `_cut_off`."""
     key = (os.getpid(), os.environ.get("STORAGE_EMULATOR_HOST"))
     with _lock:
         if key not in _clients:

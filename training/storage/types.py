@@ -126,7 +126,7 @@ def is_remote(url: str) -> bool:
 
 
 def join(base: str, *names: str) -> str:
-    """Returns `base/name/...`; names are relative, and empty ones are left out."""
+    """Returns `base/name/...`, from the root if `base` is empty; names are relative, and empty ones are left out."""
     parts = [name.strip("/") for name in names if name.strip("/")]
     return "/".join([base.rstrip("/") or "/", *parts]) if base.rstrip("/") else "/" + "/".join(parts)
 
@@ -137,7 +137,8 @@ def name_of(url: str) -> str:
 
 
 def split_remote(url: str) -> tuple[str, str]:
-    """Splits `gs://bucket/a/b` into ("bucket", "a/b"); the name may be "". Raises BadInput without a bucket."""
+    """Splits a gs:// URL (unchecked), gs://BUCKET/A/B, into ("BUCKET", "A/B" or ""). Raises BadInput without a
+    bucket."""
     bucket, _, name = url.removeprefix(REMOTE).partition("/")
     if not bucket:
         raise BadInput(f"{url}: expected gs://bucket/name")
@@ -145,7 +146,7 @@ def split_remote(url: str) -> tuple[str, str]:
 
 
 def place_mistake(place: str) -> str | None:
-    """Returns why a text is neither a local folder nor a gs:// URL; None if it is one."""
+    """Returns why a text is, by its form alone, neither a local folder nor a gs:// URL; None if it is one."""
     if not place.strip():
         return "is empty: give a folder, or gs://bucket/folder"
     if place != place.strip() or any(ord(character) < 32 for character in place):

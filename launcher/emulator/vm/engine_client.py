@@ -87,6 +87,7 @@ def filters(**values: list[str]) -> str:
 
 
 def _error_text(data: bytes) -> str:
+    """Returns the message of an engine's error, or the first 500 characters of another response."""
     try:
         return str(json.loads(data)["message"])
     except (ValueError, KeyError, TypeError):

@@ -197,6 +197,7 @@ class EngineImages:
     # -- bytes
 
     def _engine_prefix(self) -> str:
+        """Returns "127.0.0.1:PORT/", which begins the engine's names of images in the emulated registry."""
         with self.store.read() as state:
             return f"127.0.0.1:{state.registry_port}/"
 

@@ -91,8 +91,7 @@ class EngineProxy:
         _serve(connection, lambda request: self._answer_host(request, view))
 
     def _answer_host(self, request: EngineRequest, view: EngineView) -> Reply:
-        """Answers a request about the engine, the host's own containers, or images (to read and pull); else raises
-        EngineRefusal."""
+        """Answers about the engine, the host's containers, or images (to read and pull); else raises EngineRefusal."""
         parts = [unquote(part) for part in request.path.strip("/").split("/")]
         match (request.method, parts):
             case ("GET" | "HEAD", ["_ping" | "version"]) | ("GET", ["images", "json"]):

@@ -148,8 +148,7 @@ def _set_network(new: dict[str, Any], host: dict[str, Any], view: EngineView) ->
 
 def _set_namespaces(host: dict[str, Any], view: EngineView, bind: Callable[[str], str]) -> list[str]:
     """Replaces, in the HostConfig `host`, "host" in --pid by the emulated host, in --ipc by private (the returned bind
-    shares its /dev/shm), in --uts, --userns and --cgroupns by the default. Raises EngineRefusal for --pid and --ipc of
-    another container."""
+    shares /dev/shm), in --uts, --userns and --cgroupns by the default. Raises EngineRefusal for another container's."""
     binds = []
     if host.get("PidMode") == "host":
         host["PidMode"] = f"container:{view.hostname}"
@@ -218,8 +217,7 @@ def _died_with_host(state: dict[str, Any], host: dict[str, Any]) -> bool:
 
 def present_listing(values: list[dict[str, Any]], view: EngineView, names: list[str]) -> list[dict[str, Any]]:
     """Returns the response to GET containers/json as the host sees it: the host's containers in the engine's listing,
-    `values`, that match one of the filters `names` (none: all). The engine, whose own names are longer, can't filter
-    by the host's."""
+    `values`, that match one of the filters `names` (none: all). The engine, with longer names, can't filter by them."""
     shown = []
     for value in values:
         new = {**value, "Names": [_strip_prefix(name, view) for name in value["Names"]]}

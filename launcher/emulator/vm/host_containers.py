@@ -73,7 +73,7 @@ class HostContainers:
         return self.sockets / host.hostname
 
     def ensure(self, node: Node, host: Host) -> None:
-        """Creates the host and its volumes unless it exists, and starts it unless it runs. Raises EngineError."""
+        """Creates the host and its volumes, and starts it, if need be; does not await its boot. Raises EngineError."""
         with contextlib.suppress(EngineError):
             container = self.engine.call("GET", f"/containers/{host.hostname}/json")
             if not container["State"]["Running"]:

@@ -83,7 +83,7 @@ class Hosts:
         self.store.wait(connected, _DISCONNECTED_SECONDS)
 
     def restore(self, host: Host) -> None:
-        """Undoes kill, cut and hang; also starts a host that is down for another reason. A node's outage stays."""
+        """Undoes kill, cut and hang; starts a host that is down, or raises EngineError. Its node's outage stays."""
         with self.store.change():
             cut, hung = host.cut, host.hung
             host.killed, host.cut, host.hung, host.restore_at = False, False, False, None

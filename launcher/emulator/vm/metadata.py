@@ -125,8 +125,8 @@ def answer(store: Store, hostname: str, request: HttpRequest) -> HttpResponse:
 
 
 def _render(value: Any, request: HttpRequest) -> HttpResponse:
-    """Returns a value as text or JSON; a folder without `recursive` as its names or, for a path without a final /, as a
-    redirect to PATH/."""
+    """Returns a value as text or JSON; a folder without `recursive` as names or, if the path lacks its /, a
+    redirect."""
     recursive = request.query.get("recursive", "").lower() == "true"
     form = request.query.get("alt", "json" if recursive else "text")
     headers = {"ETag": _compute_etag(value)}
