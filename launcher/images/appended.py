@@ -85,8 +85,7 @@ def find(spec: AppendSpec) -> str | None:
 
 def ensure(spec: AppendSpec, say: Callable[[str], None]) -> Image:
     """Returns the image, named REPOSITORY@sha256:..., after making it, and its repository if `spec` says so, in the
-    registry unless it exists. Raises BadInput for an unusable base or file, LaunchError if the registry refuses the
-    credentials or does not answer."""
+    registry unless it exists. Raises BadInput for an unusable base or file, LaunchError if the registry fails."""
     target = parse_reference(spec.repository)
     with _open_registry(spec, target, writes=True) as registry:
         base = _read_base(registry, spec)
@@ -199,8 +198,7 @@ def make_base(spec: ImageSpec, say: Callable[[str], None]) -> str:
 
 
 def cloud_build_commands(spec: ImageSpec, project: str) -> str:
-    """Returns commands, for the user's shell, that make the base by Cloud Build. Raises BadInput without a
-    repository."""
+    """Returns commands for the user's shell that make the base by Cloud Build. Raises BadInput without a repository."""
     wanted = str(base_reference(spec))
     arguments = ["build", "--target", BASE_TARGET, "--platform", "linux/amd64", "--tag", wanted]
     for key, value in spec.build_args:

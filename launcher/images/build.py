@@ -196,9 +196,8 @@ def build_command(spec: ImageSpec, plan: ImagePlan) -> list[str]:
 def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
     """Returns the image after pulling its bases, building it and, with `spec.repository` (created if configured),
     pushing it, as far as needed; waits without limit for another process that does. If an image that was pushed before
-    can't be pushed again, hosts get the earlier push, and `say` a line. Raises BadInput without an engine or a base, or
-    if files change; LaunchError, with docker's last lines and the log's path, when the build (exit code BAD_INPUT) or
-    the push failed."""
+    can't be pushed again, hosts get the earlier push, and `say` a line. Raises BadInput without engine or base, or if
+    files change; LaunchError, with docker's last lines and the log's path, if the build (BAD_INPUT) or push failed."""
     docker = engine.require_engine()
     plan = make_plan(spec)
     for base in plan.missing_bases:

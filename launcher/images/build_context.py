@@ -113,8 +113,7 @@ def left_out_of(folder: Path) -> tuple[str, ...]:
 
 
 def _holds_private_key(path: Path) -> bool:
-    """Returns whether a small file, or the one that a link points to, holds a private key; False if it can't be read,
-    which `digest` reports."""
+    """Returns whether a small file, or one that a link points to, holds a private key; False if it can't be read."""
     try:
         small = path.is_file() and path.stat().st_size <= _SEARCHED_BYTES
         return small and _PRIVATE_KEY.search(path.read_bytes()) is not None

@@ -99,8 +99,7 @@ def record_code(home: Path, image: Image) -> None:
 
 
 def _read_record(home: Path, image: str | None, root: Path, config: Config) -> Image | None:
-    """Reads the record of the code in an image; None if there is none, or a damaged one, or `root` is not the folder of
-    the configuration's image.code."""
+    """Reads the record of an image's code; None without one, if damaged, or if `root` is not image.code's folder."""
     if image is None or config.image.code is None or (config.folder / config.image.code).resolve() != root.resolve():
         return None
     with contextlib.suppress(OSError, ValueError, TypeError):

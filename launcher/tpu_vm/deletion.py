@@ -142,9 +142,8 @@ def delete_in_zone(
 def delete_node(
     config: Config, doomed: SliceState, say: Say, machine: Workstation, deadline: float, *, wait_only: bool = False
 ) -> None:
-    """Deletes a node (with `wait_only`, waits for its deletion) and returns when the API does not show it any more, or
-    shows a recreated one, which is left alone. Raises CommandTimeout after `deadline` (seconds of the monotonic clock),
-    LaunchError if Google refuses."""
+    """Deletes a node (with `wait_only`, does not) and waits until the API shows it no more, or a recreated one, which
+    it leaves alone. Raises CommandTimeout after `deadline` (monotonic clock), LaunchError if Google refuses."""
     retry = Retry(machine, say, f"slice {doomed.name}")
     asked = doomed.state == "DELETING"  # else one answer without it is taken for a stale one
 

@@ -276,9 +276,8 @@ def parse_state(line: str) -> ContainerState | None:
 
 
 def parse_observation(worker: int, output: str) -> tuple[Observation, LogWindow]:
-    """Returns the observation in the output of `observe.sh`, and its log; if the engine does not answer, one with a
-    `problem` and no lines. Output cut at LOG_BYTES sets the observation's `more`. `output` has surrogates for bytes
-    that are not UTF-8."""
+    """Returns the observation in the output of `observe.sh` (surrogates: bytes that are not UTF-8), and its log; if the
+    engine does not answer, one with a `problem` and no lines. Output cut at LOG_BYTES sets its `more`."""
     first, _, rest = output.partition("\n")
     state = parse_state(first.strip())
     progress, rest = split_progress(rest)  # log lines begin with a time

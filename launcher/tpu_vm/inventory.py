@@ -185,9 +185,8 @@ def delete_command(project: str, slice_: OwnedSlice) -> list[str]:
 
 
 def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machine: Workstation) -> str:
-    """Deletes a listed leftover, if the slice of its name is still the same and still a leftover. Returns the outcome:
-    "deleted", "gone already", or "left alone: " and why. Raises LaunchError if it could not be described or deleted
-    within 15 minutes."""
+    """Deletes a listed leftover, if the slice of its name is still the same and a leftover. Returns "deleted", "gone
+    already", or "left alone: " and why. Raises LaunchError if it is not described or deleted within 15 minutes."""
     deadline = machine.clock.monotonic() + DELETE_SECONDS
     retry = Retry(machine, say, f"{leftover.kind} {leftover.name}")
     requested, outcome = False, "gone already"

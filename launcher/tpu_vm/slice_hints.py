@@ -32,8 +32,7 @@ def current(config: Config) -> Candidate:
 
 
 def last_seen(config: Config) -> Candidate | None:
-    """Returns the candidate as which a command of this machine last saw the slice; the only one when there is no other;
-    None when that is not known."""
+    """Returns the candidate as which this machine last saw the slice, or the only one; None if that is not known."""
     candidates = config.candidates
     if len(candidates) == 1:
         return candidates[0]
