@@ -424,8 +424,7 @@ class _Supervision:
                     self.inbox.put(replace(observation, open=self.open_lines.get(worker, {}), asked=asked))
 
     def _observe(self, worker: int, since: str | None, patience: float, *, progress: bool = False) -> Observation:
-        """Returns an observation of a host. Any exception becomes its `problem`, even a bug's: otherwise the task would
-        end and leave the host unwatched."""
+        """Returns an observation of a host. Any exception, even a bug's, is its `problem`, as the task must go on."""
         asked = self.clock.monotonic()
         try:
             observation = self.provider.observe(worker, self.container, since, patience=patience, progress=progress)

@@ -173,8 +173,7 @@ class Supervisor:
 
     def _needs_process(self, name: str, child: _Child) -> bool:
         """Returns whether the run is unfinished and its lease has expired or was released (False if it never had one);
-        may wait 30 s to tell. Copies such a run here. Notes in `child` that it is over, or says that a program is
-        missing."""
+        may wait 30 s. Copies such a run here. Notes in `child` that nothing is to do; says what program is missing."""
         url, machine = storage.join(self.folder, name), self.context.machine
         lease = RunBucket.of_run(url).judge_lease(machine.clock, seen=child.settled)
         if lease is None or lease.is_live:
@@ -209,8 +208,8 @@ class Supervisor:
         child.result = machine.threads.submit(run)
 
     def _report_end(self, name: str, child: _Child) -> None:
-        """Says how a run's process ended. The next one waits 15 s after exit code 0, else twice the last wait, to 300
-        s."""
+        """Says how a run's process ended; the next waits 15 s after exit code 0, else twice the last (300 s at
+        most)."""
         assert child.result is not None
         error = child.result.exception()
         code = None if error is not None else child.result.result().returncode
