@@ -163,7 +163,7 @@ class Bucket:
 
     def open(self, name: str, generation: int | None, expected: int | None) -> tuple[StoredObject, BinaryIO]:
         """Returns the object and an open file of its bytes, which the caller closes; it stays readable when the object
-        is replaced. Raises StorageApiError 404, also for another `generation`, 412 for another than `expected`."""
+        is replaced. Raises StorageApiError 404, also for another `generation`, 412 unless `expected`. None: any."""
         with self._lock:
             stored = self.get(name, generation)
             require_generation(expected, stored)

@@ -190,8 +190,7 @@ def environment(home: Path) -> dict[str, str]:
 def emulated(say: Callable[[str], None]) -> Iterator[None]:
     """Makes commands inside the block reach the emulator instead of Google, by variables of this process. Starts an
     emulator when none runs; the command after which no slice or queued resource is left stops it, and keeps its
-    buckets, to resume runs. Leaves one running that `tpu-launch emulator start` started. `say` gets starts and
-    stops."""
+    buckets, to resume runs. Leaves one running that `tpu-launch emulator start` started. `say` hears of both."""
     home = default_home()
     mark = home / _STARTED_BY_COMMAND
     if not status(home)["running"]:

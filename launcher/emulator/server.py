@@ -199,8 +199,8 @@ class Server:
         return self._faulty("metadata", lambda: metadata.answer(self.store, hostname, request))
 
     def _faulty(self, service: str, answer: Callable[[], HttpResponse]) -> HttpResponse:
-        """Waits for an injected delay of one of faults.SERVICES; then uses up and returns an injected error, or
-        answers."""
+        """Waits for the injected delay of `service`, one of faults.SERVICES; then uses up an injected error and returns
+        it, or without one returns `answer()`."""
         with self.store.read() as state:
             delay = faults.delay(state, service)
             may_fail = any(fault.kind == "errors" and fault.service == service for fault in state.faults)

@@ -74,7 +74,7 @@ def stat(url: str) -> Stat | None:
 
 
 def listing(folder: str) -> list[Stat]:
-    """Lists the files below a folder, recursively, by URL, without unfinished ones; [] for none. Raises NoBucket."""
+    """Lists the files below a folder, at any depth, sorted by URL, no unfinished ones; [] for none. Raises NoBucket."""
     if is_remote(folder):
         return gcs.listing(folder)
     entries = []

@@ -84,7 +84,8 @@ def stat(url: str) -> Stat | None:
 
 
 def listing(folder: str) -> list[Stat]:
-    """Lists all objects below a folder but those named like a folder (`a/`), by URL; [] for none. Raises NoBucket."""
+    """Lists all objects below a folder, sorted by URL, but those named like a folder (`a/`); [] if there is none.
+    Raises NoBucket."""
     bucket, name = split_remote(folder)
     prefix = name.rstrip("/") + "/" if name.strip("/") else ""
 

@@ -137,8 +137,7 @@ def name_of(url: str) -> str:
 
 
 def split_remote(url: str) -> tuple[str, str]:
-    """Splits a gs:// URL (unchecked), gs://BUCKET/A/B, into ("BUCKET", "A/B" or ""). Raises BadInput without a
-    bucket."""
+    """Splits a gs:// URL (unchecked) into ("bucket", "a/b"), or ("bucket", ""). Raises BadInput without a bucket."""
     bucket, _, name = url.removeprefix(REMOTE).partition("/")
     if not bucket:
         raise BadInput(f"{url}: expected gs://bucket/name")

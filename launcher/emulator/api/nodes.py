@@ -188,7 +188,8 @@ def _new_hosts(state: EmulatorState, name: str, count: int, now: float) -> list[
 
 
 def _delete(state: EmulatorState, node: Node, now: float) -> Operation:
-    """Cancels the node's pending operations and enters its deletion. Raises ApiError if DELETING, or by a fault."""
+    """Cancels the node's pending operations and enters its deletion. Raises ApiError if it is being deleted already, or
+    for a busy fault."""
     if node.state == "DELETING":
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
     faults.refuse_change(state)
@@ -223,7 +224,8 @@ def _update(state: EmulatorState, node: Node, call: Call, now: float) -> Operati
 
 
 def _stop_or_start(state: EmulatorState, node: Node, verb: str, now: float) -> Operation:
-    """Enters a stop of a READY node of one host, or a start of a STOPPED one. Raises ApiError else, and if busy."""
+    """Enters a stop of a READY node of one host, or a start of a STOPPED one. Raises ApiError for nodes of several
+    hosts, in other states, and for a busy fault."""
     before, during = ("READY", "STOPPING") if verb == "stop" else ("STOPPED", "STARTING")
     if len(node.hosts) > 1:
         raise bad_request(

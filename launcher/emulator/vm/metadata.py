@@ -125,8 +125,7 @@ def answer(store: Store, hostname: str, request: HttpRequest) -> HttpResponse:
 
 
 def _render(value: Any, request: HttpRequest) -> HttpResponse:
-    """Returns a value as text or JSON; a folder without `recursive` as names or, if the path lacks its /, a
-    redirect."""
+    """Returns a value as text or JSON; a folder without `recursive` as names, or for a path without / a redirect."""
     recursive = request.query.get("recursive", "").lower() == "true"
     form = request.query.get("alt", "json" if recursive else "text")
     headers = {"ETag": _compute_etag(value)}
