@@ -153,10 +153,17 @@ def test_the_beginning_of_another_dataset_is_not_mixed_in(tmp_path: Path, monkey
 
 def test_a_folder_with_other_files_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(BadInput, match=r"is not empty \(.*thesis.txt\) and not a dataset"):
+    pack_documents(str(tmp_path / "other"), plan(), lambda: corpus(30), encode)
+    other = content(str(tmp_path / "other"))
+    with pytest.raises(BadInput, match=r"is not empty \(.*\) and not a dataset"):
         pack_documents(str(tmp_path), plan(), lambda: corpus(30), encode)
-    pack_documents(str(tmp_path), plan(), lambda: corpus(30), encode, overwrite=True)
+    made = pack_documents(str(tmp_path), plan(), lambda: corpus(30), encode, overwrite=True)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
+    assert content(str(tmp_path / "other")) == other
+    for shard in made.dataset.shards:
+        (tmp_path / shard.name).unlink()
+    with pytest.raises(BadInput, match="is missing"):  # those of the other dataset are not taken for them
+        check_dataset(str(tmp_path), rows="packed", tokenizer=None)
 
 
 def test_too_little_text_for_a_row_is_said(tmp_path: Path) -> None:

@@ -88,6 +88,12 @@ def listing(folder: str) -> list[Stat]:
     return sorted(entries, key=lambda status: status.url)
 
 
+def files(folder: str) -> list[Stat]:
+    """Lists the files directly in a folder, not those of its subfolders, as `listing` does."""
+    start = len(folder.rstrip("/"))
+    return [found for found in listing(folder) if "/" not in found.url[start:].lstrip("/")]
+
+
 def folders(url: str) -> list[str]:
     """Returns the names of the direct subfolders of a bucket's folder (a gs:// URL), sorted; [] if it is missing."""
     return gcs.folders(url)

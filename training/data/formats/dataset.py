@@ -256,7 +256,7 @@ def find_shards(dataset: Dataset) -> Mapping[str, Stat]:
     also the CRC-32C, which the listing contains."""
     folders = {shard.folder or dataset.url for shard in dataset.shards}
     stats = {
-        storage.join(folder, storage.name_of(stat.url)): stat for folder in folders for stat in storage.listing(folder)
+        storage.join(folder, storage.name_of(stat.url)): stat for folder in folders for stat in storage.files(folder)
     }
     again = "copy it again, or write the dataset again with tpu-train shards --overwrite"
     for shard in dataset.shards:

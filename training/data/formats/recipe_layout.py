@@ -51,7 +51,7 @@ def open_folder(url: str) -> Dataset | None:
     """Opens the dataset in a folder without a manifest; None without a file named like a recipe's shard. Its manifest
     says no tokenizer (hash UNKNOWN, vocabulary 1). Reads the first record, and the ends of local shards. Raises
     StorageError, and BadInput for shards of several names, no record, or a first one that is damaged or has no ids."""
-    stats = [(NAME.match(storage.name_of(stat.url)), stat) for stat in storage.listing(url)]
+    stats = [(NAME.match(storage.name_of(stat.url)), stat) for stat in storage.files(url)]
     named = sorted(
         ((match, stat) for match, stat in stats if match), key=lambda pair: (pair[0]["name"], int(pair[0]["number"]))
     )

@@ -28,7 +28,7 @@ def problems(dataset: Dataset, vocabulary: int | None = None) -> Iterator[str]:
     can't be listed, both when the first line is asked for."""
     if any(shard.folder for shard in dataset.shards):
         raise BadInput(f"{dataset.url} is a mixture: verify its parts, which `tpu-train dataset show` names")
-    stats = {storage.name_of(stat.url): stat for stat in storage.listing(dataset.url)}
+    stats = {storage.name_of(stat.url): stat for stat in storage.files(dataset.url)}
     for shard in dataset.shards:
         stat = stats.pop(shard.name, None)
         if stat is None:

@@ -14,7 +14,7 @@ dataset.json is written once, create-only. A part that changes later is refused 
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -134,17 +134,19 @@ def _check_unfinished(url: str, plan: DatasetPlan, overwrite: bool, refuse: str)
 
 
 def _clear(url: str) -> None:
-    """Deletes the manifest, all .tfrecord files below the folder, at any depth, and `.preparing/`, and no other file;
-    the manifest first, so that a half-deleted dataset is not a dataset."""
+    """Deletes the manifest, the folder's .tfrecord files and `.preparing/`, and no other file: a subfolder may hold
+    another dataset. The manifest goes first, so that a half-deleted dataset is not a dataset."""
     storage.delete(storage.join(url, MANIFEST))
-    _remove(url, lambda name: name.endswith(".tfrecord") or f"/{PREPARING}/" in name)
-
-
-def _remove(url: str, chosen: Callable[[str], bool]) -> None:
-    """Deletes files below a folder, at any depth, whose URLs are `chosen`, and empty local folders in `.preparing/`."""
-    for stat in storage.listing(url):
-        if chosen(stat.url):
+    for stat in storage.files(url):
+        if stat.url.endswith(".tfrecord"):
             storage.delete(stat.url)
+    _remove_preparing(url)
+
+
+def _remove_preparing(url: str) -> None:
+    """Deletes a dataset's folder `.preparing/` with its files."""
+    for stat in storage.listing(storage.join(url, PREPARING)):
+        storage.delete(stat.url)
     if not storage.is_remote(url):
         # Buckets have no folders; delete empty local ones.
         for parent, _, _ in os.walk(storage.join(url, PREPARING), topdown=False):
@@ -156,8 +158,9 @@ def begin_dataset(url: str, plan: DatasetPlan) -> list[Mark]:
     """Writes `.preparing/plan.json`. Returns the marks that an interrupted run left, from shard 0 to the first gap, or
     the first whose shard is absent or has another size or CRC-32C, for which it reads local shards."""
     storage.write(storage.join(url, PREPARING, PLAN), _dump_plan(plan))
-    stats = {storage.name_of(stat.url): stat for stat in storage.listing(url)}
-    values = [json.loads(storage.read(stat.url)) for name, stat in stats.items() if name.endswith(".tfrecord.json")]
+    stats = {storage.name_of(stat.url): stat for stat in storage.files(url)}
+    kept = [stat.url for stat in storage.listing(storage.join(url, PREPARING)) if stat.url.endswith(".tfrecord.json")]
+    values = [json.loads(storage.read(mark_url)) for mark_url in kept]
     marks: list[Mark] = []
     for value in sorted(values, key=lambda value: int(value["number"])):
         mark = Mark(value["number"], Shard.model_validate(value["shard"]), value["document"], value["tokens"])
@@ -238,7 +241,7 @@ def finish_dataset(
     )
     data = dump_manifest(manifest)
     storage.write(storage.join(url, MANIFEST), data, create_only=True)
-    _remove(url, lambda name: f"/{PREPARING}/" in name)
+    _remove_preparing(url)
     return load_manifest(data, url)
 
 
