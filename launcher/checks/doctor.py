@@ -79,7 +79,7 @@ def _cost(config: Config) -> Finding:
     try:
         costs.check(config)
     except LaunchError as error:
-        return failure("cost", str(error), "change slice.max_cost_per_hour, or the slice")
+        return failure("cost", str(error), "raise that limit, or change the slice")
     price = costs.line(config)
     return (warning if "unknown" in price else ok)("cost", price.removeprefix("cost: "))
 

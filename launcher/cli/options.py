@@ -33,6 +33,7 @@ _ANY_PROVIDER = ("up", "run", "status", "top", "logs", "stop", "down", "manifest
 _WITH_KUBECTL = {
     "exec": "`kubectl exec POD -- COMMAND` runs a command in a pod",
     "notebook": "`kubectl exec POD -- jupyter notebook` and `kubectl port-forward POD 8888` are a cluster's way",
+    "plan": "`tpu-launch manifest` prints what `run` applies",
 }
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -175,9 +176,11 @@ def run_context() -> Context:
 
 
 def show_plan(config: Config, command: str) -> None:
-    """Prints those commands of `plan` that belong to `command` (up, run, down), for `--dry-run`."""
+    """Prints those commands of `plan` that belong to `command` (up, run, down), for `--dry-run`. Raises BadInput for a
+    provider without a plan."""
     from launcher.plan import list_commands
 
+    _require_support("plan", config.provider, emulated=False)
     for step in list_commands(config):
         if step.verb == command:
             click.echo(step.text())

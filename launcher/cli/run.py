@@ -122,7 +122,8 @@ def stop(config: Config, run_id: str | None, grace: int | None) -> None:
         terminal.error(f"host {report.worker}: {report.detail}")
     if failed:
         sys.exit(Exit.CLOUD_ERROR)
-    terminal.say("stopped on all hosts")
+    if reports:
+        terminal.say("stopped on all hosts")
 
 
 @click.command()

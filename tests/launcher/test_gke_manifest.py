@@ -225,6 +225,10 @@ def test_names_that_do_not_fit_a_host_name_are_refused() -> None:
     [
         (["exec", "--provider", "gke"], "`kubectl exec POD -- COMMAND` runs a command in a pod"),
         (["plan", "--provider", "gke"], "tpu-launch plan is for TPU VMs; with --provider gke there are up, run"),
+        *(
+            ([verb, "--dry-run", "--provider", "gke"], "`tpu-launch manifest` prints what")
+            for verb in ("up", "run", "down")
+        ),
         (["--emulated", "run", "--provider", "gke"], "a cluster is not emulated"),
     ],
 )
