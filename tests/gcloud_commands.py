@@ -101,8 +101,11 @@ class Command:
     def _queued_resource(self) -> dict[str, Any]:
         spec = {"parent": self.parent, "nodeId": self.flags.get("node-id", self.name), "node": self._node()}
         policy = {"validUntilDuration": self.flags["valid-until-duration"]}
-        spot = {"spot": {}} if "spot" in self.flags else {}
-        return {"tpu": {"nodeSpec": [spec]}, "queueingPolicy": policy, **spot}
+        capacity = {"spot": {}} if "spot" in self.flags else {}
+        if model := self.flags.get("provisioning-model"):
+            capacity |= {"provisioningModel": model.replace("-", "_").upper()}
+            capacity |= {"runDuration": {"maxRunDuration": self.flags["max-run-duration"]}}
+        return {"tpu": {"nodeSpec": [spec]}, "queueingPolicy": policy, **capacity}
 
 
 def parse(argv: Sequence[str]) -> Command:

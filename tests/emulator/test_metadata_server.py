@@ -61,6 +61,8 @@ def test_v3_has_no_bounds_in_its_tpu_env(api: Any) -> None:
     api.create("old", zone="europe-west4-a", acceleratorType="v3-32")
     node = api.state.nodes["projects/p/locations/europe-west4-a/nodes/old"]
     assert "BOUNDS" not in metadata.tpu_env(node, node.hosts[0])
+    node.resource["schedulingConfig"] = {"reserved": True}
+    assert "PREEMPTIBLE: 'false'" in metadata.tpu_env(node, node.hosts[0])
 
 
 def test_folders_are_listed_and_read_whole(host: Host) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.emulator.api import nodes as tpu_api
-from launcher.emulator.api import stock
+from launcher.emulator.api import queued_resources, stock
 from launcher.emulator.state import EmulatorState
 from tests.gcloud_commands import parse
 from training.yaml_file import load, validate
@@ -55,3 +55,19 @@ def test_the_file_of_the_guide_is_valid(tmp_path: Path) -> None:
     state = make()
     state.stock = json.loads(json.dumps(read.model_dump()))  # as the control socket and the state's file have it
     assert [stock.available(state, ZONE, "v4-16", "spot", 1000.0 + at / 600) for at in (1, 14401, 86401)] == [1, 0, 1]
+
+
+def test_a_flex_start_request_takes_its_own_stock() -> None:
+    state = make({"capacity": "flex-start", "accelerator_type": "v6e-8", "zone": "us-east5-a", "slices": [[0, 1]]})
+    for name in ("a", "b"):
+        argv = (
+            f"gcloud alpha compute tpus queued-resources create {name} --node-id={name} --project=p --zone=us-east5-a"
+        )
+        what = "--accelerator-type=v6e-8 --runtime-version=v2-alpha-tpuv6e --provisioning-model=flex-start"
+        parse(f"{argv} {what} --max-run-duration=3600s --valid-until-duration=3600s".split()).call(state, 1001.0)
+    queued_resources.advance(state, 1002.0)
+    for operation in list(state.operations.values()):
+        tpu_api.finish_operation(state, operation, 1003.0)
+    queued_resources.advance(state, 1004.0)
+    assert [each.state for each in state.queued.values()] == ["PROVISIONING", "WAITING_FOR_RESOURCES"]
+    assert [node.short_name for node in state.nodes.values()] == ["a"]

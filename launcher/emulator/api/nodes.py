@@ -133,7 +133,7 @@ def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operat
     faults.refuse_change(state)
     hosts = _new_hosts(state, name, requested.hosts, now)
     operation = start_operation(state, "create", name, now, state.create_seconds)
-    kind = (zone, requested.name, stock.capacity_of(call.body.get("schedulingConfig", {})))
+    kind = (zone, requested.name, stock.capacity_of(state, name, call.body.get("schedulingConfig", {})))
     operation.failure = faults.stockout(state, zone)
     if operation.failure is None and not stock.is_left(state, *kind, now):
         operation.failure = faults.no_capacity(zone)

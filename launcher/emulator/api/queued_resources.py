@@ -26,7 +26,6 @@ from launcher.emulator.http_server import timestamp
 from launcher.emulator.state import EmulatorState, Operation, QueuedResource
 from training.accelerators import Accelerator
 
-_MODELS = {"FLEX_START": "flex-start", "RESERVATION_BOUND": "calendar"}  # provisioningModel of v2alpha1 -> capacity
 _LONGEST_RUN = 7 * 24 * 3600.0  # of flex-start
 _TRY_SECONDS = 1.0  # between tries to find capacity
 # Requests in these states have no node and may be deleted without force.
@@ -119,8 +118,8 @@ def _try(state: EmulatorState, queued: QueuedResource, now: float) -> None:
         return
     body = dict(queued.resource["tpu"]["nodeSpec"][0]["node"])
     body["schedulingConfig"] = {"spot": "spot" in queued.resource, "reserved": "reservationName" in queued.resource}
-    model = _MODELS.get(queued.resource.get("provisioningModel", ""))
-    kind = (zone, str(body.get("acceleratorType")), model or stock.capacity_of(body["schedulingConfig"]))
+    capacity = stock.capacity_of(state, queued.node, body["schedulingConfig"])
+    kind = (zone, str(body.get("acceleratorType")), capacity)
     if not stock.is_left(state, *kind, now):
         queued.state = "WAITING_FOR_RESOURCES"
         return

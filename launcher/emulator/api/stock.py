@@ -19,6 +19,8 @@ from launcher.config.sections import AcceleratorType, Capacity, Zone
 from launcher.emulator.state import EmulatorState, Node
 from training.yaml_file import Section
 
+_MODELS = {"FLEX_START": "flex-start", "RESERVATION_BOUND": "calendar"}  # provisioningModel of v2alpha1 -> capacity
+
 
 class RandomSection(Section):
     """A number of slices that is drawn again and again."""
@@ -82,7 +84,7 @@ def is_left(state: EmulatorState, zone: str, accelerator_type: str, capacity: st
 def taken(state: EmulatorState, now: float) -> list[Node]:
     """Returns the READY spot slices for which there is no stock any more at `now`, the newest of each kind."""
     found: list[Node] = []
-    for kind in {_kind(node) for node in state.nodes.values()}:
+    for kind in {_kind(state, node) for node in state.nodes.values()}:
         total, used = available(state, *kind, now), _used(state, *kind)
         if total is not None and kind[2] == "spot":
             ready = [node for node in used if node.state == "READY"]
@@ -91,16 +93,21 @@ def taken(state: EmulatorState, now: float) -> list[Node]:
     return found
 
 
-def capacity_of(scheduling: dict[str, Any]) -> str:
-    """Returns the capacity that a schedulingConfig asks for: spot (preemptible too), reserved or on-demand."""
+def capacity_of(state: EmulatorState, name: str, scheduling: dict[str, Any]) -> str:
+    """Returns the capacity of the node `name`: flex-start or calendar if its queued resource asks for that, else what
+    its schedulingConfig asks for: spot (preemptible too), reserved or on-demand."""
+    for queued in state.queued.values():
+        if queued.node == name and (model := _MODELS.get(queued.resource.get("provisioningModel", ""))):
+            return model
     if scheduling.get("spot") or scheduling.get("preemptible"):
         return "spot"
     return "reserved" if scheduling.get("reserved") else "on-demand"
 
 
-def _kind(node: Node) -> tuple[str, str, str]:
+def _kind(state: EmulatorState, node: Node) -> tuple[str, str, str]:
     """Returns the zone, accelerator type and capacity whose stock a node takes."""
-    return node.zone, str(node.resource["acceleratorType"]), capacity_of(node.resource["schedulingConfig"])
+    capacity = capacity_of(state, node.name, node.resource["schedulingConfig"])
+    return node.zone, str(node.resource["acceleratorType"]), capacity
 
 
 def _used(state: EmulatorState, zone: str, accelerator_type: str, capacity: str) -> list[Node]:
@@ -108,7 +115,7 @@ def _used(state: EmulatorState, zone: str, accelerator_type: str, capacity: str)
     return [
         node
         for node in state.nodes.values()
-        if _kind(node) == (zone, accelerator_type, capacity)
+        if _kind(state, node) == (zone, accelerator_type, capacity)
         and node.hosts
         and node.state not in ("PREEMPTED", "TERMINATED", "DELETING")
     ]

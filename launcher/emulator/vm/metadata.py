@@ -34,13 +34,13 @@ def attributes(node: Node, host: Host) -> dict[str, str]:
 
 def tpu_env(node: Node, host: Host) -> str:
     """Returns the attribute tpu-env: YAML lines as on a real v4 slice; v2 and v3 have no bounds, topology or ports."""
-    accelerator = ACCELERATORS[node.resource["acceleratorType"]]
+    accelerator, scheduling = ACCELERATORS[node.resource["acceleratorType"]], node.resource["schedulingConfig"]
     values: dict[str, object] = {
         "ACCELERATOR_TYPE": accelerator.name,
         "CONSUMER_PROJECT_ID": node.project,
         "CONSUMER_PROJECT_NUMBER": PROJECT_NUMBER,
         "NODE_ID": node.short_name,
-        "PREEMPTIBLE": str(bool(node.resource["schedulingConfig"])).lower(),
+        "PREEMPTIBLE": str(bool(scheduling.get("spot") or scheduling.get("preemptible"))).lower(),
         "RUNTIME_VERSION": node.resource["runtimeVersion"],
         "TYPE": node.resource["acceleratorConfig"]["type"],
         "WORKER_ID": host.index,
