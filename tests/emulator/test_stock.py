@@ -69,5 +69,5 @@ def test_a_flex_start_request_takes_its_own_stock() -> None:
     for operation in list(state.operations.values()):
         tpu_api.finish_operation(state, operation, 1003.0)
     queued_resources.advance(state, 1004.0)
-    assert [each.state for each in state.queued.values()] == ["PROVISIONING", "WAITING_FOR_RESOURCES"]
+    assert [each.state for each in state.queued.values()] == ["ACTIVE", "WAITING_FOR_RESOURCES"]
     assert [node.short_name for node in state.nodes.values()] == ["a"]
