@@ -204,9 +204,10 @@ def _trust_end(view: HostView) -> HostView:
 
 
 def _judge_lost(views: Sequence[HostView], now: float, limits: Limits, stepped: float) -> Verdict | None:
-    """Returns HOST_LOST for a host not seen to end its container that has not answered for `limits.lost` seconds, with
-    failed looks for half of that, if another host answered for half of that after the lost one's last answer; else
-    None. Training steps count as answers of all hosts: `stepped` is when the last one was seen (monotonic clock)."""
+    """Returns HOST_LOST for a host, not seen to end its container, that has been silent for over `limits.lost` seconds
+    and whose looks have failed for over half of that, if another host has since answered for over half of that without
+    a gap; else None. A training step, last seen at `stepped` (monotonic clock), ends a silence, but is no such
+    answer."""
     unreachable = [view for view in views if not view.reachable]
     # A look may take as long as a short limit: one that failed late shows little.
     failing = [view for view in unreachable if now - view.failing_since > limits.lost / 2 and not view.ended]

@@ -75,9 +75,9 @@ def require_ours(config: Config, labels: Mapping[str, str], owner: Owner, *, del
 
 def describe(config: Config, machine: Workstation) -> SliceState | None:
     """Returns the slice, or None when it does not exist. A queued resource without a node counts, in its own state and
-    without hosts. Looks for the candidate of the last look first; of the other candidates, only a slice that is ours
-    counts, a READY one before others, and its candidate is saved as the one last seen. Another owner's slice counts if
-    none is ours. Raises LaunchError if Google does not answer."""
+    without hosts. Looks for the candidate last seen (else the first); unless that slice is ours, looks for the others,
+    returns one that is ours, a READY one first, and saves its candidate as last seen. If none is ours, returns what the
+    first look found, perhaps another owner's slice. Raises LaunchError if Google does not answer."""
     known = slice_hints.last_seen(config)
     current = known or config.candidates[0]
     found = _describe_in_zone(config.placed(current), machine)
@@ -120,7 +120,8 @@ def _describe_in_zone(config: Config, machine: Workstation) -> SliceState | None
 
 
 def describe_node(config: Config, machine: Workstation) -> SliceState | None:
-    """Returns the node of the configuration's candidate (of several, the last seen); None: none. Raises LaunchError."""
+    """Returns the node, queued or not, whoever owns it, of the candidate last seen, else of the first one; None if
+    there is none. Raises LaunchError."""
     node = read_resource(machine, commands.node_command(config, "describe", "--format=json"), _SECONDS)
     if node is None:
         return None

@@ -210,7 +210,8 @@ class PluginTable:
         return PluginFunction(pointer)
 
     def replace(self, place: int, function: Any) -> None:
-        """Puts another function into the table as number `place`, for every caller of the plugin in this process."""
+        """Puts a C function into the table as number `place`, for all callers in this process. The caller must keep it
+        alive."""
         c_void_p.from_address(self._address + _FUNCTIONS_AT + 8 * place).value = ctypes.cast(function, c_void_p).value
 
     def call(self, place: int, arguments: Structure) -> None:

@@ -68,7 +68,8 @@ def encode(
 
 
 def decode(data: bytes | memoryview) -> dict[str, tuple[TensorSpec, memoryview]]:
-    """Returns the tensors of a file, as views of `data`. Raises Damaged when it is not a safetensors file."""
+    """Returns the tensors of a safetensors file, as views of `data`. Raises Damaged if its header can't be read or a
+    tensor lies outside of it; does not compare sizes with dtypes and shapes."""
     view = memoryview(data)
     return {name: (spec, view[place]) for name, (spec, place) in parse_header(view, len(view)).items()}
 

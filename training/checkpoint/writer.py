@@ -190,7 +190,8 @@ class CheckpointWriter:
         self._buffer = None
 
     def _run(self, manifest: Manifest, snapshot: Snapshot, buffer: _PartBuffer) -> None:
-        """Waits for the copy and commits, in a thread. Keeps errors for `check`; passes NonFinite to `on_nonfinite`."""
+        """Waits for the copy and commits, in a thread; sets `committed`. Keeps any error for `check`, and first calls
+        `on_nonfinite` with a NonFinite."""
         try:
             self._rendezvous.set_background_phase(f"saving {manifest.step}: copying the state")
             snapshot.wait()

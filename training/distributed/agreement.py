@@ -142,7 +142,8 @@ def _claims(folder: str, storage: Storage) -> frozenset[str]:
 
 
 def _read(folder: str, name: str, storage: Storage) -> Mapping[str, Any]:
-    """Reads a claim. Returns {}, an unreadable claim, if it is missing or no JSON object. Raises StorageError."""
+    """Reads a claim of the run in `folder`. Returns {}, an unreadable claim, if it is missing or no JSON object. Raises
+    StorageError."""
     try:
         record = json.loads(storage.read(join(folder, "attempts", name)))
     except (NotFound, ValueError):

@@ -168,7 +168,7 @@ class LineBuffer:
 
     @property
     def is_empty(self) -> bool:
-        """Returns whether no bytes came after the last line."""
+        """Returns whether no bytes are left after the last line that was taken, complete lines included."""
         return not self._bytes
 
     def feed(self, data: bytes) -> Iterator[bytearray]:

@@ -32,7 +32,8 @@ class Costs:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds that a step's operations take, one after the other, by the compiler's estimate."""
+        """Returns the compiler's estimate of the seconds that a step's operations take one after the other, without
+        collectives and operations that have no estimate."""
         return self.cycles / self.clock_hertz
 
 

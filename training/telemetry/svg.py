@@ -169,7 +169,8 @@ def downsample(points: Sequence[tuple[float, float]], most: int) -> list[tuple[f
 
 
 def axis_ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[float]:
-    """Returns round numbers (integers if `whole`) that cover `low` to `high`, in about `about` steps or fewer."""
+    """Returns evenly spaced round numbers (integers if `whole`) that cover `low` to `high`, in about `about` steps:
+    often fewer, at times one more. Covers some space on both sides of equal ends."""
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad

@@ -208,7 +208,8 @@ def present_container(value: dict[str, Any], view: EngineView, host: dict[str, A
 
 
 def _died_with_host(state: dict[str, Any], host: dict[str, Any]) -> bool:
-    """Returns whether a container ended while its host, now booted again, was down, so that no engine saw how."""
+    """Returns whether a container ended while its host, booted again since, was down. Takes the engine's "State" of
+    both."""
     died, ended, booted = (
         parse_time(text) or 0.0 for text in (host["FinishedAt"], state["FinishedAt"], host["StartedAt"])
     )

@@ -126,7 +126,8 @@ class HostContainers:
         return [container["Id"] for container in found if not states or container["State"] in states]
 
     def kill(self, host: Host) -> None:
-        """Kills the host and its containers with SIGKILL; logs what the engine refuses."""
+        """Kills the host, then its containers, with SIGKILL; logs refused kills. Raises EngineError if it can't list
+        them."""
         self._call("POST", f"/containers/{host.hostname}/kill")
         self.kill_containers(host.hostname)
 

@@ -148,7 +148,7 @@ class Hosts:
                 log.exception("timers")
 
     def _watch_deaths(self) -> None:
-        """Kills the containers of hosts that die from any cause, or died while no server ran. Never returns."""
+        """Kills the containers of hosts that die, or died unwatched; logs errors and goes on. Never returns."""
         with self.store.read() as state:
             emulator = state.id
         query = {"filters": filters(label=[f"{LABEL}={emulator}", MACHINE_LABEL], event=["die"], type=["container"])}
@@ -158,7 +158,7 @@ class Hosts:
                 connection.request("GET", "/events?" + urlencode(query))
                 response = connection.getresponse()
                 for container in self.containers.engine.containers(f"{LABEL}={emulator}", MACHINE_LABEL):
-                    if container["State"] != "running":
+                    if container["State"] not in ("running", "paused"):  # a paused host hangs, and may go on
                         self.containers.kill_containers(container["Names"][0].removeprefix("/"))
                 while line := response.readline():
                     name = json.loads(line)["Actor"]["Attributes"]["name"]

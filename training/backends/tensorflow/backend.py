@@ -192,7 +192,8 @@ class TensorFlow(Backend):
 
     @translate_failures()
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
-        """Starts queued steps, then copies tensors of the state into `buffers`, and returns when all is copied."""
+        """Starts queued steps and copies the tensors named in `buffers` into them. Returns a Snapshot that is already
+        complete."""
         self._calls.flush()
         variables = self.state_variables()
         for name, buffer in buffers.items():

@@ -172,16 +172,15 @@ def _read_tensors(path: str) -> Iterator[tuple[str, Array]]:
     for name in names:
         url = storage.join(path, name)
         try:
-            decoded = decode(storage.read(url))
-        except Damaged as error:
+            for key, (info, data) in decode(storage.read(url)).items():
+                if info.dtype in _DTYPES:
+                    raw = np.frombuffer(data, _DTYPES[info.dtype]).reshape(info.shape)
+                    if info.dtype == "BF16":  # the upper half of a float32
+                        yield key, (raw.astype(np.uint32) << 16).view(np.float32)
+                    else:
+                        yield key, raw.astype(np.float32)
+        except (Damaged, ValueError) as error:  # ValueError: a tensor's size is not that of its shape
             raise BadInput(f"model.path: {url}: {error}") from None
-        for key, (info, data) in decoded.items():
-            if info.dtype in _DTYPES:
-                raw = np.frombuffer(data, _DTYPES[info.dtype]).reshape(info.shape)
-                if info.dtype == "BF16":  # the upper half of a float32
-                    yield key, (raw.astype(np.uint32) << 16).view(np.float32)
-                else:
-                    yield key, raw.astype(np.float32)
 
 
 def _replace_dropout(network: KerasNetwork) -> None:

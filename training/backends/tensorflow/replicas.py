@@ -235,7 +235,7 @@ def _count_wrong_products(replicas: Replicas) -> int:
 
 
 def _sum_ones(replicas: Replicas) -> float:
-    """Returns the sum of a 1 from each replica."""
+    """Returns the sum of a 1 from each device that this process drives, by the strategy's all-reduce."""
 
     def add() -> Any:
         return replicas.sum(tf.constant(1.0))

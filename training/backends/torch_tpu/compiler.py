@@ -166,7 +166,8 @@ def _shape(data: bytes) -> str:
 
 
 def _hlo_lines(module: bytes) -> Iterator[str]:
-    """Yields lines of HLO's text form, without shapes but those of collectives, and operands but integer constants."""
+    """Yields what the report reads of a serialized module, as lines of HLO's text form: each instruction's name,
+    opcode, called computations and backend_config, the shapes of collectives, and integer constants."""
     fields = _fields(module)
     entry = dict(fields)[6]
     computations = [

@@ -89,7 +89,7 @@ class Corpus:
                 yield text
 
     def text(self, row: dict[str, Any]) -> str:
-        """Returns the text of a row. Raises BadInput when it has none."""
+        """Returns a row's text, which may be empty. Raises BadInput if the field is missing or is not text."""
         return text_of(row, self.field, getattr(row, "place", None) or f"--corpus {self.name}: a row")
 
     @cached_property

@@ -298,8 +298,9 @@ def apply_head(network: Any, hidden: Tensor) -> Tensor:
 
 
 def _load(path: str, network: Any, **options: Any) -> tuple[Any, set[str]]:
-    """Returns a network of class `network` with a folder's weights, and the names of those that the folder lacks or has
-    in another shape. Raises BadInput if transformers can't load it."""
+    """Returns a network of class `network` with a folder's weights, in float32, and the names of those that it lacks
+    or, with `ignore_mismatched_sizes`, has in another shape. `options` are from_pretrained's. Raises BadInput,
+    StorageError."""
     with _one_line_errors(f"model.path {path}"), local_copy(path) as folder:
         loaded, report = network.from_pretrained(
             folder,
