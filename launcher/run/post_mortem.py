@@ -1,4 +1,4 @@
-"""What is kept of a failed attempt: its last lines, and the post-mortem, one archive in the run's folder.
+"""Keeps what explains a failed attempt: its last lines, and the post-mortem, one archive in the run's folder.
 
 `.tpu-launch/runs/<run id>/post-mortem-<attempt>.tar.gz` (0600) is written before the attempt's containers are removed.
 It holds the run's records, the attempt's logs and stack traces, the API's description of the slice, and for each host

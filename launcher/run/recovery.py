@@ -1,4 +1,4 @@
-"""What follows an attempt that ended: the decisions, which are pure, and the recovery until the next attempt runs.
+"""Decides what follows an attempt that ended (pure functions), and recovers the run until its next attempt runs.
 
 There are two retry budgets, because two different things go wrong. *Preemptions* (the slice was taken away, a host or
 the connection between hosts was lost, the trainer was asked to stop by its machine and saved) are the price of cheap

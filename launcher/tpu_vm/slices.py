@@ -120,8 +120,8 @@ def _describe_in_zone(config: Config, machine: Workstation) -> SliceState | None
 
 
 def describe_node(config: Config, machine: Workstation) -> SliceState | None:
-    """Returns the node, queued or not, whoever owns it, of the candidate last seen, else of the first one; None if
-    there is none. Raises LaunchError."""
+    """Returns the node of the candidate last seen, else of the first one, also if a queued resource made it or another
+    user owns it; None without a node. Raises LaunchError."""
     node = read_resource(machine, commands.node_command(config, "describe", "--format=json"), _SECONDS)
     if node is None:
         return None

@@ -1,4 +1,4 @@
-"""What decides an image's tag: its build context and its specification. Real builds: tests/rehearsal."""
+"""Claims about an image's tag, which its build context and its specification decide. Real builds: tests/rehearsal."""
 
 import dataclasses
 import os

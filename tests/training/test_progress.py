@@ -1,4 +1,4 @@
-"""What the loop knows of its run, without framework or clock, and the line of progress that any program may write."""
+"""Claims about the loop's record of its run, without framework or clock, and the progress line of any program."""
 
 import json
 import math

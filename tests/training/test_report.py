@@ -21,7 +21,7 @@ SECONDS = {"start": 2.0, "step": 6.0, "compile": 2.0, "total": 10.0}
 
 
 def attempt(folder: Path, number: int, resumed: int, steps: range, error: Exception | None, ended: bool = True) -> None:
-    """What an attempt leaves in the run's folder."""
+    """Writes what an attempt leaves in the run's folder."""
     start = folder / "attempts" / f"attempt-{number:04d}.t{number}.json"
     start.parent.mkdir(parents=True, exist_ok=True)
     record = {"run_id": "bert-<1>", "hosts": ["a", "b"], "code": "c0de", "config": {"seed": 1}}

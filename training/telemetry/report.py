@@ -349,12 +349,13 @@ def _render_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def _read_json(url: str, storage: Storage) -> dict[str, Any] | None:
     """Returns the JSON object at `url`; None if there is none or, after a warning, if it is damaged."""
-    with contextlib.suppress(ValueError):
-        try:
-            document = json.loads(storage.read(url))
-        except NotFound:
-            return None
-        if isinstance(document, dict):
-            return document
+    try:
+        document = json.loads(storage.read(url))
+    except NotFound:
+        return None
+    except ValueError:
+        document = None
+    if isinstance(document, dict):
+        return document
     warn(f"{url}: not readable as JSON; left out")
     return None

@@ -301,7 +301,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _read_name(text: str) -> tuple[str, bool, int]:
-    """What follows a `$`: the name or the text that stands for it, whether it is a name, and how far to go on."""
+    """Parses what follows a `$`: returns a name or the text that replaces it, which of both it is, and the length."""
     if text[0] == "$":
         return "$", False, 1
     if text[0] == "(":
