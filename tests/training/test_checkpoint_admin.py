@@ -86,7 +86,6 @@ def test_a_failed_copy_leaves_nothing(tmp_path: Path) -> None:
 def test_any_flipped_byte_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_a_request: int) -> None:
     """In the list of tensors as in the tensors: never another exception, never silence."""
     monkeypatch.setattr(restoring, "_RANGE", bytes_a_request)
-    monkeypatch.setattr(restoring, "_HEAD", 16)
     before, after = State(10), State(-1)
     before.values["model/empty"] = np.zeros((0, 3), np.float32)
     save_step(host_writer(tmp_path), 10, before)

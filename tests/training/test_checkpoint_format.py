@@ -17,7 +17,7 @@ from training.checkpoint import format as form
 from training.checkpoint.config import CheckpointSection, are_minutes_over, is_step_due
 from training.checkpoint.format import Manifest, Part, StoredSlice, StoredTensor, dump_manifest, load_manifest
 from training.checkpoint.reader import Choose, load_tensors, require_identity
-from training.checkpoint.tensors import Damaged, Slice, TensorSpec, decode, encode, key_in_part, partition_error, whole
+from training.checkpoint.tensors import Damaged, Slice, TensorSpec, decode, encode, partition_error, whole
 from training.errors import BadInput
 
 HALVES = (StoredSlice(0, Slice((0, 0), (3, 2))), StoredSlice(0, Slice((3, 0), (1, 2))))
@@ -81,9 +81,9 @@ def test_a_manifest_of_a_later_format_is_refused_by_its_number() -> None:
 @given(tensors, st.integers(1, 9))
 def test_every_tensor_is_written_by_one_host_and_hosts_share_bytes(sizes: dict[str, TensorSpec], hosts: int) -> None:
     stored = form.assign_slices(sizes, {}, hosts)
-    shares = [form.slices_in_part(stored, part) for part in range(hosts)]
-    assert sorted(name for share in shares for name in share) == sorted(sizes)
-    loads = [sum(info.size for info in share.values()) for share in shares]
+    shares = form.slices_by_part(stored, hosts)
+    assert sorted(entry.key for share in shares for entry in share) == sorted(sizes)
+    loads = [sum(entry.spec.size for entry in share) for share in shares]
     assert max(loads) - min(loads) <= max((info.size for info in sizes.values()), default=0)
 
 
@@ -153,26 +153,19 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Slice]:
 
 def write_checkpoint(folder: str, arrays: dict[str, np.ndarray], boxes: dict[str, list[StoredSlice]]) -> Manifest:
     count = 1 + max((stored.part for slices in boxes.values() for stored in slices), default=0)
-    parts, checksums = [], list[dict[str, int]]()
-    for number in range(count):
-        content = {}
-        for name, slices in boxes.items():
-            for stored in slices:
-                if stored.part == number:
-                    index = tuple(map(slice, stored.box.offsets, stored.box.ends))
-                    content[key_in_part(name, stored.box, arrays[name].shape)] = arrays[name][index]
-        data, views = encode([(key, TensorSpec("F32", value.shape, value.nbytes)) for key, value in content.items()])
-        for key, view in views.items():
-            view[:] = content[key].tobytes()
-        written = storage.write(storage.join(folder, form.step_folder(10), form.part_name(number, count, "t")), data)
-        parts.append(Part(form.part_name(number, count, "t"), len(data), written.crc32c))
-        checksums.append({key: storage.crc32c(view) for key, view in views.items()})
     tensors = {
         name: StoredTensor(TensorSpec("F32", arrays[name].shape, arrays[name].nbytes), tuple(slices))
         for name, slices in boxes.items()
     }
-    listed = [[of[key] for key in form.slices_in_part(tensors, part)] for part, of in enumerate(checksums)]
-    manifest = Manifest(10, tuple(parts), {}, {}, {}, "c", form.add_checksums(tensors, listed))
+    parts, checksums = [], list[list[int]]()
+    for number, entries in enumerate(form.slices_by_part(tensors, count)):
+        data, views = encode([(entry.key, entry.spec) for entry in entries])
+        for entry, view in zip(entries, views.values(), strict=True):
+            view[:] = arrays[entry.name][tuple(map(slice, entry.stored.box.offsets, entry.stored.box.ends))].tobytes()
+        written = storage.write(storage.join(folder, form.step_folder(10), form.part_name(number, count, "t")), data)
+        parts.append(Part(form.part_name(number, count, "t"), len(data), written.crc32c))
+        checksums.append([storage.crc32c(view) for view in views.values()])
+    manifest = Manifest(10, tuple(parts), {}, {}, {}, "c", form.add_checksums(tensors, checksums))
     storage.write(storage.join(folder, form.step_folder(10), form.MANIFEST), dump_manifest(manifest))
     return manifest
 
@@ -265,18 +258,13 @@ def test_a_part_that_does_not_hold_what_the_manifest_says_is_damaged(tmp_path: P
     arrays = {"w": np.arange(8, dtype=np.float32).reshape(4, 2)}
     halves = [StoredSlice(0, Slice((0, 0), (2, 2))), StoredSlice(0, Slice((2, 0), (2, 2)))]
     manifest = write_checkpoint(str(tmp_path), arrays, {"w": halves})
-    for slices, message in (
-        ((whole((4, 2)),), r"part part-0-of-1.t.safetensors has no tensor w"),
-        ((Slice((0, 0), (1, 2)), Slice((1, 0), (3, 2))), r"has no tensor w\[0:1,0:2\]"),
+    for tensors in (
+        {},
+        {"w": replace(manifest.tensors["w"], slices=(StoredSlice(0, whole((4, 2))),))},
+        {"w": replace(manifest.tensors["w"], spec=TensorSpec("F64", (4, 2), 64))},
     ):
-        tensor = replace(manifest.tensors["w"], slices=tuple(StoredSlice(0, box) for box in slices))
-        with pytest.raises(Damaged, match=message):
-            load_tensors(str(tmp_path), replace(manifest, tensors={"w": tensor}), lambda tensors: None)
-    with pytest.raises(Damaged, match=r"holds 2 tensors instead of 0"):
-        load_tensors(str(tmp_path), replace(manifest, tensors={}), lambda tensors: None)
-    wrong = replace(manifest.tensors["w"], spec=TensorSpec("I32", (4, 2), 32))
-    with pytest.raises(Damaged, match=r"tensor w\[0:2,0:2\] is F32 \[2, 2\] of 16 bytes, the manifest has I32"):
-        load_tensors(str(tmp_path), replace(manifest, tensors={"w": wrong}), lambda tensors: None)
+        with pytest.raises(Damaged, match=r"has \d+ bytes, but the tensors that the manifest lists in it \d+"):
+            load_tensors(str(tmp_path), replace(manifest, tensors=tensors), lambda tensors: None)
 
 
 @pytest.mark.parametrize("hosts", [4, 2])

@@ -6,7 +6,8 @@
                                            the commit
 
 The manifest lists each tensor with its global shape and its slices (offsets and sizes in that shape, and the part that
-holds them). A slice is a tensor of its part's safetensors file, named by `tensors.key_in_part`.
+holds them). A slice is a tensor of its part's safetensors file, named by `tensors.key_in_part`. The order of the slices
+in the file, and so the place of each, follow from the manifest (`slices_by_part`, `tensors.plan_file`).
 
 Failure model. Hosts may die, be cut off or be slow at any byte; the store never tears an object (`storage.write` is all
 or nothing) but may lose or flip what it holds. Therefore:
@@ -27,6 +28,7 @@ or nothing) but may lose or flip what it holds. Therefore:
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -76,6 +78,16 @@ class StoredTensor:
 
     spec: TensorSpec
     slices: tuple[StoredSlice, ...]
+
+
+@dataclass(frozen=True)
+class PartSlice:
+    """A slice in the file of its part: the tensor's name, and the slice's name and specification there."""
+
+    name: str
+    stored: StoredSlice
+    key: str
+    spec: TensorSpec
 
 
 @dataclass(frozen=True)
@@ -135,27 +147,27 @@ def assign_slices(tensors: Mapping[str, TensorSpec], split: StateSlices, hosts: 
     return {name: StoredTensor(tensors[name], tuple(slices)) for name, slices in parts.items()}
 
 
-def slices_in_part(tensors: Mapping[str, StoredTensor], part: int) -> dict[str, TensorSpec]:
-    """Returns the specifications of the slices in a part, by their names in its file, sorted."""
-    return {
-        key_in_part(name, stored.box, tensor.spec.shape): TensorSpec(
-            tensor.spec.dtype, stored.box.sizes, tensor.spec.size // len(tensor.slices)
-        )
-        for name, tensor in sorted(tensors.items())
-        for stored in tensor.slices
-        if stored.part == part
-    }
+def slices_by_part(tensors: Mapping[str, StoredTensor], parts: int) -> list[list[PartSlice]]:
+    """Returns the slices in each of `parts` parts, in the order of its file: by the names of tensors."""
+    files: list[list[PartSlice]] = [[] for _ in range(parts)]
+    for name, tensor in sorted(tensors.items()):
+        dtype, shape = tensor.spec.dtype, tensor.spec.shape
+        for stored in tensor.slices:
+            size = tensor.spec.size * stored.box.elements // max(1, math.prod(shape))
+            key, spec = key_in_part(name, stored.box, shape), TensorSpec(dtype, stored.box.sizes, size)
+            files[stored.part].append(PartSlice(name, stored, key, spec))
+    return files
 
 
 def add_checksums(tensors: Mapping[str, StoredTensor], checksums: Sequence[Sequence[int]]) -> dict[str, StoredTensor]:
-    """Returns the tensors with each slice's CRC-32C. `checksums`: of each part, in the order of `slices_in_part`."""
-    named = [dict(zip(slices_in_part(tensors, part), of, strict=True)) for part, of in enumerate(checksums)]
-
-    def add(name: str, tensor: StoredTensor) -> StoredTensor:
-        keys = [(each, key_in_part(name, each.box, tensor.spec.shape)) for each in tensor.slices]
-        return replace(tensor, slices=tuple(replace(each, crc32c=named[each.part][key]) for each, key in keys))
-
-    return {name: add(name, tensor) for name, tensor in tensors.items()}
+    """Returns the tensors with each slice's CRC-32C. `checksums`: of each part, in the order of `slices_by_part`."""
+    files = slices_by_part(tensors, len(checksums))
+    pairs = [pair for entries, of in zip(files, checksums, strict=True) for pair in zip(entries, of, strict=True)]
+    found = {(entry.name, entry.stored): checksum for entry, checksum in pairs}
+    return {
+        name: replace(tensor, slices=tuple(replace(each, crc32c=found[name, each]) for each in tensor.slices))
+        for name, tensor in tensors.items()
+    }
 
 
 def dump_manifest(manifest: Manifest) -> bytes:

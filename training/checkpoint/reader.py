@@ -4,9 +4,9 @@ All hosts try the same checkpoint, the next in host 0's list, and meet afterward
 sends all of them to the one before. A checkpoint of another model or other data is not damaged but refused: continuing
 from it would be a mistake, not a recovery.
 
-Reading is planned from the manifest: of each part, the slices that the host needs are read once, in ranges, and copied
-into its tensors. A tensor that is one slice is passed on without a copy; a tensor of several is assembled first, and
-kept in memory until its last slice has been read.
+Reading is planned from the manifest alone, not from the headers of the parts: the slices that the host needs are read
+once, in ranges, and copied into its tensors. A tensor that is one slice is passed on without a copy; a tensor of
+several is assembled first, and kept in memory until its last slice has been read.
 
 Failure model: parts may be missing, short or flipped at any byte (raised as Damaged, so the next checkpoint is tried),
 and another start of the run may commit or delete checkpoints meanwhile (`_candidates` lists again).
@@ -14,7 +14,6 @@ and another start of the run may commit or delete checkpoints meanwhile (`_candi
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,19 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from training import storage as default_storage
 from training.checkpoint import format as form
-from training.checkpoint.format import Manifest, Part, StoredTensor, committed_steps, read_manifest
+from training.checkpoint.format import Manifest, Part, PartSlice, committed_steps, read_manifest
 from training.checkpoint.snapshot import allocate, find_nonfinite
-from training.checkpoint.tensors import (
-    Damaged,
-    NotFinite,
-    Slice,
-    TensorSpec,
-    copy_into,
-    header_end,
-    key_in_part,
-    load_whole,
-    parse_header,
-)
+from training.checkpoint.tensors import Damaged, NotFinite, Slice, TensorSpec, copy_into, load_whole, plan_file
 from training.errors import BadInput
 from training.machine import SYSTEM, Future, Threads
 from training.storage import NotFound, Storage, crc32c, is_remote, join, transfer_seconds
@@ -43,7 +32,6 @@ from training.storage import NotFound, Storage, crc32c, is_remote, join, transfe
 if TYPE_CHECKING:
     from training.distributed.rendezvous import Rendezvous
 
-_HEAD = 1 << 18  # bytes that a part's header hardly ever exceeds
 _RANGE = 16 << 20  # bytes that one request reads, at least
 _READERS, _READERS_REMOTE = 2, 6  # one connection to a bucket gives a fraction of a host's bandwidth
 
@@ -53,7 +41,6 @@ _TO_AVOID = "the first step after it was not finite in an earlier attempt"
 LoadState = Callable[[Mapping[str, tuple[TensorSpec, memoryview]]], None]
 # (name, specification) of a tensor in the checkpoint -> what of it to load; None: nothing.
 Choose = Callable[[str, TensorSpec], Slice | None]
-Header = Mapping[str, tuple[TensorSpec, slice]]  # of a part's file: name -> (specification, byte range)
 
 
 @dataclass(frozen=True)
@@ -62,17 +49,6 @@ class Restored:
 
     manifest: Manifest
     damaged: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class StoredBytes:
-    """The byte range of a tensor's slice in its part."""
-
-    name: str
-    tensor: StoredTensor
-    box: Slice
-    place: slice
-    crc32c: int
 
 
 def restore(
@@ -193,41 +169,15 @@ def load_tensors(
     some at a time; their bytes are valid until `load_state` returns. Raises Damaged when what it read is not what was
     committed. The caller must then discard the tensors loaded so far: a part's checksum is known only at its end."""
     urls = [_part_url(folder, manifest.step, part, storage) for part in manifest.parts]
-    headers = [_read_header(url, part, storage) for url, part in zip(urls, manifest.parts, strict=True)]
-    plans = plan_parts(manifest.tensors, manifest.parts, headers)
-    chosen = {name: choose(name, tensor.spec) for name, tensor in manifest.tensors.items()}
-    assembly = _TensorAssembler(load_state, {name: box for name, box in chosen.items() if box is not None})
+    plans = form.slices_by_part(manifest.tensors, len(manifest.parts))
+    specs = {name: tensor.spec for name, tensor in manifest.tensors.items()}
+    wanted = {name: box for name, spec in specs.items() if (box := choose(name, spec)) is not None}
+    assembly = _TensorAssembler(load_state, specs, wanted)
     for url, part, plan in zip(urls, manifest.parts, plans, strict=True):
-        with _naming_part(part):
+        try:
             _load_part(url, part, plan, assembly, storage, threads)
-
-
-def plan_parts(
-    tensors: Mapping[str, StoredTensor], parts: Sequence[Part], headers: Sequence[Header]
-) -> list[list[StoredBytes]]:
-    """Returns each part's slices in the file's order. Raises Damaged unless its header lists the manifest's exactly."""
-    plans: list[list[StoredBytes]] = [[] for _ in parts]
-    for name, tensor in tensors.items():
-        for stored in tensor.slices:
-            key, box = key_in_part(name, stored.box, tensor.spec.shape), stored.box
-            part, header = parts[stored.part], headers[stored.part]
-            if key not in header:
-                raise Damaged(f"part {part.name} has no tensor {key}")
-            spec, place = header[key]
-            elements = math.prod(tensor.spec.shape)
-            if (spec.dtype, spec.shape) != (tensor.spec.dtype, box.sizes) or (
-                spec.size * elements != tensor.spec.size * box.elements
-            ):
-                raise Damaged(
-                    f"part {part.name}: tensor {key} is {spec.dtype} {list(spec.shape)} of {spec.size} bytes, the "
-                    f"manifest has {tensor.spec.dtype} {list(box.sizes)}"
-                )
-            plans[stored.part].append(StoredBytes(name, tensor, box, place, stored.crc32c))
-    for part, header, plan in zip(parts, headers, plans, strict=True):
-        if len(header) != len(plan):
-            raise Damaged(f"part {part.name} holds {len(header)} tensors instead of {len(plan)}")
-        plan.sort(key=lambda entry: (entry.place.start, entry.place.stop))
-    return plans
+        except Damaged as error:
+            raise (error if part.name in str(error) else type(error)(f"part {part.name}: {error}")) from None
 
 
 def read_part(folder: str, step: int, part: Part, storage: Storage = default_storage) -> memoryview:
@@ -242,27 +192,27 @@ def read_part(folder: str, step: int, part: Part, storage: Storage = default_sto
 class _TensorAssembler:
     """Passes the wanted slice of each tensor to `load_state` once the stored slices that it overlaps have arrived."""
 
-    def __init__(self, load_state: LoadState, wanted: Mapping[str, Slice]) -> None:
-        self._load_state, self._wanted = load_state, wanted
+    def __init__(self, load_state: LoadState, specs: Mapping[str, TensorSpec], wanted: Mapping[str, Slice]) -> None:
+        self._load_state, self._specs, self._wanted = load_state, specs, wanted
         self._partial: dict[str, tuple[memoryview, int]] = {}  # name -> (bytes, elements that are missing)
 
-    def needs(self, entry: StoredBytes) -> bool:
+    def needs(self, entry: PartSlice) -> bool:
         """Returns whether a stored slice has wanted elements, or is of a wanted tensor without elements."""
         box = self._wanted.get(entry.name)
-        return box is not None and (not box.elements or entry.box.overlaps(box))
+        return box is not None and (not box.elements or entry.stored.box.overlaps(box))
 
-    def add(self, entries: Iterable[tuple[StoredBytes, memoryview]]) -> None:
+    def add(self, entries: Iterable[tuple[PartSlice, memoryview]]) -> None:
         """Passes `load_state` what the slices complete, and keeps a copy of the wanted elements of the others."""
         complete: dict[str, tuple[TensorSpec, memoryview]] = {}
         for entry, data in entries:
-            spec, box = entry.tensor.spec, self._wanted[entry.name]
+            spec, box = self._specs[entry.name], self._wanted[entry.name]
             if not box.covers(spec.shape):
                 spec = TensorSpec(spec.dtype, box.sizes, spec.size // max(1, math.prod(spec.shape)) * box.elements)
-            if entry.box != box:
+            if entry.stored.box != box:
                 if entry.name not in self._partial:
                     self._partial[entry.name] = memoryview(bytearray(spec.size)), box.elements
                 buffer, missing = self._partial.pop(entry.name)
-                missing -= copy_into(buffer, box, data, entry.box)
+                missing -= copy_into(buffer, box, data, entry.stored.box)
                 if missing:
                     self._partial[entry.name] = buffer, missing
                     continue
@@ -272,29 +222,32 @@ class _TensorAssembler:
 
 
 def _load_part(
-    url: str, part: Part, plan: Sequence[StoredBytes], assembly: _TensorAssembler, storage: Storage, threads: Threads
+    url: str, part: Part, plan: Sequence[PartSlice], assembly: _TensorAssembler, storage: Storage, threads: Threads
 ) -> None:
     """Reads the slices of a part that `assembly` needs once, in ranges that end between tensors, verifies each, and
     adds them; if these are all, reads the whole part and verifies its checksum, at the end. Raises Damaged."""
-    needed = [entry for entry in plan if assembly.needs(entry)]
+    _, places, size = plan_file([(entry.key, entry.spec) for entry in plan])
+    if size != part.size or len(places) != len(plan):
+        raise Damaged(f"part {part.name} has {part.size} bytes, but the tensors that the manifest lists in it {size}")
+    needed = [(entry, places[entry.key]) for entry in plan if assembly.needs(entry)]
     reads_all = len(needed) == len(plan)
     ranges = [(0, 0)] if reads_all else []
-    for entry in needed:
+    for _, place in needed:
         start, end = ranges[-1] if ranges else (-1, -1)
-        if (end != entry.place.start and not reads_all) or entry.place.start - start >= _RANGE:
-            ranges.append((entry.place.start, entry.place.stop))
+        if (end != place.start and not reads_all) or place.start - start >= _RANGE:
+            ranges.append((place.start, place.stop))
         else:
-            ranges[-1] = start, entry.place.stop
+            ranges[-1] = start, place.stop
     if reads_all:
         ranges = [(start, end) for (start, _), (end, _) in zip(ranges, [*ranges[1:], (part.size, 0)], strict=True)]
     waiting = deque(needed)
     for start, chunk in _read_ranges(url, part, ranges, storage, threads):
-        entries: list[tuple[StoredBytes, memoryview]] = []
-        while waiting and waiting[0].place.stop <= start + len(chunk):
-            entry = waiting.popleft()
-            data = chunk[entry.place.start - start : entry.place.stop - start]
-            if not reads_all and crc32c(data) != entry.crc32c:
-                raise Damaged(f"part {part.name}: the slice {entry.box} of {entry.name} has a wrong crc32c")
+        entries: list[tuple[PartSlice, memoryview]] = []
+        while waiting and waiting[0][1].stop <= start + len(chunk):
+            entry, place = waiting.popleft()
+            data = chunk[place.start - start : place.stop - start]
+            if not reads_all and crc32c(data) != entry.stored.crc32c:
+                raise Damaged(f"part {part.name}: the slice {entry.stored.box} of {entry.name} has a wrong crc32c")
             entries.append((entry, data))
         assembly.add(entries)
 
@@ -308,26 +261,6 @@ def _part_url(folder: str, step: int, part: Part, storage: Storage) -> str:
     if status.size != part.size:
         raise Damaged(f"part {part.name} has {status.size} bytes instead of {part.size}")
     return url
-
-
-def _read_header(url: str, part: Part, storage: Storage) -> Header:
-    """Reads the header of a part's file. Raises Damaged."""
-    with _naming_part(part):
-        head = storage.read(url, 0, _HEAD)
-        if header_end(head) > len(head):
-            head = storage.read(url, 0, min(header_end(head), part.size))
-        return parse_header(head, part.size)
-
-
-@contextlib.contextmanager
-def _naming_part(part: Part) -> Iterator[None]:
-    """Turns NotFound in the block into Damaged, and adds the part's name to a Damaged whose message lacks it."""
-    try:
-        yield
-    except NotFound:
-        raise Damaged(f"part {part.name} is missing") from None
-    except Damaged as error:
-        raise (error if part.name in str(error) else type(error)(f"part {part.name}: {error}")) from None
 
 
 def _read_ranges(

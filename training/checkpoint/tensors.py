@@ -41,7 +41,8 @@ class TensorSpec:
 def plan_file(
     tensors: Sequence[tuple[str, TensorSpec]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, slice], int]:
-    """Returns a file's header bytes (up to its first tensor), the byte range of each tensor, and the file's size."""
+    """Returns a file's header bytes (up to its first tensor), the byte range of each tensor, and the file's size. The
+    same tensors give the same bytes for ever: checkpoints are read by the ranges that their manifests imply."""
     header: dict[str, dict[str, Any]] = {}
     offset = 0
     for name, spec in tensors:
@@ -71,28 +72,17 @@ def decode(data: bytes | memoryview) -> dict[str, tuple[TensorSpec, memoryview]]
     """Returns the tensors of a safetensors file, as views of `data`. Raises Damaged if its header can't be read or a
     tensor lies outside of it; does not compare sizes with dtypes and shapes."""
     view = memoryview(data)
-    return {name: (spec, view[place]) for name, (spec, place) in parse_header(view, len(view)).items()}
-
-
-def header_end(data: bytes | memoryview) -> int:
-    """Returns how many bytes precede the first tensor, from the first 8 bytes of a file."""
-    return 8 + int.from_bytes(data[:8], "little")
-
-
-def parse_header(head: bytes | memoryview, size: int) -> dict[str, tuple[TensorSpec, slice]]:
-    """Returns specification and byte range of each tensor in a file of `size` bytes, whose first bytes, at least up
-    to its first tensor, are `head`. Raises Damaged for no safetensors header, or a tensor outside of the file."""
+    tensors = {}
     try:
-        start = header_end(head)
-        header = json.loads(bytes(head[8:start]))
+        start = 8 + int.from_bytes(view[:8], "little")
+        header = json.loads(bytes(view[8:start]))
         header.pop("__metadata__", None)
-        tensors = {}
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
-            if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= size - start:
+            if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= len(view) - start:
                 raise Damaged(f"tensor {name} lies outside its part")
             spec = TensorSpec(entry["dtype"], tuple(entry["shape"]), end - begin)
-            tensors[name] = (spec, slice(start + begin, start + end))
+            tensors[name] = (spec, view[start + begin : start + end])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"not a safetensors file ({error})") from None
     return tensors

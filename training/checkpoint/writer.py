@@ -50,9 +50,9 @@ class _PartBuffer:
         """Assigns the slices to hosts, and allocates the memory of this host's part."""
         self.layout = dict(specs), dict(split)
         self.tensors = form.assign_slices(specs, split, cluster.hosts)
-        parts = [form.slices_in_part(self.tensors, worker) for worker in range(cluster.hosts)]
-        self.largest_part = max(sum(spec.size for spec in part.values()) for part in parts)  # bytes
-        self._specs = parts[cluster.worker]
+        parts = form.slices_by_part(self.tensors, cluster.hosts)
+        self.largest_part = max(sum(entry.spec.size for entry in part) for part in parts)  # bytes
+        self._specs = {entry.key: entry.spec for entry in parts[cluster.worker]}
         self.data, self.views = encode(list(self._specs.items()), allocate=allocate)
 
     def checksums(self) -> list[int]:

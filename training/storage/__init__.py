@@ -111,19 +111,13 @@ def read(url: str, start: int = 0, end: int | None = None, *, generation: int | 
 
 def _read_local(url: str, start: int, end: int | None, generation: int | None) -> bytes:
     """Reads as `read`, from a file, whose generation is its st_mtime_ns."""
-    with local_errors(url), open(url, "rb", buffering=0) as file:
+    with local_errors(url), open(url, "rb") as file:
         status = os.fstat(file.fileno())
         if generation is not None and status.st_mtime_ns != generation:
             raise Changed(f"{url} was changed while it was in use: don't write to data that is being read; start again")
+        file.seek(start)
         stop = status.st_size if end is None else min(end, status.st_size)
-        pieces = []
-        while start < stop:
-            piece = os.pread(file.fileno(), min(stop - start, 1 << 30), start)
-            if not piece:
-                break
-            pieces.append(piece)
-            start += len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return file.read(max(0, stop - start))
 
 
 def read_into(url: str, start: int, place: memoryview) -> int:
@@ -132,14 +126,9 @@ def read_into(url: str, start: int, place: memoryview) -> int:
         data = gcs.read(url, start, start + len(place), None)
         place[: len(data)] = data
         return len(data)
-    done = 0
-    with local_errors(url), open(url, "rb", buffering=0) as file:
-        while done < len(place):
-            count = os.preadv(file.fileno(), [place[done:]], start + done)
-            if not count:
-                break
-            done += count
-    return done
+    with local_errors(url), open(url, "rb") as file:
+        file.seek(start)
+        return file.readinto(place)
 
 
 def write(url: str, data: bytes | memoryview, *, create_only: bool = False, replaces: int | None = None) -> Stat:
