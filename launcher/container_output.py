@@ -13,54 +13,20 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from importlib import resources
 
 from launcher.provider import LogLine
 from training.machine import shift
 from training.telemetry.progress_line import ProgressLine, parse
 
-READ_PROGRESS = """\
-for file in "$0" "$0".[0-9]*; do
-  [ -f "$file" ] && printf 'progress %s\\n' "$(head -c 4000 "$file" | head -n 1)"
-done
-"""
-"""Prints `progress <JSON>`, the first line, for the file $0 and each $0.<rank>."""
 
-DUMP_STACKS = """\
-cd /sys/fs/cgroup 2>/dev/null
-tell_memory() {
-  set -- memory.events memory.pressure memory.stat memory/memory.stat memory/memory.oom_control
-  set -- /proc/meminfo /proc/pressure/memory "$@"
-  echo memory $(sed -n '/^Mem[TA]/p; /^full/p; /^oom_kill /p; /^workingset_refault_/p' "$@" 2>/dev/null)
-}
-tell_memory
-for process in /proc/[0-9]*; do
-  state=$(sed -n 's/^State:[[:space:]]*//p' "$process/status" 2>/dev/null)
-  case $state$(readlink "$process/exe") in
-    Z*) echo "process ${process#/proc/} [$state] [] $(cat "$process/comm")" ;;
-    *python*)
-      name=$(tr '\\0' ' ' <"$process/cmdline" | tr -d '\\n' | head -c 300)
-      echo "process ${process#/proc/} [$state] [$(cat "$process/wchan")] $name"
-      echo "polling $(grep -l poll_schedule "$process"/task/*/wchan | wc -l)"
-      dump="timeout 15 py-spy dump --full-filenames --pid ${process#/proc/}"
-      stacks=$($dump --nonblocking 2>&1)
-      printf '%s\\n' "$stacks"
-      printf '%s\\n' "$stacks" | sed -n 's/^ .*(\\(\\/.*\\):\\([0-9][0-9]*\\))$/\\2 \\1/p' | sort -u | head -n 300 |
-        awk '{ file = substr($0, index($0, " ") + 1)
-          for (n = 0; n < $1 && (getline text < file) > 0; n++) continue
-          close(file)
-          if (n == $1) printf "source %s:%s %s\\n", file, n, substr(text, 1, 200) }'
-      case $0$state in native[RS]*) $dump --native 2>&1 ;; esac
-      ;;
-  esac
-done
-tell_memory
-"""
-"""Prints `memory <the kernel's figures>`, and again at the end, because py-spy needs memory itself; for every Python
-process `process <id> [<state>] [<wait channel>] <command>`, `polling <number of its threads, native ones too, that wait
-in poll(), as for a connection>`, its stack traces by py-spy (in our images) or why there are none, and `source
-<file>:<line> <text>` for each frame. With $0 "native", frames of native code too, if ptrace is allowed: it pauses each
-process for about 0.3 s."""
+def _load_script(name: str) -> str:
+    """Returns the text of container_scripts/NAME.sh, which says what the script prints, without comments."""
+    text = (resources.files(__package__) / f"container_scripts/{name}.sh").read_text(encoding="utf-8")
+    return re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
 
+
+READ_PROGRESS, DUMP_STACKS = _load_script("read_progress"), _load_script("dump_stacks")
 LINE_BYTES = 1 << 20
 CUT = " [tpu-launch cut this line]"
 PART_BYTES = 1 << 14
