@@ -42,19 +42,6 @@ _VISIBLE = {
         "secret yourself, and name it in image.reference"
     ),
 }
-_NAME = r"[a-z0-9]+([._-]+[a-z0-9]+)*"
-# Key -> the pattern of its text, and what to write instead.
-_FORMS = {
-    ("image", "repository"): (
-        rf"([a-zA-Z0-9.-]+(:[0-9]+)?/)?{_NAME}(/{_NAME})*",
-        "must be a repository's name in lower-case letters, without https://, tag or digest, like "
-        "us-central2-docker.pkg.dev/my-project/images/bert",
-    ),
-    ("gke", "gcsfuse", "bucket"): (r"[a-z0-9][a-z0-9._-]+[a-z0-9]", "must be a bucket's name, without gs://"),
-    ("run", "shm_size"): (r"0*[1-9].*", "must be more than 0"),
-}
-_MAPS = frozenset([*_VISIBLE, ("slice", "labels"), ("gke", "secrets"), ("gke", "node_selector")])
-_MAY_BE_EMPTY = frozenset([("gke", "gcsfuse", "options")])
 
 
 @dataclass(frozen=True)
@@ -208,7 +195,6 @@ def _from_document(document: Document, command: tuple[str, ...]) -> Config:
         )
     config = Config(document, root.project, root.zone, root.slice, root.image, run, trainer, root.gke)
     _check_secrets(config)
-    _check_texts(document)
     _check_candidates(config)
     _check_torch_tpu(config)
     return config
@@ -277,25 +263,3 @@ def _is_secret(name: str, value: str) -> bool:
     if name.upper().endswith("CREDENTIALS") and re.fullmatch(r"/[\w./-]+\.\w+", value):
         return False  # the path of a credentials file
     return _SECRET_NAME.search(name) is not None and not _NO_SECRET.search(name)
-
-
-def _check_texts(document: Document) -> None:
-    """Raises ConfigError for the first text in the launcher's sections (not in lists and users' maps) that is empty or
-    not of its key's form, and would fail only later."""
-    for section in LAUNCHER_SECTIONS:
-        for key, value in _texts((section,), document.value.get(section)):
-            pattern, problem = _FORMS.get(key, (None, ""))
-            if not value.strip() and key not in _MAY_BE_EMPTY:
-                problem = "is empty: write a value, or leave out the key"
-            elif pattern is None or re.fullmatch(pattern, value):
-                continue
-            raise ConfigError(f"{document.place(key)}: {'.'.join(key)}: {value!r} {problem}")
-
-
-def _texts(key: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yields a section's texts, inner sections' too, with their keys; none in lists and in maps with keys of users."""
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, Mapping) and key not in _MAPS:
-        for name, inner in value.items():
-            yield from _texts((*key, str(name)), inner)

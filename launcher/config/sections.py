@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from training.accelerators import accelerator
 from training.registry import BackendName
@@ -81,6 +81,27 @@ SecretKey = Annotated[
 ]
 ClusterSecrets = Annotated[dict[str, SecretKey], AfterValidator(_variables)]
 Zone = Annotated[str, _matches(r"[a-z]+-[a-z]+[0-9]+-[a-z0-9]+", "is not the name of a zone, like us-central2-b")]
+_PART = r"[a-z0-9]+([._-]+[a-z0-9]+)*"
+Repository = Annotated[
+    str,
+    _matches(
+        rf"([a-zA-Z0-9.-]+(:[0-9]+)?/)?{_PART}(/{_PART})*",
+        "must be a repository's name in lower-case letters, without https://, tag or digest, like "
+        "us-central2-docker.pkg.dev/my-project/images/bert",
+    ),
+]
+
+
+class FilledSection(Section):
+    """A section whose texts may not be empty, other than in lists and maps: an empty one would fail only later."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_empty(cls, value: Any) -> Any:
+        """Returns the value unchanged. Raises ValueError for a text without a character."""
+        if isinstance(value, str) and not value.strip():
+            raise ValueError(f"{value!r} is empty: write a value, or leave out the key")
+        return value
 
 
 class QueuedSection(Section):
@@ -106,7 +127,7 @@ class CandidateSection(Section):
     """One kind or several; slice.capacity when absent."""
 
 
-class SliceSection(Section):
+class SliceSection(FilledSection):
     """`slice`: the TPU node to create."""
 
     name: Name
@@ -181,7 +202,7 @@ class SliceSection(Section):
     """US dollars an hour, by list prices. A slice that costs more, or whose price is not known, is not created."""
 
 
-class ImageSection(Section):
+class ImageSection(FilledSection):
     """`image`: what runs on every host."""
 
     reference: Annotated[str, Field(pattern=IMAGE_BY_DIGEST)] | None = None
@@ -191,7 +212,7 @@ class ImageSection(Section):
     """The image to build: torch-xla, torch-tpu or tensorflow; the trainer's `backend` when absent. For programs of
     your own: `tpu-train exec --runtime torch-tpu` needs torch-tpu, on v4 and newer."""
 
-    repository: str | None = None
+    repository: Repository | None = None
     """REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME: where the image is pushed. When absent the hosts must have the
     image, as emulated ones do."""
 
@@ -249,7 +270,7 @@ class ImageSection(Section):
         return self
 
 
-class RunSection(Section):
+class RunSection(FilledSection):
     """`run`: one training job on the slice."""
 
     name: Name | None = None
@@ -265,7 +286,7 @@ class RunSection(Section):
     """Names of variables of this machine's environment that only the command may see. Values travel on standard input
     and are kept nowhere. Not used on GKE, which has `gke.secrets`."""
 
-    shm_size: Annotated[str, Field(pattern=r"^[0-9]+[kmg]$")] = "16g"
+    shm_size: Annotated[str, Field(pattern=r"^[0-9]+[kmg]$"), _matches("0*[1-9].*", "must be more than 0")] = "16g"
     """Size of the container's /dev/shm: a number and k, m or g. Raise it when data loader workers run out of it."""
 
     compile_cache_gb: Annotated[float, Field(ge=0, le=1000)] = 4
@@ -324,7 +345,7 @@ class RunSection(Section):
 class GcsFuseSection(Section):
     """`gke.gcsfuse`: a bucket as a folder of the container, through GKE's Cloud Storage FUSE driver."""
 
-    bucket: Annotated[str, Field(min_length=3)]
+    bucket: Annotated[str, _matches("[a-z0-9][a-z0-9._-]+[a-z0-9]", "must be a bucket's name, without gs://")]
     """Name of the bucket, without gs://."""
 
     folder: Annotated[str, Field(pattern=r"^/[^:]+$")]
@@ -337,7 +358,7 @@ class GcsFuseSection(Section):
     """The driver's mountOptions, separated by commas."""
 
 
-class GkeSection(Section):
+class GkeSection(FilledSection):
     """`gke`: the cluster, for `tpu-launch manifest` and `--provider gke`. What belongs to the slice is in `slice`."""
 
     context: str | None = None
@@ -352,10 +373,10 @@ class GkeSection(Section):
     hosts: int | None = None
     """Number of nodes; checked against slice.accelerator_type, which implies it."""
 
-    queue: Annotated[str, Field(min_length=1)] | None = None
+    queue: str | None = None
     """Kueue's LocalQueue that admits the run; absent: no queue."""
 
-    service_account: Annotated[str, Field(min_length=1)] | None = None
+    service_account: str | None = None
     """Kubernetes service account of the pods, bound to Google's by Workload Identity; the namespace's default one when
     absent."""
 
@@ -386,10 +407,10 @@ class GkeSection(Section):
     SYS_RESOURCE, to raise its locked-memory limit, and DAC_OVERRIDE, to write in the image's folders."""
 
 
-class Root(Section):
+class Root(FilledSection):
     """The launcher's half of the file."""
 
-    project: Annotated[str, Field(min_length=1)]
+    project: str
     """Google Cloud project that owns and pays for the slice."""
 
     zone: Zone
