@@ -4,7 +4,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from training.data.formats.example_codec import read_fields
+from training.protobuf import message_classes
+
+SPACE = message_classes(
+    {
+        "Space": {"planes": (1, "Plane*")},
+        "Plane": {"lines": (3, "Line*"), "events": (4, "Entry*"), "stats": (5, "Entry*")},
+        "Entry": {"value": (2, "Metadata")},
+        "Metadata": {"id": (1, "int64"), "name": (2, "bytes")},
+        "Line": {"events": (4, "Event*")},
+        "Event": {"id": (1, "int64"), "begin": (2, "int64"), "picoseconds": (3, "int64"), "stats": (4, "Stat*")},
+        "Stat": {"id": (1, "int64"), "unsigned": (3, "int64"), "signed": (4, "int64")},
+    }
+)["Space"]
 
 
 @dataclass(frozen=True)
@@ -20,40 +32,21 @@ class Event:
 
 def events(data: bytes) -> list[Event]:
     """All events of all planes."""
-    return [event for number, plane in enumerate(_messages(data, 1)) for event in _plane_events(plane, number)]
+    return [
+        event for number, plane in enumerate(SPACE.FromString(data).planes) for event in _plane_events(plane, number)
+    ]
 
 
-def _plane_events(plane: bytes, number: int) -> Iterator[Event]:
-    names = {_integer(entry, 1): _text(entry, 2) for entry in _values(plane, 4)}
-    stat_names = {_integer(entry, 1): _text(entry, 2) for entry in _values(plane, 5)}
-    for position, line in enumerate(_messages(plane, 3)):
-        for event in _messages(line, 4):
-            begin = _integer(event, 2)
-            stats = {}
-            for stat in _messages(event, 4):
-                values = [value for field, value in _fields(stat) if field in (3, 4)]
-                if values:
-                    stats[stat_names.get(_integer(stat, 1), "")] = values[0]
-            yield Event(names.get(_integer(event, 1), ""), (number, position), begin, begin + _integer(event, 3), stats)
-
-
-def _values(message: bytes, field: int) -> Iterator[bytes]:
-    """Of a map's entries."""
-    for entry in _messages(message, field):
-        yield from _messages(entry, 2)
-
-
-def _messages(message: bytes, field: int) -> Iterator[bytes]:
-    return (value for number, value in _fields(message) if number == field and isinstance(value, bytes))
-
-
-def _integer(message: bytes, field: int) -> int:
-    return next((value for number, value in _fields(message) if number == field and isinstance(value, int)), 0)
-
-
-def _text(message: bytes, field: int) -> str:
-    return next(_messages(message, field), b"").decode()
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    return ((number, payload if wire else varint) for number, wire, payload, varint in read_fields(message))
+def _plane_events(plane: Any, number: int) -> Iterator[Event]:
+    names, stat_names = (
+        {entry.value.id: entry.value.name.decode() for entry in entries} for entries in (plane.events, plane.stats)
+    )
+    for position, line in enumerate(plane.lines):
+        for event in line.events:
+            stats = {
+                stat_names.get(stat.id, ""): stat.unsigned if stat.HasField("unsigned") else stat.signed
+                for stat in event.stats
+                if stat.HasField("unsigned") or stat.HasField("signed")
+            }
+            place, end = (number, position), event.begin + event.picoseconds
+            yield Event(names.get(event.id, ""), place, event.begin, end, stats)

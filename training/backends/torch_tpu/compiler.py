@@ -14,7 +14,6 @@ import libtpu
 
 from training.accelerators import Accelerator, accelerator
 from training.backends.compile_cache import PluginError, PluginProgram, PluginTable, plugin_arguments
-from training.data.formats.example_codec import read_fields, unpack_varints
 from training.preflight.compiler import (
     CompilationRefused,
     CompiledProgram,
@@ -24,6 +23,7 @@ from training.preflight.compiler import (
     set_environment,
 )
 from training.preflight.hlo import COLLECTIVES, share_of_loops
+from training.protobuf import message_classes
 
 # Places in the table, from 0.
 _INITIALIZE, _EXECUTABLE_DESTROY, _COSTS, _OPTIMIZED, _TOPOLOGY, _COMPILE, _MEMORY = 3, 40, 46, 48, 82, 89, 96
@@ -123,7 +123,7 @@ def _describe(table: PluginTable, executable: int, seconds: float) -> CompiledPr
     module = ctypes.create_string_buffer(optimized.code_size)
     optimized.code = ctypes.addressof(module)
     table.call(_OPTIMIZED, wanted)
-    text = "\n".join(_hlo_lines(dict(_fields(module.raw))[1]))
+    text = "\n".join(_hlo_lines(_Hlo.FromString(module.raw).module))
     loops = share_of_loops(text)
     return CompiledProgram(
         seconds=seconds,
@@ -142,56 +142,46 @@ _TYPES = [
 ]  # fmt: skip
 
 
-def _fields(data: bytes) -> list[tuple[int, Any]]:
-    """Returns (number, an integer or bytes) for each field of a serialized protobuf message."""
-    return [(number, payload if wire else varint) for number, wire, payload, varint in read_fields(data)]
+_Hlo = message_classes(
+    {
+        "Hlo": {"module": (1, "Module")},
+        "Module": {"computations": (3, "Computation*"), "entry": (6, "int64")},
+        "Computation": {"name": (1, "bytes"), "instructions": (2, "Instruction*"), "id": (5, "int64")},
+        "Instruction": {
+            "name": (1, "bytes"), "opcode": (2, "bytes"), "shape": (3, "Shape"), "literal": (8, "Literal"),
+            "called": (38, "int64*"), "config": (43, "bytes"),
+        },
+        "Shape": {"type": (2, "int64"), "dimensions": (3, "int64*"), "parts": (4, "Shape*")},
+        "Literal": {"integers": (4, "int64*")},
+    }
+)["Hlo"]  # fmt: skip
 
 
-def _numbers(data: bytes) -> list[int]:
-    """Returns the integers of a packed field of a protobuf message."""
-    return unpack_varints(data).tolist()
+def _shape(shape: Any) -> str:
+    """Returns a ShapeProto as HLO's text writes it, a tuple in parentheses."""
+    if shape.parts:
+        return f"({', '.join(map(_shape, shape.parts))})"
+    return f"{_TYPES[shape.type]}[{','.join(map(str, shape.dimensions))}]"
 
 
-def _shape(data: bytes) -> str:
-    """Returns a serialized ShapeProto as HLO's text writes it, a tuple in parentheses."""
-    parts: dict[int, Any] = {}
-    tuples = []
-    for number, value in _fields(data):
-        parts[number] = value
-        if number == 4:
-            tuples.append(_shape(value))
-    if tuples:
-        return f"({', '.join(tuples)})"
-    return f"{_TYPES[parts.get(2, 0)]}[{','.join(map(str, _numbers(parts.get(3, b''))))}]"
-
-
-def _hlo_lines(module: bytes) -> Iterator[str]:
-    """Yields what the report reads of a serialized module, as lines of HLO's text form: each instruction's name,
-    opcode, called computations and backend_config, the shapes of collectives, and integer constants."""
-    fields = _fields(module)
-    entry = dict(fields)[6]
-    computations = [
-        dict(parts := _fields(value)) | {2: [each for key, each in parts if key == 2]}
-        for number, value in fields if number == 3
-    ]  # fmt: skip
-    names = {computation[5]: computation[1].decode() for computation in computations}
-    for computation in computations:
-        yield f"{'ENTRY ' if computation[5] == entry else ''}%{names[computation[5]]} () {{"
-        yield from (_instruction(data, names) for data in computation[2])
+def _hlo_lines(module: Any) -> Iterator[str]:
+    """Yields what the report reads of a module, as lines of HLO's text form: each instruction's name, opcode, called
+    computations and backend_config, the shapes of collectives, and integer constants."""
+    names = {computation.id: computation.name.decode() for computation in module.computations}
+    for computation in module.computations:
+        yield f"{'ENTRY ' if computation.id == module.entry else ''}%{names[computation.id]} () {{"
+        yield from (_instruction(instruction, names) for instruction in computation.instructions)
         yield "}"
 
 
-def _instruction(data: bytes, names: dict[int, str]) -> str:
-    """Returns the line of `_hlo_lines` for a serialized instruction. `names`: of the computations, by their ids."""
-    parts = dict(_fields(data))
-    opcode = parts[2].decode()
-    shape = _shape(parts[3]) if opcode.startswith(COLLECTIVES) else ""
-    operand = ""
-    if opcode == "constant":  # that a loop's condition may compare with
-        literal = dict(_fields(parts.get(8, b"")))
-        operand = "".join(map(str, _numbers(literal.get(4, b""))[:1]))
-    called = [names[number] for number in _numbers(parts.get(38, b""))]
+def _instruction(instruction: Any, names: dict[int, str]) -> str:
+    """Returns the line of `_hlo_lines` for an instruction. `names`: of the computations, by their ids."""
+    opcode = instruction.opcode.decode()
+    shape = _shape(instruction.shape) if opcode.startswith(COLLECTIVES) else ""
+    # A constant may be what a loop's condition compares with.
+    operand = "".join(map(str, instruction.literal.integers[:1])) if opcode == "constant" else ""
+    called = [names[number] for number in instruction.called]
     calls = "".join(f", {key}=%{name}" for key, name in zip(("calls", "condition"), called, strict=False))
     calls = calls.replace("calls", "body") if opcode == "while" else calls
-    config = parts.get(43, b"").decode(errors="replace")
-    return f"  %{parts[1].decode()} = {shape} {opcode}({operand}){calls}, backend_config={config}"
+    config = instruction.config.decode(errors="replace")
+    return f"  %{instruction.name.decode()} = {shape} {opcode}({operand}){calls}, backend_config={config}"
