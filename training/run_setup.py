@@ -23,7 +23,7 @@ from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, TrainError, UnusableTpu
 from training.machine import SYSTEM, Machine
 from training.models.export import export_checkpoint
-from training.models.hub import RunPush, run_push
+from training.models.hub import Push
 from training.models.hugging_face import CONFIG, WEIGHTS, ModelRequirements, build_model_config
 from training.profiler import Tracer, folder_of
 from training.registry import BACKENDS, TASKS, load
@@ -276,7 +276,7 @@ class Dependencies:
     machine: Machine = SYSTEM
     storage: Storage = default_storage  # where the run's folder is
     trackers: tuple[str, ...] = ("jsonl", "tensorboard")  # where its numbers go
-    push: RunPush = run_push  # uploads a checkpoint to the Hub
+    push: Callable[[Sequence[str]], Push] = Push  # starts an upload to the Hub
     profiles: Callable[[int], Path | None] = folder_of  # where a worker's trainer is asked for them, if at all
     open_task: Callable[[TrainerConfig, Cluster], Task] = open_task
     open_backend: Callable[[TrainerConfig, Cluster, Rendezvous, Task], Backend] = open_backend

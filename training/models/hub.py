@@ -30,8 +30,8 @@ from training.telemetry.metrics import read_history
 TOKEN = "HF_TOKEN"
 CARD = "README.md"
 _TRIES, _RETRY_SECONDS = 2, 3.0  # of an upload
-_POLL_SECONDS = 0.2  # between looks whether the run still waits for an upload
-_CLOSE_SECONDS = 5.0  # that the thread has to end its process
+_POLL_SECONDS = 0.2  # between looks at an upload that the run waits for
+_KILL_SECONDS = 5.0  # that a killed upload has to end
 _SHOWN_BYTES = 1 << 16  # of what an upload printed
 
 
@@ -105,138 +105,119 @@ def render_card(repository: str, config: Mapping[str, Any], figures: Mapping[str
 class PushEnd:
     """The end of an upload's process."""
 
-    code: int | None  # None: it was killed, because the run waits for it no longer
+    code: int
     out: Sequence[str] = ()  # its last lines
     err: Sequence[str] = ()
 
 
-# Runs `tpu-train push` with these arguments until it ends, or kills it once the function returns True.
-RunPush = Callable[[Sequence[str], Callable[[], bool]], PushEnd]
+class Push:
+    """A running `tpu-train push`."""
 
-
-def run_push(
-    arguments: Sequence[str],
-    is_over: Callable[[], bool],
-    command: Sequence[str] = (sys.executable, "-m", "training.cli", "push"),
-) -> PushEnd:
-    """Runs `tpu-train push` with these arguments until it ends, or kills it once `is_over` returns True: its code is
-    then None. Without a token in the environment, starts nothing and returns code 2."""
-    if not os.environ.get(TOKEN):
-        return PushEnd(2, err=[f"{TOKEN} is not in the environment (name it in run.secrets)"])
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    def __init__(
+        self, arguments: Sequence[str], command: Sequence[str] = (sys.executable, "-m", "training.cli", "push")
+    ) -> None:
+        """Starts it with these arguments. Raises TrainError without a token in the environment, and OSError."""
+        if not os.environ.get(TOKEN):
+            raise TrainError(f"{TOKEN} is not in the environment (name it in run.secrets)")
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         # A session of its own: Ctrl-C is for the trainer, which then ends the upload too.
-        process = subprocess.Popen(
-            [*command, *arguments], stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True
+        self._process = subprocess.Popen(
+            [*command, *arguments], stdout=self._out, stderr=self._err, stdin=subprocess.DEVNULL, start_new_session=True
         )
-        try:
-            code = _await_end(process, is_over)
-        finally:
-            process.kill()
-            process.wait()
-        return PushEnd(code, _last_lines(out), _last_lines(err))
 
-
-def _await_end(process: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> int | None:
-    """Waits for a process and returns its exit code; None, while it still runs, once `is_over` returns True."""
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(_POLL_SECONDS)
-        if is_over():
+    def poll(self) -> PushEnd | None:
+        """Returns how the process ended, once; None while it runs."""
+        code = self._process.poll()
+        if code is None:
             return None
+        with self._out, self._err:
+            return PushEnd(code, _last_lines(self._out), _last_lines(self._err))
+
+    def kill(self) -> None:
+        """Kills the process, and waits 5 s at most for its end. The Hub takes a commit whole or not at all."""
+        self._process.kill()
+        with self._out, self._err, contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILL_SECONDS)
 
 
 class BackgroundUploader:
-    """Uploads commits of one attempt, on host 0: one at a time, by a thread that starts a process for each. Commits
-    during an upload are left out, except the last. Its errors never reach the loop."""
+    """Uploads commits of one attempt, on host 0: one at a time, each by a process. Commits during an upload are left
+    out, except the last. Its errors never reach the loop."""
 
     def __init__(
         self,
         settings: Hub,
         run: str,
         warn: Callable[[str], None],
-        run_push: RunPush = run_push,
+        start_push: Callable[[Sequence[str]], Push] = Push,
         machine: Machine = SYSTEM,
     ) -> None:
-        """Starts the thread, which uploads nothing yet. `run`: the run's folder."""
+        """Uploads nothing yet. `run`: the run's folder."""
         self.settings, self.run, self.warn = settings, run, warn
         self.pushed: int | None = None  # the newest step on the Hub
         self.commit: str | None = None  # its URL
         self.error: str | None = None  # of the newest upload
-        self._run_push, self._now = run_push, machine.clock.monotonic
+        self._start_push, self._clock = start_push, machine.clock
         self._requested: int | None = None  # the newest commit that an upload was wanted for
         self._waiting: int | None = None  # a step to upload next
-        self._deadline: float | None = None  # of the upload under way, once the run waits for it
-        self._is_busy = self._is_closed = False
-        self._is_hurried: Callable[[], bool] = lambda: False  # since `finish`: whether this host was asked to stop
-        self._changed = machine.threads.condition()
-        self._thread = machine.threads.start(self._serve, name="hub")
+        self._push: Push | None = None  # under way
 
     def note_commit(self, step: int | None) -> None:
-        """Requests an upload of `step`, the newest committed one (None: none yet), once, with `hub.every: checkpoint`;
-        else does nothing. Does not wait. Call it after every step."""
+        """Requests an upload of `step`, the newest committed one (None: none yet), once, with `hub.every: checkpoint`.
+        Keeps the result of an upload that has ended. Does not wait. Call it after every step."""
         if step is not None and step != self._requested and self.settings.every == "checkpoint":
-            self._request(step)
+            self._requested = self._waiting = step
+        self._advance()
 
     def finish(self, step: int, is_hurried: Callable[[], bool] = lambda: False) -> dict[str, Any]:
         """Waits for the upload that is due, then, with `hub.at_end` or `hub.every`, uploads the last step unless it is
         on the Hub. Each takes little more than `hub.wait_seconds`, and ends once `is_hurried` returns True. Returns the
         summary's "hub": repository, step, commit, error."""
-        self._is_hurried = is_hurried
-        self._wait_until_idle()
+        self._wait_until_idle(is_hurried)
         if self.pushed != step and (self.settings.at_end or self.settings.every):
-            self._request(step)
-            self._wait_until_idle()
+            self._waiting = step
+            self._wait_until_idle(is_hurried)
         return {"repository": self.settings.repository, "step": self.pushed, "commit": self.commit, "error": self.error}
 
     def close(self) -> None:
-        """Ends the thread and kills an upload that is under way; waits 5 s at most for that. The Hub takes a commit
-        whole or not at all."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        self._thread.join(_CLOSE_SECONDS)
+        """Kills an upload that is under way, and starts no other."""
+        push, self._push, self._waiting = self._push, None, None
+        if push:
+            push.kill()
 
-    def _request(self, step: int) -> None:
-        """Makes `step` the next one to upload, instead of one that still waits."""
-        with self._changed:
-            self._requested = self._waiting = step
-            self._changed.notify_all()
+    def _wait_until_idle(self, is_hurried: Callable[[], bool]) -> None:
+        """Waits until no upload runs or is due. After `hub.wait_seconds`, or once `is_hurried` returns True, kills the
+        one that runs, which counts as its failure, and drops the one that is due."""
+        deadline = self._clock.monotonic() + self.settings.wait_seconds
+        self._advance()
+        while self._push:
+            if is_hurried():
+                reason = "when this host was asked to stop"
+            elif self._clock.monotonic() >= deadline:
+                reason = f"within hub.wait_seconds ({self.settings.wait_seconds:g} s)"
+            else:
+                self._clock.sleep(_POLL_SECONDS)
+                self._advance()
+                continue
+            self.close()
+            self._fail(f"not done {reason}")
 
-    def _wait_until_idle(self) -> None:
-        """Waits until no upload runs or is due; after `hub.wait_seconds` the thread kills the upload. If it does not,
-        notes that as the upload's failure."""
-        with self._changed:
-            self._deadline = self._now() + self.settings.wait_seconds
-            is_idle = self._changed.wait_for(
-                lambda: not self._is_busy and self._waiting is None, self.settings.wait_seconds + _CLOSE_SECONDS
-            )
-        if not is_idle:
-            self._fail(self._late)
+    def _advance(self) -> None:
+        """Keeps the commit or the failure of an upload that has ended, then starts the one that is due."""
+        try:
+            end = self._push.poll() if self._push else None
+            if end:
+                self._push = None
+                self._keep(end)
+            if self._waiting is not None and not self._push:
+                step, self._waiting = self._waiting, None
+                arguments = [self.run, self.settings.repository, "--step", str(step), "--beside"]
+                self._push = self._start_push([*arguments, "--private" if self.settings.private else "--public"])
+        except Exception as error:
+            self._fail(str(error) if isinstance(error, TrainError) else f"{type(error).__name__}: {error}")
 
-    def _serve(self) -> None:
-        """Uploads the newest requested step, again and again until `close`; keeps failures. Runs in a thread."""
-        while True:
-            with self._changed:
-                self._is_busy = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._is_closed or self._waiting is not None)
-                if self._is_closed or self._waiting is None:
-                    return
-                step, self._waiting, self._is_busy = self._waiting, None, True
-            try:
-                self._upload(step)
-            except Exception as error:
-                self._fail(f"{type(error).__name__}: {error}")
-
-    def _upload(self, step: int) -> None:
-        """Runs the upload of a step and keeps its commit or its failure; neither after `close`."""
-        arguments = [self.run, self.settings.repository, "--step", str(step), "--beside"]
-        end = self._run_push([*arguments, "--private" if self.settings.private else "--public"], self._is_over)
-        if self._is_closed:
-            return
-        if end.code is None:
-            self._fail("not done when this host was asked to stop" if self._is_hurried() else self._late)
-            return
+    def _keep(self, end: PushEnd) -> None:
+        """Keeps the commit of an upload that has ended, or its failure."""
         result, last_line = find_result(end.out), (end.err or end.out or [""])[-1]
         if end.code == 0 and result:
             self.pushed, self.commit, self.error = result["step"], result["commit"], None
@@ -244,16 +225,6 @@ class BackgroundUploader:
             self._fail(f"the upload told no commit: {last_line[:400]}")
         else:
             self._fail(last_line.removeprefix("tpu-train: error: ") or f"the upload ended with {end.code}")
-
-    @property
-    def _late(self) -> str:
-        """Returns the failure of an upload that took too long."""
-        return f"not done within hub.wait_seconds ({self.settings.wait_seconds:g} s)"
-
-    def _is_over(self) -> bool:
-        """Returns whether to kill the upload: after `close`, its deadline, or a stop request."""
-        is_late = self._deadline is not None and self._now() >= self._deadline
-        return self._is_closed or is_late or self._is_hurried()
 
     def _fail(self, reason: str) -> None:
         """Keeps the reason, without the token, for the summary; warns unless the upload before failed too."""

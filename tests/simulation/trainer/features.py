@@ -115,43 +115,48 @@ def _stop_twice(rng: random.Random, plan: Plan) -> Plan:
 
 @dataclass
 class Upload:
+    """An upload of the simulated Hub, as `training.models.hub.Push`."""
+
+    hub: SimulatedHub
     host: Host
     step: int
+    done_at: float
+
+    def poll(self) -> PushEnd | None:
+        if self.host.machine.clock.monotonic() < self.done_at:
+            return None
+        self.kill()
+        return self.hub.end(self.host, self.step)
+
+    def kill(self) -> None:
+        if self in self.hub.uploads:
+            self.hub.uploads.remove(self)
 
 
 class SimulatedHub:
-    """The Hub, as the `training.models.hub.RunPush` of each host; checks promises about uploads."""
+    """The Hub, which starts the uploads of each host; checks promises about them."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.steps: list[int] = []  # uploaded
-        self._uploads: list[Upload] = []
+        self.uploads: list[Upload] = []
 
-    def push(self, host: Host, arguments: Sequence[str], is_over: Callable[[], bool]) -> PushEnd:
+    def push(self, host: Host, arguments: Sequence[str]) -> Upload:
         world, step, fault = self._world, int(arguments[arguments.index("--step") + 1]), self._world.plan.hub_fault
         world.scheduler.note(f"uploads step {step}")
         if world.generation_of(step) == 0 and step >= world.promises.newest_whole and not world.rotten:
             world.promises.broken("what is uploaded is committed", f"{host.name} uploads step {step}, which is not")
-        self._uploads = [upload for upload in self._uploads if upload.host.code is None]
-        if any(upload.host is host for upload in self._uploads):
+        self.uploads = [upload for upload in self.uploads if upload.host.code is None]
+        if any(upload.host is host for upload in self.uploads):
             world.promises.broken("one upload at a time", f"{host.name} uploads step {step} beside another one")
         if fault == "raises":
             raise FileNotFoundError("python")
-        upload = Upload(host, step)
-        self._uploads.append(upload)
-        try:
-            seconds = {"hangs": math.inf, "slow": 15.0}.get(fault, 3.0) * (0.5 + world.random.random())
-            while seconds > 0:
-                world.scheduler.sleep(min(1.0, seconds))
-                seconds -= 1.0
-                if is_over():
-                    return PushEnd(None)
-            return self._end(host, step, fault)
-        finally:
-            if upload in self._uploads:
-                self._uploads.remove(upload)
+        seconds = {"hangs": math.inf, "slow": 15.0}.get(fault, 3.0) * (0.5 + world.random.random())
+        self.uploads.append(Upload(self, host, step, host.machine.clock.monotonic() + seconds))
+        return self.uploads[-1]
 
-    def _end(self, host: Host, step: int, fault: str) -> PushEnd:
+    def end(self, host: Host, step: int) -> PushEnd:
+        fault = self._world.plan.hub_fault
         if fault == "refuses":
             return PushEnd(1, (), ("tpu-train: error: a/b was not pushed to the Hub: 503",))
         if fault == "noise":
