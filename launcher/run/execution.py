@@ -72,9 +72,9 @@ def explain_run(session: Session) -> tuple[str | None, str]:
     observations = machine.threads.map(read, session.workers, at_once=64)
     lines = {each.worker: line for each in observations if (line := slowest(each.progress))}
     masker = SecretMasker(session.secret_values())
-    found = hang.explain_live(session, number, lines, 0.0, masker, native=False)
-    folder = hang.write_files(session.ledger, number, found)
-    return (found.hang.paragraph if found.hang else None), folder
+    found, stacks = hang.explain_live(session, number, lines, 0.0, masker, native=False)
+    folder = hang.write_files(session.ledger, number, found, stacks)
+    return (found.paragraph if found else None), folder
 
 
 def exit_code(reports: Sequence[CommandReport]) -> int:

@@ -18,16 +18,7 @@ from launcher.masking import SecretMasker
 from launcher.run.ledger import Ledger
 from launcher.run.logs import tail
 from launcher.run.session import Session
-from launcher.run.stack_traces import (
-    HostStacks,
-    Place,
-    ProcessStacks,
-    ThreadStack,
-    Waits,
-    merge_samples,
-    parse_stacks,
-    places,
-)
+from launcher.run.stack_traces import HostStacks, Place, Waits, merge_samples, parse_stacks, places
 from launcher.run.verdict import Cause, Kind, Verdict
 from training.telemetry.progress_line import COMPILE, ProgressLine
 
@@ -74,18 +65,7 @@ _ADVICE = {
     "data": "look at the input pipeline, and at its bucket if threads wait for a connection (stacks)",
     "compile": "compile ahead of time with `tpu-launch preflight`; look for a huge or changing program",
 }
-_BY_PLACE = {
-    Waits.CODE: "code",
-    Waits.STORAGE: "storage",
-    Waits.LOCK: "lock",
-    Waits.QUEUE: "lock",
-    Waits.DATA: "data",
-    Waits.COLLECTIVE: "collective",
-    Waits.COMPILER: "compile",
-    Waits.BUSY: "compile",
-}
 _FULL = 0.98  # of its memory, for a host that gives no stacks
-_REFAULTS = 25_000  # pages of 4 KiB that are read again between two samples, for a host short of memory
 _NOT_WAITING = (Waits.CODE, Waits.STORAGE, Waits.LOCK)
 
 
@@ -122,7 +102,7 @@ def explain_hang(
         samples = [sample for sample in (first.get(worker), stacks) if sample is not None and sample.processes]
         # Without a second sample, as of a host that ended as another one is silent, the first one counts.
         before = samples[0] if len(samples) > 1 else HostStacks()
-        hosts[worker] = _look(before, samples[-1] if samples else stacks, lines.get(worker))
+        hosts[worker] = _look(merge_samples(before, samples[-1] if samples else stacks), lines.get(worker))
     if not hosts:
         return None
     kind, odd, what = _compare(hosts)
@@ -189,76 +169,64 @@ def _others(hosts: Mapping[int, _HostLook], odd: Sequence[int]) -> str:
     return f"{count} of {len(hosts)} hosts {doing}{step}{place}; "
 
 
-def _look(first: HostStacks, second: HostStacks, line: ProgressLine | None) -> _HostLook:
-    """Returns the state of one host, from two samples and its newest line; its kind is "memory" if memory is short."""
-    second = merge_samples(first, second)
-    look = replace(_look_at_processes(first, second), line=line)
-    memory = second.memory
-    if (pages := second.refaults[0] - first.refaults[1]) > _REFAULTS and first.refaults[1] >= 0:
-        memory = memory or f"read {pages / 256:,.0f} MiB again between two samples, for which it has no memory"
+def _look(stacks: HostStacks, line: ProgressLine | None) -> _HostLook:
+    """Returns the state of a host, from its merged samples and newest line; its kind is "memory" if memory is short."""
+    look, memory = replace(_look_at_processes(stacks), line=line), stacks.memory
     if look.kind == "no stacks" and line is not None and line.memory_used > _FULL * line.memory_total > 0:
         memory = f"uses {line.memory_used / 2**30:.1f} of {line.memory_total / 2**30:.1f} GiB of its memory"
     return replace(look, kind="memory", what=f"{memory}, and {look.what}") if memory else look
 
 
-def _look_at_processes(first: HostStacks, second: HostStacks) -> _HostLook:
+def _look_at_processes(stacks: HostStacks) -> _HostLook:
     """Returns where one host is: by the state of its processes, then who holds Python's lock, then the place of a
     thread that tells most. Its kind is "no stacks" if none could be read."""
-    if not second.processes:
-        return _HostLook("no stacks", f"gives no stack traces ({second.problem or 'no answer'})")
-    was_stuck = {process.pid for process in first.processes if process.state == "D"}
-    for process in second.processes:
+    if not stacks.processes:
+        return _HostLook("no stacks", f"gives no stack traces ({stacks.problem or 'no answer'})")
+    for process in stacks.processes:
         name = f"process {process.pid} ({process.command.strip()[:60]})"
         if process.state == "T":
             return _HostLook("stopped", f"has a stopped process: {name}")
-        if process.state == "D" and process.pid in was_stuck:
+        if process.state == "D":
             return _HostLook("kernel", f"is stuck in the kernel ({process.wait_channel}): {name}")
         if process.state == "Z":
             return _HostLook("ended", f"has a dead process that its parent has not reaped: {name}")
-    before = {(process.pid, thread.name): thread for process, thread, _ in places(first)}
     candidates = [
         (process, thread, place)
-        for process, thread, place in places(second)
+        for process, thread, place in places(stacks)
         if thread.frames and not any(word in process.command for word in _HELPERS)
     ]
     if not candidates:
         return _HostLook("no stacks", "gives no Python stack traces: py-spy can't read its processes")
     for process, thread, place in candidates:
-        old = before.get((process.pid, thread.name))
-        held = thread.holds_gil and old is not None and old.holds_gil and old.frames[:1] == thread.frames[:1]
-        if held and place.waits is not Waits.COMPILER:
+        if thread.holds_gil and place.waits is not Waits.COMPILER:
             others = sum(each.name != thread.name for each in process.threads)
             return _HostLook("interpreter" if others else "code", f"holds Python's lock: it {place}", place)
-    starved = [thread for process, thread, _ in candidates if _starves(thread, before.get((process.pid, thread.name)))]
-    if starved and (holders := [each for each in candidates if each[1] not in starved]):
-        holder = _choose(holders)
+    found = [place for _, thread, place in candidates if not thread.starves]
+    if found and len(found) < len(candidates):
+        holder = _choose(found)
         return _HostLook("interpreter", f"holds Python's lock, for which others wait: it {holder}", holder)
-    chosen = _choose(candidates)
-    storage = next((place for _, _, place in candidates if place.waits is Waits.STORAGE), None)
-    still = [thread for process, thread, place in candidates if place.waits is Waits.LOCK]
-    if chosen.waits is Waits.LOCK and len(still) > 1:
-        what = " and ".join(str(place) for _, thread, place in candidates if thread in still[:2])
+    found = [place for _, _, place in candidates]
+    chosen = _choose(found)
+    storage = next((place for place in found if place.waits is Waits.STORAGE), None)
+    locked = [place for place in found if place.waits is Waits.LOCK]
+    if chosen.waits is Waits.LOCK and len(locked) > 1:
+        what = " and ".join(map(str, locked[:2]))
         return _HostLook("deadlock", f"has threads that wait for each other's locks: {what}", chosen)
-    polling = sum(process.polling for process in second.processes) if chosen.waits is Waits.DATA else 0
+    polling = sum(process.polling for process in stacks.processes) if chosen.waits is Waits.DATA else 0
     native = f", {polling} thread{'s'[: polling > 1]} for a connection" if polling else ""
-    return _HostLook(_BY_PLACE[chosen.waits], f"{chosen}{native}", chosen, storage)
+    return _HostLook(chosen.waits.kind, f"{chosen}{native}", chosen, storage)
 
 
-def _choose(candidates: Sequence[tuple[ProcessStacks, ThreadStack, Place]]) -> Place:
+def _choose(found: Sequence[Place]) -> Place:
     """Returns the most telling place of a host: a main thread's; if all main threads wait for data, other threads or
     processes, that of another thread which is in code or waits for storage or a lock, if there is one."""
-    mains = [place for _, _, place in candidates if place.thread == "MainThread"] or [candidates[0][2]]
+    mains = [place for place in found if place.thread == "MainThread"] or found[:1]
     for wanted in (Waits.CODE, Waits.COMPILER, Waits.BUSY, Waits.STORAGE, Waits.LOCK, Waits.COLLECTIVE):
         for place in mains:
             if place.waits is wanted:
                 return place
-    workers = [place for _, _, place in candidates if place.waits in _NOT_WAITING]
+    workers = [place for place in found if place.waits in _NOT_WAITING]
     return min(workers, key=lambda place: _NOT_WAITING.index(place.waits), default=mains[0])
-
-
-def _starves(thread: ThreadStack, before: ThreadStack | None) -> bool:
-    """Returns whether a thread waited for Python's lock at the same place in both samples."""
-    return before is not None and thread.waits_for_gil and before.waits_for_gil and thread.frames == before.frames
 
 
 def _minority(values: Mapping[int, Any]) -> list[int]:
@@ -284,14 +252,6 @@ def _names(workers: Sequence[int]) -> str:
     return f"host{'s'[: len(workers) > 1]} {', '.join(map(str, workers))}"
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """The explanation of a hang, None where no stacks could be taken, and the stacks of each host."""
-
-    hang: Hang | None
-    stacks: Mapping[int, str]
-
-
 def explain_live(
     session: Session,
     attempt: int,
@@ -301,10 +261,10 @@ def explain_live(
     *,
     native: bool,
     only: Collection[int] | None = None,
-) -> Explanation:
+) -> tuple[Hang | None, Mapping[int, str]]:
     """Takes the stacks of all hosts twice, 5 s apart (10 to 60 s in all); with `native` those of native code too, which
-    pauses the processes. Returns them, secrets masked, and the explanation of `explain_hang` (see there for `progress`
-    and `seconds`), of the hosts in `only` (None: all). Ignores errors of the provider: no stacks, no explanation."""
+    pauses the processes. Returns the explanation of `explain_hang` (see there for `progress` and `seconds`), of the
+    hosts in `only` (None: all), and the stacks, secrets masked. Ignores errors of the provider: (None, {})."""
 
     def take() -> dict[int, str]:
         found = session.provider.stacks(session.container(attempt), native=native)
@@ -317,22 +277,18 @@ def explain_live(
         second = take()
     except LaunchError:  # what is known will do
         second = first
-    texts = {
-        worker: f"{first.get(worker, '')}\n=== {APART_SECONDS:.0f} s later\n{text}" for worker, text in second.items()
-    }
-    second = {worker: text for worker, text in second.items() if only is None or worker in only}
-    return Explanation(explain_hang(_parse(first), _parse(second), progress, seconds), texts)
+    later = f"=== {APART_SECONDS:.0f} s later"
+    texts = {worker: f"{first.get(worker, '')}\n{later}\n{text}" for worker, text in second.items()}
+    before, after = ({worker: parse_stacks(text) for worker, text in sample.items()} for sample in (first, second))
+    after = {worker: stacks for worker, stacks in after.items() if only is None or worker in only}
+    return explain_hang(before, after, progress, seconds), texts
 
 
-def _parse(texts: Mapping[int, str]) -> dict[int, HostStacks]:
-    return {worker: parse_stacks(text) for worker, text in texts.items()}
-
-
-def write_files(ledger: Ledger, attempt: int, explanation: Explanation) -> str:
+def write_files(ledger: Ledger, attempt: int, hang: Hang | None, stacks: Mapping[int, str]) -> str:
     """Writes each host's stacks and explanation.txt into the run's folder; returns their folder. Raises OSError."""
-    for worker, text in explanation.stacks.items():
+    for worker, text in stacks.items():
         ledger.write_stack(attempt, f"host-{worker}", text)
-    paragraph = explanation.hang.paragraph if explanation.hang else "no stack traces could be taken"
+    paragraph = hang.paragraph if hang else "no stack traces could be taken"
     return str(ledger.write_stack(attempt, "explanation", f"{paragraph}\n").parent)
 
 
@@ -351,14 +307,14 @@ def explain_stall(
     told = verdict.cause or Cause(-1, "")
     say(f"the run hangs: {told.what}; taking stack traces of all hosts")
     only = None if told.worker < 0 else (told.worker,)
-    found = explain_live(session, attempt, progress, seconds, masker, native=True, only=only)
-    if only and found.hang is not None:
-        found = replace(found, hang=replace(found.hang, what=f"{told.what}: {found.hang.what}"))
+    hang, stacks = explain_live(session, attempt, progress, seconds, masker, native=True, only=only)
+    if only and hang is not None:
+        hang = replace(hang, what=f"{told.what}: {hang.what}")
     try:
-        say(f"the stack traces of all hosts are in {write_files(session.ledger, attempt, found)}")
+        say(f"the stack traces of all hosts are in {write_files(session.ledger, attempt, hang, stacks)}")
     except OSError as error:
         say(f"the stack traces can't be written: {error}")
-    if (hang := found.hang) is None:
+    if hang is None:
         return verdict
     cause = Cause(hang.worker, f"{hang.what}; {hang.advice}")
     others = [line for line in hang.hosts if not line.startswith(f"host {hang.worker}:")]

@@ -7,16 +7,19 @@ from dataclasses import dataclass, field, replace
 
 
 class Waits(enum.Enum):
-    """The kind of place at which a thread is."""
+    """The kind of place at which a thread is: what the host's user has to look at (a kind of hang), and words."""
 
-    CODE = "is in"
-    STORAGE = "waits for storage in"
-    LOCK = "waits for a lock in"
-    QUEUE = "waits for another thread or process in"
-    DATA = "waits for data in"
-    COLLECTIVE = "waits for devices or other hosts in"
-    COMPILER = "compiles in"
-    BUSY = "compiles or computes in"
+    CODE = "code", "is in"
+    STORAGE = "storage", "waits for storage in"
+    LOCK = "lock", "waits for a lock in"
+    QUEUE = "lock", "waits for another thread or process in"
+    DATA = "data", "waits for data in"
+    COLLECTIVE = "collective", "waits for devices or other hosts in"
+    COMPILER = "compile", "compiles in"
+    BUSY = "compile", "compiles or computes in"
+
+    def __init__(self, kind: str, words: str) -> None:
+        self.kind, self.words = kind, words
 
 
 @dataclass(frozen=True)
@@ -33,16 +36,18 @@ class Frame:
         return f"{self.file.rpartition('/')[2]}:{self.line}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class ThreadStack:
     """The calls of a thread, innermost first."""
 
+    id: str
     name: str
-    frames: tuple[Frame, ...]
     holds_gil: bool = False
     active: bool = False  # whether it runs, or would if a processor were free
-    native: tuple[str, ...] = ()
-    """Calls inside of the innermost one of Python, as "function (library)"; () where they could not be read."""
+    starves: bool = False  # whether two samples show that it waits for Python's lock at one place
+    frames: list[Frame] = field(default_factory=list)
+    native: list[str] = field(default_factory=list)
+    """Calls inside of the innermost one of Python, as "function (library)"; [] where they could not be read."""
 
     @property
     def waits_for_gil(self) -> bool:
@@ -50,7 +55,7 @@ class ThreadStack:
         return "pthread_cond_timedwait (libc.so.6)" in self.native and all(map(_PLAIN.search, self.native))
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProcessStacks:
     """A process: its state as the kernel reports it ("S", "T", "D", "Z"), and the stacks of its Python threads."""
 
@@ -58,7 +63,7 @@ class ProcessStacks:
     state: str
     wait_channel: str
     command: str
-    threads: tuple[ThreadStack, ...] = ()
+    threads: list[ThreadStack] = field(default_factory=list)
     polling: int = 0  # threads, native ones too, that wait for a connection (poll)
 
 
@@ -66,7 +71,7 @@ class ProcessStacks:
 class HostStacks:
     """The Python processes of a host, and the text of the lines at which they are."""
 
-    processes: tuple[ProcessStacks, ...] = ()
+    processes: Sequence[ProcessStacks] = ()
     sources: Mapping[tuple[str, int], str] = field(default_factory=dict)
     problem: str = ""  # the output's last line, if there was no process in it
     memory: str = ""
@@ -85,6 +90,7 @@ _POLLING = re.compile(r"polling (\d{1,6})$")
 _SOURCE = re.compile(r"source (.{1,1000}):(\d{1,9}) (.*)")
 _REFAULTS = re.compile(r"workingset_refault_\w+ (\d{1,15})\b")
 _LEAST_MEMORY, _MOST_STALLED = 0.02, 40  # share that is left; percent of the time that all processes waited for memory
+_MOST_REFAULTS = 25_000  # pages of 4 KiB that are read again between two samples
 
 
 def _judge_memory(facts: str) -> str:
@@ -100,75 +106,72 @@ def _judge_memory(facts: str) -> str:
 
 
 def parse_stacks(output: str) -> HostStacks:
-    """Parses the output of stacks.sh: processes, source lines, and how the host is short of memory. A thread that the
-    output has twice becomes one, with the native calls of its second stack. Without a process, `problem` says why."""
+    """Parses the output of stacks.sh: processes, source lines, and how the host is short of memory. Without a process,
+    `problem` says why."""
     processes: list[ProcessStacks] = []
-    threads: dict[str, ThreadStack] = {}  # of the last process, by id
-    opened: ThreadStack | None = None
-    frames: list[Frame] = []
-    native: list[str] = []
-    sources, memory, refaults, identifier = {}, "", [-1, -1], ""
-
-    def end_thread() -> None:
-        """Adds the thread that was read last, if any, to the last process, and forgets its calls."""
-        if opened is not None:
-            found = replace(opened, frames=tuple(frames), native=tuple(native))
-            threads[identifier] = _merge(threads[identifier], found) if identifier in threads else found
-        if processes:
-            processes[-1] = replace(processes[-1], threads=tuple(threads.values()))
-        frames.clear()
-        native.clear()
-
+    sources, memory, refaults = {}, "", [-1, -1]
     for line in output.splitlines():
+        threads = processes[-1].threads if processes else []
         if match := _PROCESS.match(line):
-            end_thread()
-            opened = None
-            threads.clear()
             processes.append(ProcessStacks(int(match[1]), match[2] or "", match[3], match[4].strip()))
         elif match := _THREAD.match(line):
-            end_thread()
-            identifier = match[1]
-            opened = ThreadStack(match[3] or "", (), "gil" in match[2], match[2].startswith("active"))
-        elif match := _FRAME.match(line):
-            frames.append(Frame(match[1], match[2], int(match[3])))
-        elif (match := _NATIVE.match(line)) and not frames:
-            native.append(f"{match[1]} ({match[2]})")
+            threads.append(ThreadStack(match[1], match[3] or "", "gil" in match[2], match[2].startswith("active")))
+        elif (match := _FRAME.match(line)) and threads:
+            threads[-1].frames.append(Frame(match[1], match[2], int(match[3])))
+        elif (match := _NATIVE.match(line)) and threads and not threads[-1].frames:
+            threads[-1].native.append(f"{match[1]} ({match[2]})")
         elif match := _SOURCE.match(line):
             sources[match[1], int(match[2])] = match[3].strip()
         elif line.startswith("memory "):
             memory = memory if processes else _judge_memory(line)
             refaults[bool(processes)] = sum(map(int, _REFAULTS.findall(line)))
         elif (match := _POLLING.match(line)) and processes:
-            processes[-1] = replace(processes[-1], polling=int(match[1]))
-    end_thread()
+            processes[-1].polling = int(match[1])
+    for process in processes:
+        process.threads = _merge_stacks(process.threads)
     problem = "" if processes else (output.strip().splitlines() or ["no answer"])[-1][:200]
-    return HostStacks(tuple(processes), sources, problem, memory, (refaults[0], refaults[1]))
+    return HostStacks(processes, sources, problem, memory, (refaults[0], refaults[1]))
 
 
-def _merge(thread: ThreadStack, again: ThreadStack) -> ThreadStack:
-    """Returns a thread with the native calls of its second stack, if that is at the same place: py-spy loses Python's
-    calls where it can't unwind native ones."""
-    if thread.frames[:1] != again.frames[:1]:
-        return thread
-    return replace(thread, native=again.native, holds_gil=thread.holds_gil or again.holds_gil)
+def _merge_stacks(threads: Sequence[ThreadStack]) -> list[ThreadStack]:
+    """Returns a process's threads, each once: one that comes again gets the native calls of that stack, if it is at the
+    same place, as py-spy loses Python's calls where it can't unwind native ones."""
+    merged: dict[str, ThreadStack] = {}
+    for thread in threads:
+        before = merged.setdefault(thread.id, thread)
+        if before.frames[:1] == thread.frames[:1]:
+            merged[thread.id] = replace(before, native=thread.native, holds_gil=before.holds_gil or thread.holds_gil)
+    return list(merged.values())
 
 
 def merge_samples(first: HostStacks, second: HostStacks) -> HostStacks:
-    """Returns the second sample of a host's stacks with what only both show: a thread is active if it was so at the
-    same place in both. Native calls that could not be read then are those of the first sample, at the same place."""
+    """Returns the second sample of a host's stacks with what only both show: that a process is stuck in the kernel
+    (state "D"), that a thread is active, holds Python's lock or starves at the same place, and that pages are read
+    again. Native calls that could not be read then are those of the first sample, at the same place."""
+    stuck = {process.pid for process in first.processes if process.state == "D"}
     before = {(process.pid, thread.name): thread for process in first.processes for thread in process.threads}
 
     def merge(pid: int, thread: ThreadStack) -> ThreadStack:
         old = before.get((pid, thread.name))
         if old is None or old.frames[:1] != thread.frames[:1]:
-            return replace(thread, active=False)
-        return replace(thread, active=thread.active and old.active, native=thread.native or old.native)
+            return replace(thread, active=False, holds_gil=False)
+        active, holds_gil = thread.active and old.active, thread.holds_gil and old.holds_gil
+        merged = replace(thread, active=active, holds_gil=holds_gil, native=thread.native or old.native)
+        merged.starves = merged.waits_for_gil and old.waits_for_gil and merged.frames == old.frames
+        return merged
 
-    processes = (
-        replace(process, threads=tuple(merge(process.pid, thread) for thread in process.threads))
+    processes = [
+        replace(
+            process,
+            state=process.state if process.state != "D" or process.pid in stuck else "",
+            threads=[merge(process.pid, thread) for thread in process.threads],
+        )
         for process in second.processes
-    )
-    return replace(second, processes=tuple(processes))
+    ]
+    memory, pages = second.memory, second.refaults[0] - first.refaults[1]
+    if not memory and pages > _MOST_REFAULTS and first.refaults[1] >= 0:
+        memory = f"read {pages / 256:,.0f} MiB again between two samples, for which it has no memory"
+    return replace(second, processes=processes, memory=memory)
 
 
 # Kinds of frames, by "file function". The first that matches a frame counts, innermost frame first.
@@ -211,11 +214,11 @@ class Place:
 
     def __str__(self) -> str:
         if self.frame is None:
-            return f"{self.waits.value} an unknown place"
+            return f"{self.waits.words} an unknown place"
         name = "" if self.frame.function == "<module>" else f"{self.frame.function} at "
         thread = f" (thread {self.thread})" if self.thread not in ("", "MainThread") else ""
         native = f" (native: {self.native[:120]})" if self.native else ""
-        return f"{self.waits.value} {name}{self.frame.place}{f': {self.source}' if self.source else ''}{thread}{native}"
+        return f"{self.waits.words} {name}{self.frame.place}{f': {self.source}' if self.source else ''}{thread}{native}"
 
 
 def locate(thread: ThreadStack, sources: Mapping[tuple[str, int], str]) -> Place:
