@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from launcher.run.verdict import Cause
+from launcher.run.verdict import Cause, Kind, Verdict
 
 NOT_STARTED = "not started"
 """Outcome of an attempt whose containers could not be started on every host."""
@@ -32,10 +32,38 @@ class RunEvent:
     attempt: int
     """Number of the attempt that the event belongs to, from 0."""
 
-    def __init_subclass__(cls, kind: str) -> None:
-        """Sets the class's `kind`, and registers the class in KINDS."""
-        cls.kind = kind
-        KINDS[kind] = cls
+    def __init_subclass__(cls, kind: str | None = None) -> None:
+        """Sets the class's `kind`, and registers the class in KINDS; a base of several kinds has none."""
+        if kind is not None:
+            cls.kind = kind
+            KINDS[kind] = cls
+
+
+@dataclass(frozen=True)
+class HostEvent(RunEvent):
+    """Base of the kinds that concern one host."""
+
+    host: int
+    """Worker index."""
+
+
+@dataclass(frozen=True)
+class EndEvent(RunEvent):
+    """Base of the kinds that say how an attempt ends."""
+
+    outcome: str = ""
+    """finished, saved, failed, bad input, host lost, connection lost, preempted, slice deleted, stalled, stopped,
+    not started, or vanished."""
+    cause: Cause | None = None
+    """The first cause: worker (-1: no single host), what, exit_code, oom_killed, time (the host's clock)."""
+    symptoms: tuple[str, ...] = ()
+    """Failures of other hosts that followed from the first cause."""
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Returns the verdict that this event records; None for an attempt that did not start or vanished."""
+        kinds = [kind for kind in Kind if kind.value == self.outcome]
+        return Verdict(kinds[0], self.cause, self.symptoms) if kinds else None
 
 
 @dataclass(frozen=True)
@@ -71,28 +99,14 @@ class Started(RunEvent, kind="started"):
 
 
 @dataclass(frozen=True)
-class Judged(RunEvent, kind="judged"):
+class Judged(EndEvent, kind="judged"):
     """How the attempt ends, before its containers are ended: the next supervisor goes on with it after a kill."""
-
-    outcome: str
-    """An outcome as in `ended`."""
-    cause: Cause | None
-    """The first cause, as in `ended`."""
-    symptoms: tuple[str, ...]
-    """Failures of other hosts that followed from the first cause."""
 
 
 @dataclass(frozen=True)
-class Ended(RunEvent, kind="ended"):
+class Ended(EndEvent, kind="ended"):
     """The attempt is over."""
 
-    outcome: str = ""
-    """finished, saved, failed, bad input, host lost, connection lost, preempted, slice deleted, stalled, stopped,
-    not started, or vanished."""
-    cause: Cause | None = None
-    """The first cause: worker (-1: no single host), what, exit_code, oom_killed, time (the host's clock)."""
-    symptoms: tuple[str, ...] = ()
-    """Failures of other hosts that followed from the first cause."""
     last_lines: tuple[str, ...] = ()
     """The last log lines of the host that is the first cause."""
     step_seconds: float | None = None
@@ -129,11 +143,9 @@ class RunStopRequested(RunEvent, kind="stop"):
 
 
 @dataclass(frozen=True)
-class HostStopped(RunEvent, kind="stopped"):
+class HostStopped(HostEvent, kind="stopped"):
     """A host was told to end its container because the attempt had failed."""
 
-    host: int
-    """Worker index."""
     ok: bool
     """Whether its container has ended."""
     detail: str
@@ -141,29 +153,22 @@ class HostStopped(RunEvent, kind="stopped"):
 
 
 @dataclass(frozen=True)
-class HostOutOfReach(RunEvent, kind="host out of reach"):
+class HostOutOfReach(HostEvent, kind="host out of reach"):
     """A host stopped answering."""
 
-    host: int
-    """Worker index."""
     problem: str
     """Why the host could not be reached."""
 
 
 @dataclass(frozen=True)
-class HostBack(RunEvent, kind="host back"):
+class HostBack(HostEvent, kind="host back"):
     """A host that was out of reach answers again."""
-
-    host: int
-    """Worker index."""
 
 
 @dataclass(frozen=True)
-class StragglerFound(RunEvent, kind="straggler"):
+class StragglerFound(HostEvent, kind="straggler"):
     """A host takes longer than the others in a part of the step, over several windows of half a minute."""
 
-    host: int
-    """Worker index."""
     part: str
     """data_wait, dispatch, save, or a part of the program's own."""
     factor: float
@@ -173,21 +178,17 @@ class StragglerFound(RunEvent, kind="straggler"):
 
 
 @dataclass(frozen=True)
-class StragglerGone(RunEvent, kind="no straggler"):
+class StragglerGone(HostEvent, kind="no straggler"):
     """A host that was a straggler is as fast as the others again."""
 
-    host: int
-    """Worker index."""
     part: str
     """As in `straggler`."""
 
 
 @dataclass(frozen=True)
-class HostEnded(RunEvent, kind="host ended"):
+class HostEnded(HostEvent, kind="host ended"):
     """The container of a host ended, or is gone."""
 
-    host: int
-    """Worker index."""
     exit_code: int | None
     """Exit code of the container; null when the container is gone, or the host rebooted under it."""
     oom: bool

@@ -218,8 +218,8 @@ def run_attempts(
             if verdict.kind is not Kind.FINISHED and budget.is_spent(session):
                 budget.take_down(session)
             # An attempt that a stop has ended since, while it was started, has no lines either.
-            ended = next(event for event in reversed(session.ledger.events()) if isinstance(event, events.Ended))
-            return Outcome(session.ledger.run_id, attempt, verdict, list(ended.last_lines))
+            ended = session.ledger.last(events.Ended)
+            return Outcome(session.ledger.run_id, attempt, verdict, list(ended.last_lines) if ended else [])
         attempt, verdict = following, None
 
 

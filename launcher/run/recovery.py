@@ -130,7 +130,7 @@ def bad_host(recorded: Sequence[events.RunEvent]) -> tuple[int, int]:
     for event in reversed(recorded):
         if isinstance(event, events.SliceReplaced):
             break
-        if isinstance(event, events.Ended) and event.outcome not in (events.NOT_STARTED, events.VANISHED):
+        if isinstance(event, events.Ended) and event.verdict is not None:
             blamed = event.cause.worker if event.cause is not None else -1
             if event.outcome not in _OF_A_HOST or blamed < 0 or (count and blamed != worker):
                 break
@@ -141,13 +141,6 @@ def bad_host(recorded: Sequence[events.RunEvent]) -> tuple[int, int]:
 def last_slice_created(recorded: Sequence[events.RunEvent]) -> str:
     """Returns the creation time of the slice on which an attempt last started; "" if that is not known."""
     return next((event.slice_created for event in reversed(recorded) if isinstance(event, events.Started)), "")
-
-
-def unfinished_replacement(recorded: Sequence[events.RunEvent]) -> str:
-    """Returns the creation time of the slice of a SliceReplaced that no attempt has followed; "" if there is none."""
-    kinds = events.SliceReplaced | events.AttemptBegan
-    last = next((event for event in reversed(recorded) if isinstance(event, kinds)), None)
-    return last.slice_created if isinstance(last, events.SliceReplaced) else ""
 
 
 def find_proof(last: events.Ended | None, slice_state: SliceState, *, blamed: bool, silent: float, limit: float) -> str:
@@ -322,8 +315,9 @@ class Recovery:
                 session.say(f": {reason}; run.replace_after: 2 recreates the slice then")
         else:
             worker = -1
-        if doomed := unfinished_replacement(session.ledger.events()):  # by a process that was killed meanwhile
-            session.delete_slice(doomed)
+        doomed = session.ledger.last(events.SliceReplaced, events.AttemptBegan)
+        if isinstance(doomed, events.SliceReplaced) and doomed.slice_created:  # by a process that was killed meanwhile
+            session.delete_slice(doomed.slice_created)
         if not self.replace:
             return
         slice_state = session.provider.describe()
@@ -354,8 +348,8 @@ class Recovery:
         files = _list_files(session)
         if not files or files != self.files:
             self.files, self.changed = files, now
-        ends = [event for event in session.ledger.events() if isinstance(event, events.Ended)]
-        last = next((end for end in reversed(ends) if end.outcome not in (events.NOT_STARTED, events.VANISHED)), None)
+        ends = [event for event in session.ledger.events() if isinstance(event, events.Ended) and event.verdict]
+        last = ends[-1] if ends else None
         if last_slice_created(session.ledger.events()) not in ("", slice_state.created):
             last = None  # that attempt ran on another slice
         limit = session.config.run.unreachable_minutes * 60

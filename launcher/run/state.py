@@ -120,7 +120,7 @@ def recorded_ends(recorded: Iterable[events.RunEvent], attempt: int) -> dict[int
 def recorded_verdict(recorded: Iterable[events.RunEvent], attempt: int) -> Verdict | None:
     """Returns the verdict by which an earlier supervisor ends an attempt; None if none was recorded."""
     judged = [event for event in recorded if isinstance(event, events.Judged) and event.attempt == attempt]
-    return Verdict(Kind(judged[-1].outcome), judged[-1].cause, judged[-1].symptoms) if judged else None
+    return judged[-1].verdict if judged else None
 
 
 def phase_on_hosts(phase: Phase, containers: Sequence[ContainerState], *, may_lack_secrets: bool) -> Phase:

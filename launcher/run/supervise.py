@@ -123,11 +123,15 @@ def _end_on_hosts(session: Session, attempt: int, verdict: Verdict, reachable: S
 def _is_another(slice_state: SliceState, ledger: Ledger, attempt: int) -> bool:
     """Returns whether the slice was recreated since the attempt started: it is CREATING, or its creation time and first
     address both differ, as a restart may change addresses, and a kept creation time may be old."""
-    started = [event for event in ledger.events() if isinstance(event, events.Started)]
-    last = started[-1] if started and started[-1].attempt == attempt else None
-    new = slice_state.state == "CREATING"
-    if new or last is None or not (last.slice_created and slice_state.created and slice_state.hosts):
-        return new
+    if slice_state.state == "CREATING":
+        return True
+    last = ledger.last(events.Started)
+    if (
+        last is None
+        or last.attempt != attempt
+        or not (last.slice_created and slice_state.created and slice_state.hosts)
+    ):
+        return False
     return last.slice_created != slice_state.created and last.address != slice_state.hosts[0]
 
 
@@ -437,12 +441,11 @@ class _Supervision:
     def _stop_hosts(self) -> None:
         """Repeats the requested stop until all hosts report success or the attempt is over. Blocks. The process that
         requested the stop may be gone, or have missed a host, or containers may have started after it."""
-        grace = next(
-            event.grace for event in reversed(self.ledger.events()) if isinstance(event, events.RunStopRequested)
-        )
+        stop = self.ledger.last(events.RunStopRequested)
+        assert stop is not None
         while not self.over.is_set():
             with contextlib.suppress(LaunchError):
-                reports = self.provider.stop(self.container, grace=grace, remove=False)
+                reports = self.provider.stop(self.container, grace=stop.grace, remove=False)
                 if all(report.ok for report in reports):
                     return
             self.over.wait(_STOP_AGAIN_SECONDS)

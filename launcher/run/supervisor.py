@@ -19,7 +19,7 @@ from launcher.run.recovery import Retries, decide, last_slice_created, spent_so_
 from launcher.run.session import Context, Outcome, Session, import_run, open_session, supervising
 from launcher.run.start import observe_open_attempt, require_inputs
 from launcher.run.state import Phase
-from launcher.run.verdict import Kind, Verdict
+from launcher.run.verdict import Verdict
 from launcher.shell import Result
 from training import storage
 from training.machine import Future
@@ -43,24 +43,15 @@ def is_unfinished(ledger: Ledger, now: float) -> bool:
 def _follows(ledger: Ledger, now: float) -> bool:
     """Returns whether another attempt follows the last recorded end or failed round (there must be one), by
     specification and budgets; also True if run.budget is spent, as the slice is to be deleted then."""
-    kinds = events.Ended | events.RoundFailed | events.RecoveryGivenUp
-    last = next(event for event in reversed(ledger.events()) if isinstance(event, kinds))
+    last = ledger.last(events.Ended, events.RoundFailed, events.RecoveryGivenUp)
     if not isinstance(last, events.Ended):
         return isinstance(last, events.RoundFailed)
-    verdict = _verdict(last)
-    if verdict is None:
+    if (verdict := last.verdict) is None:
         return last.outcome == events.VANISHED or (last.cause is not None and last.cause.what == events.INTERRUPTED)
     config = specification.read(ledger.folder).config()
     budgets = Retries(config.run.preemption_retries, config.run.failure_retries)
     exceeds = budget.exceeds(config, ledger.entries(), now)  # then its slice is to be deleted
     return exceeds or decide(verdict, spent_so_far(ledger.events()), budgets, stop_requested=False).retry
-
-
-def _verdict(ended: events.Ended) -> Verdict | None:
-    """Returns the verdict that an end records; None for an attempt that did not start or vanished."""
-    with contextlib.suppress(ValueError):
-        return Verdict(Kind(ended.outcome), ended.cause, ended.symptoms)
-    return None
 
 
 def take_over(ledger: Ledger, context: Context) -> Outcome | None:
@@ -102,9 +93,8 @@ def _last_attempt(session: Session) -> tuple[int | None, Verdict | None]:
     started or a recovery to go on. Ends an attempt whose start was interrupted."""
     ledger, state = session.ledger, session.ledger.state
     if not state.phase.is_open:
-        ended = next(event for event in reversed(ledger.events()) if isinstance(event, events.Ended))
-        verdict = _verdict(ended) if state.recovering is None else None
-        return (state.attempt, verdict) if verdict is not None else (None, None)
+        ended = ledger.last(events.Ended) if state.recovering is None else None
+        return (state.attempt, ended.verdict) if ended is not None and ended.verdict is not None else (None, None)
     return (None if observe_open_attempt(session) is None else state.attempt), None
 
 
