@@ -8,13 +8,15 @@ manifests. A test checks that k8s/ is up to date and that kubectl builds it. To 
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from launcher.config import load
-from launcher.gke.commented_yaml import Commented, dump, dump_documents
-from launcher.gke.manifest import SECRET_KEY, make_objects, standalone_workload
+from launcher.gke.manifest import SECRET_KEY, documents, standalone_workload
+from launcher.gke.templates import dump, fill
 from launcher.gke.workload import node_selector
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,12 +25,61 @@ EXAMPLE = ROOT / "examples" / "gke.yaml"
 HEADING = "Made by tools/kustomize.py; its source is launcher/gke/manifest.py with examples/gke.yaml."
 IMAGE = "us-central2-docker.pkg.dev/my-project/tpu-launch/torch-xla"
 NO_DIGEST = "sha256:" + "0" * 64  # stands for the user's own
+SECRET_FILE = "host-secret"  # in base/, created by the user
 QUEUE = "tpu-queue"
 TENSORFLOW = (
     "backend=tensorflow",
     "image={repository: us-central2-docker.pkg.dev/my-project/tpu-launch/tensorflow, build_args: {REQUIREMENTS: "
     "requirements-tpu.txt}}",
 )
+BASE = f"""\
+resources:
+  - config.yaml
+  - jobset.yaml
+secretGenerator:
+  # Shared by the hosts, which let in no others. Create it first: openssl rand -hex 32 >k8s/base/{SECRET_FILE}
+  - name: $name
+    namespace: $namespace
+    files:
+      - {SECRET_KEY}={SECRET_FILE}
+    options:
+      disableNameSuffixHash: true
+      labels: $labels
+"""
+KUEUE = """\
+# The nodes.
+apiVersion: kueue.x-k8s.io/v1beta1
+kind: ResourceFlavor
+metadata:
+  name: $flavor
+spec:
+  nodeLabels: $nodes
+---
+apiVersion: kueue.x-k8s.io/v1beta1
+kind: ClusterQueue
+metadata:
+  name: tpu
+spec:
+  namespaceSelector: {}
+  resourceGroups:
+    - coveredResources:
+        - google.com/tpu
+      flavors:
+        - name: $flavor
+          resources:
+            - name: google.com/tpu
+              # Chips that may be in use at once: those of one slice.
+              nominalQuota: $chips
+---
+# What gke.queue names.
+apiVersion: kueue.x-k8s.io/v1beta1
+kind: LocalQueue
+metadata:
+  name: $queue
+  namespace: $namespace
+spec:
+  clusterQueue: tpu
+"""
 
 
 @dataclass(frozen=True)
@@ -41,8 +92,8 @@ class Overlay:
     changes: tuple[str, ...] = ()
     """Keys of examples/gke.yaml with other values."""
 
-    more: dict[str, Any] = field(default_factory=dict)
-    """More fields of the kustomization."""
+    more: str = ""
+    """More fields of the kustomization, as YAML."""
 
 
 OVERLAYS: dict[str, Overlay] = {
@@ -60,112 +111,42 @@ OVERLAYS: dict[str, Overlay] = {
     "tensorflow": Overlay("TensorFlow, and its image for TPUs.", TENSORFLOW),
     "torch-xla": Overlay(
         "The PyTorch/XLA image of your own repository.",
-        more={
-            "images": [
-                {
-                    "name": IMAGE,
-                    "newName": Commented("us-central2-docker.pkg.dev/MY-PROJECT/MY-REPOSITORY/torch-xla", "Yours."),
-                    "digest": NO_DIGEST,
-                }
-            ]
-        },
+        more=f"""\
+images:
+  - name: {IMAGE}
+    # Yours.
+    newName: us-central2-docker.pkg.dev/MY-PROJECT/MY-REPOSITORY/torch-xla
+    digest: {NO_DIGEST}
+""",
     ),
 }
 
 
-SECRET_FILE = "host-secret"  # in base/, created by the user
-
-
 def files() -> dict[str, str]:
     """Returns path below k8s/ -> content of every generated file."""
-    base = _rendered(())
-    names = {"ConfigMap": "config.yaml", "JobSet": "jobset.yaml"}
-    made = {f"base/{names[strip_comments(node)['kind']]}": dump_documents([node], HEADING) for node in base}
-    made["base/kustomization.yaml"] = _kustomization(
-        "A v4-16 (2 hosts, 8 devices), on demand.",
-        {"resources": list(names.values()), "secretGenerator": [_secret(base[0]["metadata"])]},
-    )
+    config, jobset = _rendered(())
+    made = {"base/config.yaml": config, "base/jobset.yaml": jobset}
+    metadata = yaml.safe_load(config)["metadata"]
+    about = "A v4-16 (2 hosts, 8 devices), on demand."
+    made["base/kustomization.yaml"] = _kustomization(about, fill(BASE, metadata))
     for name, overlay in OVERLAYS.items():
-        made[f"overlays/{name}/kustomization.yaml"] = _kustomization(
-            overlay.about, {"resources": ["../../base"], **overlay.more, **_patches(overlay)}
-        )
-    made["overlays/kueue/queue.yaml"] = dump_documents(queue(), HEADING)
-    return made
-
-
-def _secret(metadata: dict[str, Any]) -> Any:
-    """Returns the generator of the Secret that the hosts share, from a file outside the repository."""
-    comment = (
-        f"Shared by the hosts, which let in no others. Create it first: openssl rand -hex 32 >k8s/base/{SECRET_FILE}"
-    )
-    generator = {
-        "name": metadata["name"],
-        "namespace": metadata["namespace"],
-        "files": [f"{SECRET_KEY}={SECRET_FILE}"],
-        "options": {"disableNameSuffixHash": True, "labels": metadata["labels"]},
+        content = dump({"resources": ["../../base"]}) + overlay.more + _patches(overlay)
+        made[f"overlays/{name}/kustomization.yaml"] = _kustomization(overlay.about, content)
+    example = load(EXAMPLE)
+    values = {
+        "flavor": example.accelerator.name,
+        "nodes": node_selector(example),
+        "chips": example.accelerator.chips,
+        "queue": QUEUE,
+        "namespace": example.gke.namespace,
     }
-    return Commented(generator, comment)
+    made["overlays/kueue/queue.yaml"] = "---\n".join(fill(each, values) for each in KUEUE.split("---\n"))
+    return {path: f"# {HEADING}\n{text}" for path, text in made.items()}
 
 
 def objects_of(name: str) -> list[dict[str, Any]]:
     """Returns the objects that kubectl must build from an overlay."""
-    return [strip_comments(node) for node in _rendered(OVERLAYS[name].changes)]
-
-
-def strip_comments(node: Any) -> Any:
-    """Returns a value without its comments."""
-    if isinstance(node, Commented):
-        return strip_comments(node.value)
-    if isinstance(node, dict):
-        return {key: strip_comments(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [strip_comments(value) for value in node]
-    return node
-
-
-def queue() -> list[Any]:
-    """Returns Kueue's objects for the nodes of the base."""
-    config = load(EXAMPLE)
-    api = "kueue.x-k8s.io/v1beta1"
-    chips = config.accelerator.chips
-    quota = {
-        "name": "google.com/tpu",
-        "nominalQuota": Commented(chips, "Chips that may be in use at once: those of one slice."),
-    }
-    return [
-        Commented(
-            {
-                "apiVersion": api,
-                "kind": "ResourceFlavor",
-                "metadata": {"name": config.accelerator.name},
-                "spec": {"nodeLabels": node_selector(config)},
-            },
-            "The nodes.",
-        ),
-        {
-            "apiVersion": api,
-            "kind": "ClusterQueue",
-            "metadata": {"name": "tpu"},
-            "spec": {
-                "namespaceSelector": {},
-                "resourceGroups": [
-                    {
-                        "coveredResources": ["google.com/tpu"],
-                        "flavors": [{"name": config.accelerator.name, "resources": [quota]}],
-                    }
-                ],
-            },
-        },
-        Commented(
-            {
-                "apiVersion": api,
-                "kind": "LocalQueue",
-                "metadata": {"name": QUEUE, "namespace": config.gke.namespace},
-                "spec": {"clusterQueue": "tpu"},
-            },
-            "What gke.queue names.",
-        ),
-    ]
+    return [yaml.safe_load(text) for text in _rendered(OVERLAYS[name].changes)]
 
 
 def json_patch(old: Any, new: Any, path: str = "") -> list[dict[str, Any]]:
@@ -192,25 +173,25 @@ def _escape(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
-def _patches(overlay: Overlay) -> dict[str, Any]:
+def _patches(overlay: Overlay) -> str:
     patches = []
-    for old, new in zip(_rendered(()), _rendered(overlay.changes), strict=True):
-        operations = json_patch(strip_comments(old), strip_comments(new))
-        if operations:
-            target = {"kind": strip_comments(old)["kind"], "name": strip_comments(old)["metadata"]["name"]}
+    for old, new in zip(*(map(yaml.safe_load, _rendered(changes)) for changes in ((), overlay.changes)), strict=True):
+        if operations := json_patch(old, new):
+            target = {"kind": old["kind"], "name": old["metadata"]["name"]}
             patches.append({"target": target, "patch": textwrap.dedent(dump(operations))})
-    return {"patches": patches} if patches else {}
+    return dump({"patches": patches}) if patches else ""
 
 
-def _rendered(changes: tuple[str, ...]) -> list[Any]:
+def _rendered(changes: tuple[str, ...]) -> list[str]:
+    """Returns the YAML of the ConfigMap and the JobSet; the user creates the Secret."""
     config = load(EXAMPLE, changes)
     work = standalone_workload(config, config.run_name, f"{config.image.repository}@{NO_DIGEST}", secret="")
-    return [each for each in make_objects(work) if each["kind"] != "Secret"]  # the user creates the Secret
+    config_map, *_, jobset = documents(work)
+    return [config_map, jobset]
 
 
-def _kustomization(about: str, content: dict[str, Any]) -> str:
-    node = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", **content}
-    return dump_documents([Commented(node, about)], HEADING)
+def _kustomization(about: str, content: str) -> str:
+    return f"# {about}\napiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n{content}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """GKE: manifests of a run, and the provider that runs them through kubectl.
 
 From the top: `provider` (implements the Protocol) over `pods` (their states and logs) and `kubectl` (calls and errors);
-`manifest` (the objects of a run, written by `commented_yaml`) over `workload` (names, and what GKE would refuse).
+`manifest` (fills jobset.yaml, the objects of a run, by `templates`) over `workload` (names, and what GKE would refuse).
 """
 
 from launcher.provider import Capabilities

@@ -14,9 +14,8 @@ from launcher.config import Config
 from launcher.container_output import DUMP_STACKS, READ_PROGRESS, LogWindow, split_progress
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.gke import CAPABILITIES, workload
-from launcher.gke.commented_yaml import dump_documents
 from launcher.gke.kubectl import Kubectl, NotTaken
-from launcher.gke.manifest import make_objects
+from launcher.gke.manifest import documents
 from launcher.gke.pods import Pod, PodWatch, describe_waiting, find_start_error, parse_log
 from launcher.gke.workload import CONTAINER, LABEL_RUN, LABEL_SLICE, Workload, host_name, jobset_name, needs_secret
 from launcher.provider import Attempt, CommandReport, ContainerState, HostReport, Observation, SliceState
@@ -147,7 +146,7 @@ class Gke:
             if not any(jobset["metadata"]["name"] == name for jobset in jobsets):
                 self._delete(self._mounted_kinds, name)  # left by an interrupted start
                 (clock or self._clock).sleep(0.0)  # a stop that came while this machine slept
-                text = dump_documents(make_objects(Workload(self.config, attempt)))
+                text = "---\n".join(documents(Workload(self.config, attempt)))
                 self._kubectl.call("create", "--validate=strict", "--filename", "-", input=text)
             self._own_files(name)
             self._wait_started(attempt, name, clock or self._clock)

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from launcher.config import Config
 from launcher.errors import BadInput
@@ -44,10 +43,6 @@ class Workload:
         slice_, run = self.config.slice.name, self.attempt.run_id
         common = {"app.kubernetes.io/name": "tpu-launch", LABEL_SLICE: slice_, LABEL_RUN: run}
         return common if self.by_cluster else {**common, LABEL_ATTEMPT: str(self.attempt.number)}
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        return {"name": self.name, "namespace": self.config.gke.namespace, "labels": self.labels}
 
 
 def jobset_name(container: str) -> str:
