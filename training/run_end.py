@@ -4,7 +4,7 @@ the attempt on host 0: its last metrics, its end record, and report.html."""
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +18,14 @@ from training.checkpoint.tensors import key_in_part, whole
 from training.checkpoint.writer import CheckpointWriter
 from training.distributed.cluster import device_kind
 from training.errors import StopRequested, TrainError
-from training.machine import SYSTEM, Machine
 from training.models import export
 from training.models.flops import WorkCounter, mfu, peak_flops
+from training.models.hub import BackgroundUploader
 from training.progress import Evaluations, Progress
 from training.run_setup import Run
-from training.storage import Storage, join
+from training.storage import join
 from training.telemetry import report
-from training.telemetry.console import Console, format_summary
-from training.telemetry.host_progress import PhaseTimer
+from training.telemetry.console import format_summary, warn
 from training.telemetry.metrics import finite_or_none
 from training.telemetry.writer import MetricsWriter, join_thread
 
@@ -86,14 +85,9 @@ def export_model(run: Run, backend: Backend, step: int | None) -> None:
             export.export_checkpoint(run.folder, run.model_folder, step)
             return
         export.write_model_folder(
-            run.model_folder,
-            backend.tensor_specs(),
-            backend.snapshot_state,
-            run.model_config(),
-            run.config.data.tokenizer,
-            run.dependencies.storage,
-            run.config,
-        )
+            run.model_folder, backend.tensor_specs(), backend.snapshot_state, run.model_config(),
+            run.config.data.tokenizer, run.dependencies.storage, run.config,
+        )  # fmt: skip
 
 
 def export_seconds(run: Run, backend: Backend) -> float:
@@ -169,59 +163,48 @@ END_SECONDS = 90.0  # limit for recording an end, because storage may not answer
 
 
 @dataclass
-class AttemptContext:
-    """State of the attempt that `record_attempt_end` reads; filled in while the attempt starts up."""
+class Background:
+    """What `record_attempt_end` needs of an attempt: its progress, and on host 0 its background work, once begun."""
 
-    console: Console
+    progress: Progress = field(default_factory=Progress)
     log: MetricsWriter | None = None
-    is_hurried: Callable[[], bool] = lambda: False  # returns whether the machine is being taken away
-    step: Callable[[], int] = lambda: 0  # returns the steps done so far
-    close: list[Callable[[], None]] = field(default_factory=list)  # called first; they end background work
+    uploader: BackgroundUploader | None = None
 
 
 @contextlib.contextmanager
-def record_attempt_end(
-    folder: str,
-    start_url: str,
-    timer: PhaseTimer,
-    context: AttemptContext,
-    warn: Callable[[str], None],
-    storage: Storage = default_storage,
-    machine: Machine = SYSTEM,
-    patience: float = math.inf,
-) -> Iterator[None]:
+def record_attempt_end(run: Run, background: Background) -> Iterator[None]:
     """Runs the block, a whole attempt on host 0, and records how it ended. Errors of the block are raised again; a
     failure to record is only a warning.
 
-    In a thread, calls the functions in `context.close`, and writes the last metrics, the end record beside the start
-    record at `start_url`, and report.html in the run's folder `folder`. A stopped attempt skips report.html: the
-    next attempt or `tpu-train report` writes it. This takes at most `END_SECONDS`, or HURRIED_SECONDS from
-    `context.is_hurried` on; after an error also at most half of `patience`, the seconds that the other hosts wait at a
-    barrier, or they would report this host as lost instead."""
+    In a thread, ends uploads, and writes the last metrics, the end record beside the attempt's record, and report.html
+    in the run's folder. A stopped attempt skips report.html: the next attempt or `tpu-train report` writes it. This
+    takes at most `END_SECONDS`, or HURRIED_SECONDS from a request to stop on; after an error also at most half of
+    rendezvous.seconds, which the other hosts wait at a barrier, or they would report this host as lost instead."""
     limit = END_SECONDS
     error: BaseException | None = None
+    storage, machine = run.dependencies.storage, run.dependencies.machine
 
     def record() -> None:
         """Ends background work and writes all records, in a thread. A failure is a warning."""
         try:
-            for close in context.close:
-                close()
-            if context.log:
+            if background.uploader:
+                background.uploader.close()
+            if background.log:
                 failed = error is not None and not isinstance(error, StopRequested)
-                context.log.finish(limit / 3, failed=failed, is_hurried=context.is_hurried)
-            report.write_end(start_url, error, context.step(), timer.report(), storage=storage)
+                background.log.finish(limit / 3, failed=failed, is_hurried=run.is_hurried)
+            report.write_end(run.record_url, error, background.progress.step, run.timer.report(), storage=storage)
             if not isinstance(error, StopRequested):
-                context.console.print(f"report: {report.write_report(folder, storage=storage)}")
+                run.console.print(f"report: {report.write_report(run.folder, storage=storage)}")
         except Exception as problem:
-            warn(f"the end of the attempt is not recorded in {folder}: {type(problem).__name__}: {problem}")
+            warn(f"the end of the attempt is not recorded in {run.folder}: {type(problem).__name__}: {problem}")
 
     try:
         yield
     except BaseException as raised:
-        error, limit = raised, min(limit, patience / 2)
+        error, limit = raised, min(limit, run.config.rendezvous.seconds / 2)
         raise
     finally:
-        context.console.close()
+        run.console.close()
         recording = machine.threads.start(record, name="attempt-end")
-        if not join_thread(recording, limit, context.is_hurried, machine.clock.monotonic):
-            warn(f"the end of the attempt is not recorded in {folder}: storage is slow")
+        if not join_thread(recording, limit, run.is_hurried, machine.clock.monotonic):
+            warn(f"the end of the attempt is not recorded in {run.folder}: storage is slow")

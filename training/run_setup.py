@@ -13,7 +13,6 @@ from typing import Any, cast
 from training import storage as default_storage
 from training.backends.protocol import Backend, OpenBackend
 from training.checkpoint.admin import has_checkpoint
-from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig, batch_mistake
 from training.data.sampling.order import ORDER_VERSION
 from training.distributed.agreement import agree, claim, code_hash, fence
@@ -29,8 +28,8 @@ from training.profiler import Tracer, folder_of
 from training.registry import BACKENDS, TASKS, load
 from training.storage import Storage, join
 from training.tasks.task import Task, task_class
-from training.telemetry.console import Console, warn
-from training.telemetry.host_progress import PhaseTimer
+from training.telemetry.console import Console
+from training.telemetry.host_progress import HostProgress, PhaseTimer
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,13 @@ class Run:
     rendezvous: Rendezvous
     shutdown: ShutdownRequest
     timer: PhaseTimer
+    host_progress: HostProgress
     console: Console
     task: Task
     code: str  # hash of the trainer's source
     token: str  # that only this group of processes has
-    model_identity: Mapping[str, Any]  # the network, as far as a checkpoint must agree with it
+    record_url: str  # of this attempt's record
+    identity: Mapping[str, Any]  # data, network, seed, ...: what must equal a checkpoint's to continue from it
     fence: Callable[[], None]  # raises when this group of processes may commit no more
     dependencies: Dependencies
 
@@ -73,6 +74,10 @@ class Run:
         needs = model_requirements(self.config, self.task)
         return build_model_config(self.config.model, needs, self.config.train.dropout, self.task.data.tokens.end)
 
+    def is_hurried(self) -> bool:
+        """Returns whether this host was asked to stop: the machine is being taken away."""
+        return self.shutdown.requested
+
     def step_seconds(self) -> float:
         """Returns the seconds that this attempt spent in steps and waiting for their batches."""
         return self.timer.seconds.get("step", 0.0) + self.timer.seconds.get("data_wait", 0.0)
@@ -84,13 +89,12 @@ def open_run(
     rendezvous: Rendezvous,
     shutdown: ShutdownRequest,
     timer: PhaseTimer,
-    console: Console,
+    host_progress: HostProgress,
     dependencies: Dependencies,
-) -> tuple[Run, str]:
+) -> Run:
     """Opens the data, makes sure that all hosts run the same configuration, code and data, and writes this attempt's
-    record to the run's folder, after which older starts may not commit. All hosts call it. Returns the run and the
-    record's URL. Raises BadInput if hosts differ, the data does not fit together, the folder is not shared, or a
-    tracker is not installed."""
+    record to the run's folder, after which older starts may not commit. All hosts call it. Raises BadInput if hosts
+    differ, the data does not fit together, the folder is not shared, or a tracker is not installed."""
     machine, storage = dependencies.machine, dependencies.storage
     require_trackers(config.telemetry.trackers)
     with timer.phase("dataset"):
@@ -111,11 +115,17 @@ def open_run(
         }
         folder = join(config.output, cluster.run_id)
         own = claim(folder, cluster, rendezvous, token, record, storage)
-        run = Run(
-            config, cluster, rendezvous, shutdown, timer, console, task, code, token,
-            model_identity(config), fence(folder, cluster, own, storage), dependencies,
+        identity = {
+            **task.identity(),
+            **model_identity(config),
+            "data.order": ORDER_VERSION,
+            "seed": config.seed,
+            "train.global_batch_size": config.train.global_batch_size,
+        }
+        return Run(
+            config, cluster, rendezvous, shutdown, timer, host_progress, Console(cluster.is_first), task, code, token,
+            own.url, identity, fence(folder, cluster, own, storage), dependencies,
         )  # fmt: skip
-        return run, own.url
 
 
 def require_trackers(names: Sequence[str]) -> None:
@@ -125,34 +135,6 @@ def require_trackers(names: Sequence[str]) -> None:
             raise BadInput(
                 f"telemetry.trackers: {name} is not installed here: install it in your image, or leave it out"
             )
-
-
-def checkpoint_identity(run: Run) -> dict[str, Any]:
-    """Returns the settings (data, model, seed, batch size, ...) that must equal a checkpoint's to continue from it."""
-    return {
-        **run.task.identity(),
-        **run.model_identity,
-        "data.order": ORDER_VERSION,
-        "seed": run.config.seed,
-        "train.global_batch_size": run.config.train.global_batch_size,
-    }
-
-
-def open_checkpoints(run: Run) -> CheckpointWriter:
-    """Returns the writer of this run's checkpoints, with the settings of the section `checkpoint`."""
-    config = run.config
-    return CheckpointWriter(
-        join(run.folder, "checkpoints"),
-        run.cluster,
-        run.rendezvous,
-        RunDescription(checkpoint_identity(run), config.canonical(), run.code, run.token),
-        config.checkpoint,
-        fence=run.fence,
-        warn=warn,
-        meeting_seconds=config.rendezvous.seconds,
-        storage=run.dependencies.storage,
-        machine=run.dependencies.machine,
-    )
 
 
 def open_task(config: TrainerConfig, cluster: Cluster) -> Task:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from training.batch import HostBatch, Pending, Signals, StepResult
 from training.checkpoint.config import are_minutes_over, is_step_due
 from training.checkpoint.format import step_folder
 from training.checkpoint.reader import Restored, checkpoint_name, restore
-from training.checkpoint.writer import CheckpointWriter
+from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
@@ -32,11 +32,11 @@ from training.models.flops import WorkCounter
 from training.models.hub import BackgroundUploader
 from training.optim.schedule import learning_rate
 from training.profiler import Profiler
-from training.progress import Compilations, Evaluations, NonFiniteHistory, Progress
-from training.run_end import AttemptContext
+from training.progress import Compilations, Evaluations, NonFiniteHistory
+from training.run_end import Background
 from training.run_setup import Dependencies, Run
 from training.telemetry import console
-from training.telemetry.console import Console, warn
+from training.telemetry.console import warn
 from training.telemetry.host_progress import HostProgress, PhaseTimer
 from training.telemetry.metrics import AttemptInfo, MetricsLog
 from training.telemetry.progress_line import ProgressLine
@@ -66,18 +66,13 @@ def train(
     dependencies = dependencies or Dependencies()
     host_progress = HostProgress(timer, dependencies.machine)
     with host_progress.writing():
-        run, begin_record = run_setup.open_run(
-            config, cluster, rendezvous, shutdown, timer, Console(cluster.is_first), dependencies
-        )
+        run = run_setup.open_run(config, cluster, rendezvous, shutdown, timer, host_progress, dependencies)
         host_progress.limit = max(FIRST_STEP_SECONDS, config.rendezvous.start_seconds, config.rendezvous.seconds)
         host_progress.program = run.program
-        context = AttemptContext(run.console, is_hurried=lambda: shutdown.requested)
-        recording = run_end.record_attempt_end(
-            run.folder, begin_record, timer, context, warn, dependencies.storage, dependencies.machine,
-            config.rendezvous.seconds,
-        )  # fmt: skip
-        with recording if cluster.is_first else contextlib.nullcontext():
-            trainer = open_trainer(run, context, begin_record, host_progress)
+        background = Background()
+        recording = run_end.record_attempt_end(run, background) if cluster.is_first else contextlib.nullcontext()
+        with recording:
+            trainer = open_trainer(run, background)
             try:
                 trainer.loop()
                 return trainer.finish()
@@ -85,29 +80,26 @@ def train(
                 raise trainer.judge(error) from None
 
 
-def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progress: HostProgress) -> Trainer:
+def open_trainer(run: Run, background: Background) -> Trainer:
     """Builds the model and restores the newest usable checkpoint, if any; writes another run's model, if that is where
-    this one starts. On host 0 also opens the metrics and the uploads to the Hub, and adds them to `context`, for the
-    record of the attempt's end beside its record at `record_url`. Raises TrainError."""
-    cluster, config = run.cluster, run.config
+    this one starts. On host 0 also opens the metrics and the uploads to the Hub, in `background`. Raises TrainError."""
+    cluster, dependencies = run.cluster, run.dependencies
     with run.timer.phase("start"):
         run = replace(run, config=run_setup.with_starting_model(run.config, run.folder, cluster, run.rendezvous))
         run.rendezvous.set_phase("loading the framework")
     with run.timer.phase("imports"):
-        backend = run.dependencies.open_backend(run.config, cluster, run.rendezvous, run.task)
+        backend = dependencies.open_backend(run.config, cluster, run.rendezvous, run.task)
     for phase, seconds in backend.opening_seconds.items():
         run.timer.move("imports", phase, seconds)
     with run.timer.phase("restore"):
         warn_here = warn if cluster.is_first else lambda _: None
-        history = NonFiniteHistory.read(
-            run.folder, run.program, run.rendezvous, cluster.is_first, run.dependencies.storage
-        )
+        history = NonFiniteHistory.read(run.folder, run.program, run.rendezvous, cluster.is_first, dependencies.storage)
         restored = restore(
-            storage.join(run.folder, "checkpoints"), run.rendezvous, run_setup.checkpoint_identity(run),
-            backend.load_state, warn_here, run.dependencies.storage, run.dependencies.machine.threads,
-            history.suspects, config.rendezvous.seconds, backend.slice_to_load,
+            storage.join(run.folder, "checkpoints"), run.rendezvous, run.identity, backend.load_state, warn_here,
+            dependencies.storage, dependencies.machine.threads, history.suspects, run.config.rendezvous.seconds,
+            backend.slice_to_load,
         )  # fmt: skip
-        trainer = Trainer(run, backend, run_setup.open_checkpoints(run), history, record_url, host_progress)
+        trainer = Trainer(run, backend, history, restored, background)
         run.console.print(
             f"run {cluster.run_id}, attempt {cluster.attempt}: {len(cluster.all_addresses)} host(s), "
             f"{backend.devices} device(s), {run.precision}, {run.task.data.train.records} records"
@@ -115,66 +107,36 @@ def open_trainer(run: Run, context: AttemptContext, record_url: str, host_progre
         if restored:
             trainer.resume(restored)
         if cluster.is_first:
-            trainer.log = open_metrics(run, trainer.progress.step)
-            trainer.checkpoints.before_commit = trainer.log.flush
-            context.log, context.step = trainer.log, lambda: trainer.progress.step
-        if cluster.is_first and config.hub:
-            dependencies = run.dependencies
-            trainer.uploader = BackgroundUploader(config.hub, run.folder, warn, dependencies.push, dependencies.machine)
-            context.close.append(trainer.uploader.close)
+            trainer.open_background()
     return trainer
-
-
-def open_metrics(run: Run, step: int) -> MetricsWriter:
-    """Starts the thread that writes an attempt's metrics, on host 0. `step`: at which the attempt begins. An attempt
-    that a newer start has fenced writes none: they would supersede the newer one's."""
-    run_folder, attempt, dependencies = run.folder, run.cluster.attempt, run.dependencies
-    info = AttemptInfo(run_folder, attempt, step, run.token, dependencies.storage, run.config.canonical())
-    trackers = (*dependencies.trackers, *run.config.telemetry.trackers)
-    open_log = partial(MetricsLog, info, trackers, run.fence)
-    return MetricsWriter(open_log, warn, dependencies.machine)
-
-
-def open_profiler(run: Run, finished: Callable[[], int]) -> Profiler:
-    """Returns a `Profiler` of this host's steps, which takes requests from now on and writes below the run's folder, by
-    the backend's own tracer. `finished` returns the number of steps whose results were read."""
-    dependencies, worker = run.dependencies, run.cluster.worker
-    return Profiler(
-        dependencies.profiles(worker), storage.join(run.folder, "profiles"), worker,
-        partial(run_setup.open_tracer, run.config.backend), finished, warn, dependencies.storage, dependencies.machine,
-    )  # fmt: skip
 
 
 class Trainer:
     """The loop of one attempt."""
 
     def __init__(
-        self,
-        run: Run,
-        backend: Backend,
-        checkpoints: CheckpointWriter,
-        history: NonFiniteHistory,
-        record_url: str,
-        host_progress: HostProgress,
+        self, run: Run, backend: Backend, history: NonFiniteHistory, restored: Restored | None, background: Background
     ) -> None:
-        """Begins at step 0, and makes `checkpoints` call `record` for a state that is not finite. `history`: of earlier
-        attempts; `record_url`: of this attempt's record."""
-        self.history, self._record_url, self.host_progress = history, record_url, host_progress
-        host_progress.figures = ProgressLine(0, run.config.train.steps)
+        """Begins at step 0: `resume` takes over what was restored. `history`: of earlier attempts."""
+        self.run, self.backend, self.history, self.restored = run, backend, history, restored
+        self.background, self.host_progress = background, run.host_progress
+        self.host_progress.figures = ProgressLine(0, run.config.train.steps)
         self._recording = run.dependencies.machine.threads.lock()
         self._is_recorded = False  # that a step of this attempt was not finite
-        checkpoints.on_nonfinite = self.record
-        self.restored: Restored | None = None
+        self.checkpoints = CheckpointWriter(
+            storage.join(run.folder, "checkpoints"), run.cluster, run.rendezvous,
+            RunDescription(run.identity, run.config.canonical(), run.code, run.token), run.config.checkpoint,
+            fence=run.fence, warn=warn, meeting_seconds=run.config.rendezvous.seconds,
+            storage=run.dependencies.storage, machine=run.dependencies.machine,
+        )  # fmt: skip
+        self.checkpoints.on_nonfinite = self.record
         train, stopping = run.config.train, run.config.train.early_stopping
-        self.run, self.backend, self.checkpoints = run, backend, checkpoints
-        self.progress = Progress()
+        self.progress = background.progress
         self.evaluations = Evaluations(
             run.config.best, run.task.data.hashes()["evaluation data"], patience=stopping.patience if stopping else None
         )
         self.compilations = Compilations(backend, run.timer, run.task.shapes, strict=train.strict, warn=warn)
         self.work = WorkCounter(run.model_config(), run.cluster.hosts)
-        self.log: MetricsWriter | None = None  # host 0 only
-        self.uploader: BackgroundUploader | None = None  # host 0 only
         self._in_flight: deque[tuple[Pending, HostBatch]] = deque()
         self._saved_at = run.timer.total()  # seconds; of the last save
         self._rate = StepRate()
@@ -184,12 +146,26 @@ class Trainer:
         """Takes over the counts and evaluations of a checkpoint, whose tensors the backend has. Newer ones that were
         passed over as damaged may be written again. Prints where the run goes on."""
         step, state = restored.manifest.step, restored.manifest.state
-        self.restored = restored
         self.progress.resume(step, state)
         self.host_progress.figures = replace(self.host_progress.figures, step=step)
         self.evaluations.resume(state)
         self.checkpoints.continue_from(step, restored.damaged)
         self.run.console.print(f"going on from {self._checkpoint_url(step)}")
+
+    def open_background(self) -> None:
+        """Starts the threads of host 0 that write metrics and upload to the Hub. An attempt that a newer start has
+        fenced writes no metrics: they would supersede the newer one's."""
+        run, config, dependencies = self.run, self.run.config, self.run.dependencies
+        info = AttemptInfo(
+            run.folder, run.cluster.attempt, self.progress.step, run.token, dependencies.storage, config.canonical()
+        )
+        trackers = (*dependencies.trackers, *config.telemetry.trackers)
+        log = MetricsWriter(partial(MetricsLog, info, trackers, run.fence), warn, dependencies.machine)
+        self.background.log, self.checkpoints.before_commit = log, log.flush
+        if config.hub:
+            self.background.uploader = BackgroundUploader(
+                config.hub, run.folder, warn, dependencies.push, dependencies.machine
+            )
 
     # --- the loop
 
@@ -207,7 +183,7 @@ class Trainer:
         if 0 < progress.step < steps and was_interrupted and not progress.signals.stop:
             self.evaluate()  # an earlier attempt was stopped in it
         with (
-            open_profiler(run, lambda: progress.finished) as self.profiler,
+            self.open_profiler() as self.profiler,
             contextlib.closing(self.backend.batches(run.task, progress.step)) as batches,
         ):
             while progress.step < steps and not progress.signals.stop and not self.evaluations.ends_training:
@@ -240,6 +216,15 @@ class Trainer:
         if progress.signals.stop:
             self.stop()
 
+    def open_profiler(self) -> Profiler:
+        """Returns a profiler of this host's steps by the backend's own tracer, which takes requests from now on."""
+        run, worker, dependencies = self.run, self.run.cluster.worker, self.run.dependencies
+        return Profiler(
+            dependencies.profiles(worker), storage.join(run.folder, "profiles"), worker,
+            partial(run_setup.open_tracer, run.config.backend), lambda: self.progress.finished, warn,
+            dependencies.storage, dependencies.machine,
+        )  # fmt: skip
+
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Names the block in profiles, and counts its seconds in this host's line of progress. Only within `loop`."""
@@ -271,8 +256,8 @@ class Trainer:
         `batch`, compiled again. Tells the uploader of a new commit."""
         self.checkpoints.check()
         self.run.rendezvous.check()
-        if self.uploader:
-            self.uploader.note_commit(self.checkpoints.committed)
+        if self.background.uploader:
+            self.background.uploader.note_commit(self.checkpoints.committed)
         self.compilations.check_step(self.progress.step - 1, batch)
 
     def save(self) -> None:
@@ -306,8 +291,8 @@ class Trainer:
         run.console.print(f"evaluation after step {step}: {console.format_figures(self.evaluations.figures)}")
         if self.evaluations.nonfinite and run.cluster.is_first:
             warn(f"the evaluation after step {step} is not finite: {', '.join(self.evaluations.nonfinite)}")
-        if self.log:
-            self.log.log(step, {f"eval_{name}": value for name, value in self.evaluations.figures.items()})
+        if self.background.log:
+            self.background.log.log(step, {f"eval_{name}": value for name, value in self.evaluations.figures.items()})
 
     def stop(self) -> None:
         """Waits for the commit on all hosts, and shortly for the metrics; then raises StopRequested: exit code 75."""
@@ -315,8 +300,8 @@ class Trainer:
         self.run.rendezvous.set_phase(f"stopping after step {step}")
         self.checkpoints.wait()
         self.run.rendezvous.meet("stop", step, self.checkpoints.meeting_seconds)
-        if self.log:
-            self.log.finish(HURRIED_SECONDS)
+        if self.background.log:
+            self.background.log.finish(HURRIED_SECONDS)
         raise StopRequested(f"stopped after step {step}, which is committed: {self._checkpoint_url(step)}")
 
     def finish(self) -> dict[str, Any]:
@@ -340,16 +325,16 @@ class Trainer:
         if any(run.rendezvous.meet("exported", run.shutdown.requested, run_end.export_seconds(run, self.backend))):
             self.stop()
         hub = None
-        if self.uploader:
+        if self.background.uploader:
             run.rendezvous.set_phase("waiting for the upload to the Hub")
             with run.timer.phase("upload"):
-                hub = self.uploader.finish(result_step, is_hurried=lambda: run.shutdown.requested)
+                hub = self.background.uploader.finish(result_step, is_hurried=run.is_hurried)
         summary = run_end.build_summary(
             run, self.backend, self.progress, self.evaluations, self.checkpoints, self.work,
             checksum=checksum, skipped=skipped, hub=hub,
         )  # fmt: skip
-        if self.log:
-            self.log.finish(_FINISH_SECONDS, is_hurried=lambda: run.shutdown.requested)
+        if self.background.log:
+            self.background.log.finish(_FINISH_SECONDS, is_hurried=run.is_hurried)
             run_end.write_summary(run, self.evaluations, summary)
         return summary
 
@@ -371,7 +356,7 @@ class Trainer:
                 restored, name = (manifest.step, checkpoint_name(manifest)) if manifest else (0, None)
                 try:
                     record = NonFiniteStep(error.step, restored, name, self.run.program)
-                    write_nonfinite(self._record_url, record, self.run.dependencies.storage)
+                    write_nonfinite(self.run.record_url, record, self.run.dependencies.storage)
                 except storage.StorageError as problem:
                     warn(f"that step {error.step} was not finite is not recorded: {problem}")
             self._is_recorded = True
@@ -406,7 +391,7 @@ class Trainer:
     def take_results(self, results: list[FinishedStep]) -> None:
         """Counts the results of steps. Host 0 shows and logs those due by train.log_every and the last one, announces
         the first, and warns of skipped ones. Raises NonFinite."""
-        train = self.run.config.train
+        train, log = self.run.config.train, self.background.log
         for result, batch in results:
             self.progress.finish_step(result, batch)
             step = self.progress.finished
@@ -417,10 +402,10 @@ class Trainer:
                 programs = self.backend.compilations()[0]
                 attempt = self.run.cluster.attempt
                 self.run.console.print(console.format_start(attempt, self._start_seconds, programs, cached))
-            if self.log and result.skipped and (self.progress.skipped <= 5 or self.progress.skipped % 100 == 0):
+            if log and result.skipped and (self.progress.skipped <= 5 or self.progress.skipped % 100 == 0):
                 warn(f"{result.nonfinite(step - 1)}: its update was skipped ({self.progress.skipped} so far)")
-            if self.log and (step % train.log_every == 0 or step == train.steps):
-                self._report(self.log, step, result)
+            if log and (step % train.log_every == 0 or step == train.steps):
+                self._report(log, step, result)
 
     def _report(self, log: MetricsWriter, step: int, result: StepResult) -> None:
         """Shows the progress line, and gives its values to the trackers and to this host's line of progress. For a

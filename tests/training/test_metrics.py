@@ -18,6 +18,7 @@ from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, LostPeer, StopRequested
 from training.optim.adamw import bias_corrections
 from training.optim.schedule import learning_rate, step_seed
+from training.run_setup import Dependencies
 from training.storage import Stat, StorageError
 from training.telemetry import metrics, writer
 from training.telemetry.console import Console, warn
@@ -247,6 +248,15 @@ def test_slow_storage_does_not_delay_the_exit(
     assert "is not recorded in" in capsys.readouterr().err
 
 
+def first_host(folder: Path, seconds: float = 300.0) -> Any:
+    """A run of one host, as far as the record of its end needs it; other hosts would wait `seconds` for it."""
+    config = SimpleNamespace(rendezvous=SimpleNamespace(seconds=seconds))
+    return SimpleNamespace(
+        folder=str(folder), record_url=str(folder / "attempts" / "attempt-0000.t.json"), timer=PhaseTimer(),
+        console=Console(True), config=config, dependencies=Dependencies(), is_hurried=lambda: False,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("error", "failed"),
     [(StopRequested("SIGTERM"), False), (BadInput("a key"), True), (LostPeer("host 1"), True), (ValueError(), True)],
@@ -254,23 +264,18 @@ def test_slow_storage_does_not_delay_the_exit(
 def test_the_trackers_of_an_attempt_learn_whether_it_failed(tmp_path: Path, error: Exception, failed: bool) -> None:
     ends: list[bool] = []
     log: Any = SimpleNamespace(finish=lambda seconds, *, failed, is_hurried: ends.append(failed))
-    context = run_end.AttemptContext(Console(True), log)
-    url = str(tmp_path / "attempts" / "attempt-0000.t.json")
-    with pytest.raises(type(error)), run_end.record_attempt_end(str(tmp_path), url, PhaseTimer(), context, warn):
+    background = run_end.Background(log=log)
+    with pytest.raises(type(error)), run_end.record_attempt_end(first_host(tmp_path), background):
         raise error
     assert ends == [failed]
 
 
 def test_recording_an_error_takes_less_than_others_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     release = threading.Event()
-    context = run_end.AttemptContext(Console(True), close=[lambda: release.wait(60)])
+    uploader: Any = SimpleNamespace(close=lambda: release.wait(60))
+    run, background = first_host(tmp_path, seconds=0.4), run_end.Background(uploader=uploader)
     began = time.monotonic()
-    with (
-        pytest.raises(BadInput, match="started again"),
-        run_end.record_attempt_end(
-            str(tmp_path), str(tmp_path / "attempts" / "a.json"), PhaseTimer(), context, warn, patience=0.4
-        ),
-    ):
+    with pytest.raises(BadInput, match="started again"), run_end.record_attempt_end(run, background):
         raise BadInput("the run was started again")
     assert time.monotonic() - began < 30
     release.set()
