@@ -54,16 +54,7 @@ class Answers:
 )
 @click.option("--bucket", help="Data and checkpoints: writes the trainer's sections too.")
 @click.option("--repository", help="REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME: where the image is pushed.")
-def init(
-    path: Path,
-    project: str | None,
-    accelerator_type: str | None,
-    zone: str | None,
-    name: str | None,
-    capacity: str,
-    bucket: str | None,
-    repository: str | None,
-) -> None:
+def init(path: Path, capacity: str, bucket: str | None, repository: str | None, **flags: str | None) -> None:
     """Write a first file, commented and valid; asks on a terminal for what flags do not say. Without a terminal
     --project and --accelerator-type are needed. Never overwrites.
 
@@ -71,17 +62,22 @@ def init(
     tpu-launch init
     tpu-launch init -f bert.yaml --project my-project --accelerator-type v4-16 --bucket my-bucket
     """
-    if path.exists():
-        raise BadInput(f"{path} exists and is not overwritten: choose another name with --file, or remove it")
-    project = project or _ask("--project", "Google Cloud project")
-    slice_type = known(accelerator_type or _ask("--accelerator-type", "Accelerator type", "v4-8"))
-    zone = zone or _ask("--zone", "Zone", slice_type.zones()[0], optional=True)
-    name = name or _ask("--name", "Name of the slice", _slice_name(path), optional=True)
+    _require_new(path)
+    project = flags["project"] or _ask("--project", "Google Cloud project")
+    slice_type = known(flags["accelerator_type"] or _ask("--accelerator-type", "Accelerator type", "v4-8"))
+    zone = flags["zone"] or _ask("--zone", "Zone", slice_type.zones()[0], optional=True)
+    name = flags["name"] or _ask("--name", "Name of the slice", _slice_name(path), optional=True)
     if bucket is None:
         bucket = _ask("--bucket", "Bucket for data and checkpoints (empty: none)", "", optional=True)
     bucket = bucket.removeprefix("gs://").rstrip("/")
     write(path, Answers(project, slice_type.name, zone, name, capacity, bucket or None, repository))
     terminal.say(f"wrote {path}; next: {shlex.join(['tpu-launch', 'doctor', '-f', str(path)])}")
+
+
+def _require_new(path: Path) -> None:
+    """Raises BadInput if the file exists, or is a symbolic link to none."""
+    if path.exists() or path.is_symlink():
+        raise BadInput(f"{path} exists and is not overwritten: choose another name with --file, or remove it")
 
 
 def _ask(flag: str, question: str, default: str | None = None, *, optional: bool = False) -> str:
@@ -173,15 +169,13 @@ def text(answers: Answers) -> str:
 
 def _scalar(value: str) -> str:
     """Formats a string as YAML, without quotes where that is safe."""
-    plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS and ": " not in value
-    return value if plain else json.dumps(value, ensure_ascii=False)
+    return value if _PLAIN.fullmatch(value) and value.lower() not in _WORDS else json.dumps(value, ensure_ascii=False)
 
 
 def write(path: Path, answers: Answers) -> None:
     """Writes the file in one step, after loading it with the real checks. Raises BadInput when the file exists or can't
     be written, or an answer makes it invalid; then nothing is written."""
-    if path.exists() or path.is_symlink():
-        raise BadInput(f"{path} exists and is not overwritten: choose another name with --file, or remove it")
+    _require_new(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text(answers), encoding="utf-8")

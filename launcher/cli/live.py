@@ -14,9 +14,7 @@ from launcher.cli.options import PORT, Function, configured, machine, open_provi
 from launcher.cli.ssh import find_port, host_option, local_port_option, open_tunnel
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
-from launcher.provider import CommandReport
 from launcher.run import execution
-from training.machine import Future
 
 _ANSWER_SECONDS = 30  # for the answer to `profile`, after the trainer's own time-out
 
@@ -90,26 +88,14 @@ def notebook(config: Config, run_id: str | None, host: int, port: int, local_por
         jupyter = execution.start_jupyter(session, host, port)
         local = find_port(local_port, jupyter.port)
         text = f"http://127.0.0.1:{local}/?token={jupyter.token} is Jupyter on host {host}; Ctrl-C ends it"
+        at_end = jupyter.ended.add_done_callback
         try:
-            open_tunnel(
-                session.config,
-                host,
-                jupyter.port,
-                local,
-                text,
-                on_start=lambda end: machine().threads.start(_end_after, jupyter.ended, end),
-            )
+            open_tunnel(session.config, host, jupyter.port, local, text, on_start=lambda end: at_end(lambda _: end()))
         except LaunchError:
             if jupyter.ended.done():
                 raise LaunchError(f"Jupyter on host {host} has ended") from None
             raise
         terminal.say("Jupyter is ended; the run goes on")
-
-
-def _end_after(ended: Future[list[CommandReport]], end: Callable[[], None]) -> None:
-    """Waits until Jupyter has ended, well or not, then calls `end`, which ends the tunnel. Runs in a thread."""
-    ended.exception()
-    end()
 
 
 @click.command()

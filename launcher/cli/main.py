@@ -100,14 +100,11 @@ def main() -> None:
     except (click.exceptions.Abort, KeyboardInterrupt):
         _end(Exit.DETACHED)
     except click.ClickException as error:
-        terminal.error(error.format_message())
-        _end(Exit.BAD_INPUT)
+        _end(Exit.BAD_INPUT, error.format_message())
     except LaunchError as error:
-        terminal.error(str(error))
-        _end(error.exit_code)
+        _end(error.exit_code, str(error))
     except TrainError as error:
-        terminal.error(str(error))
-        _end(Exit.BAD_INPUT if error.exit_code == 2 else Exit.CLOUD_ERROR)
+        _end(Exit.BAD_INPUT if error.exit_code == 2 else Exit.CLOUD_ERROR, str(error))
     except BrokenPipeError:
         # The reader of our output is gone (`| head`): write nothing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -115,8 +112,7 @@ def main() -> None:
     except OSError as error:
         if (trouble := from_disk(error)) is None:
             raise
-        terminal.error(str(trouble))
-        _end(trouble.exit_code)
+        _end(trouble.exit_code, str(trouble))
 
 
 def _interrupt(number: int, _frame: object) -> None:
@@ -129,8 +125,10 @@ def _interrupt(number: int, _frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _end(code: Exit) -> None:
-    """Flushes the output and exits at once (os._exit): threads that wait for a host must not delay the exit."""
+def _end(code: Exit, message: str | None = None) -> None:
+    """Prints an error message, if any, and exits at once (os._exit): threads that wait for a host must not delay it."""
+    if message is not None:
+        terminal.error(message)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

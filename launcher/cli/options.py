@@ -72,35 +72,29 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
     ) -> Any:
         path, command = options.pop("named", None) or path, function.__name__.rstrip("_")
         emulated = emulated or bool(context.find_root().obj)
-        if options.get("folder"):  # of runs: no file is needed
-            with emulation(emulated):
-                return function(None, **options)
+        needs_file = not options.get("folder")  # of runs
         url = next((name for name in (options.get("run_id"), path) if name and is_remote(name)), None)
-        if url is not None:
-            with emulation(emulated):
+        config: Config | None = None
+        if needs_file and url is None:
+            if not os.path.exists(path):
+                raise BadInput(
+                    f"{path}: no such file: name the run's YAML file with {file_flags[0]}, "
+                    "or write a first one with `tpu-launch init`"
+                )
+            _require_support(command, provider, emulated)
+            config = replace(load(Path(path), overrides, command=options.get("command", ())), provider=provider)
+        with emulation(emulated):
+            if needs_file and url is not None:
                 config, run_id = _import(url, overrides)
                 _require_support(command, config.provider, emulated)
-                return function(config, **options | ({"run_id": run_id} if "run_id" in options else {}))
-        if not os.path.exists(path):
-            raise BadInput(
-                f"{path}: no such file: name the run's YAML file with {file_flags[0]}, "
-                "or write a first one with `tpu-launch init`"
-            )
-        _require_support(command, provider, emulated)
-        config = replace(load(Path(path), overrides, command=options.get("command", ())), provider=provider)
-        with emulation(emulated):
+                options |= {"run_id": run_id} if "run_id" in options else {}
             return function(config, **options)
 
     functools.update_wrapper(wrapped, function)
     run_file = click.option(
-        *file_flags,
-        "path",
-        type=click.Path(),
-        default=str(DEFAULT_FILE),
-        show_default=True,
-        metavar="FILE",
+        *file_flags, "path", type=click.Path(), default=str(DEFAULT_FILE), show_default=True, metavar="FILE",
         help="The run's YAML file, or gs://bucket/runs/ID.",
-    )
+    )  # fmt: skip
     decorated: Any = click.pass_context(wrapped)
     for option in (_emulated_option, _provider_option, set_option("train.steps=100"), run_file):
         decorated = option(decorated)

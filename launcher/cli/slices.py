@@ -6,7 +6,7 @@ import math
 import shlex
 import sys
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -33,15 +33,11 @@ any_owner_option = click.option(
 )
 
 
-class _Dollars(click.FloatRange):
-    """A finite amount above 0: NaN and infinity would limit nothing."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Returns the amount. Raises click.BadParameter for NaN, infinity, no number, or one outside the range."""
-        amount = super().convert(value, param, ctx)
-        if not math.isfinite(amount):
-            self.fail(f"{value} is not an amount of dollars", param, ctx)
-        return amount
+def _require_finite(_context: click.Context, _option: click.Parameter, amount: float | None) -> float | None:
+    """Returns the amount. Raises click.BadParameter for NaN and infinity, which would limit nothing."""
+    if amount is not None and not math.isfinite(amount):
+        raise click.BadParameter(f"{amount} is not an amount of dollars")
+    return amount
 
 
 @click.command()
@@ -135,8 +131,9 @@ def capacity(config: Config, as_json: bool) -> None:
 
 @click.command()
 @click.option(
-    "--max-cost", type=_Dollars(0, min_open=True), metavar="DOLLARS", help="Refuse a slice that costs more an hour."
-)
+    "--max-cost", type=click.FloatRange(0, min_open=True), callback=_require_finite, metavar="DOLLARS",
+    help="Refuse a slice that costs more an hour.",
+)  # fmt: skip
 @click.option(
     "--no-preflight", is_flag=True, help="Create the slice although preflight found that the step does not fit."
 )
