@@ -7,6 +7,7 @@ decides when everything happens, and in which order. Files are not part of it.""
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import errno
 import functools
 import os
@@ -16,6 +17,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -94,6 +96,14 @@ class Queue(Generic[T]):
             return None
 
 
+def _settle(future: Future[R], function: Callable[..., R], *args: Any) -> None:
+    """Calls a function, and gives the future its result or its error."""
+    try:
+        future.set_result(function(*args))
+    except BaseException as error:
+        future.set_exception(error)
+
+
 class Threads:
     """Makes threads and what they share. A thread that still runs does not keep the process from ending."""
 
@@ -122,43 +132,25 @@ class Threads:
     def submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
         """Calls a function in a thread of its own, and returns at once a future with its result or its error."""
         future = concurrent.futures.Future[R]()
-
-        def run() -> None:
-            try:
-                future.set_result(function(*args))
-            except BaseException as error:
-                future.set_exception(error)
-
-        self.start(run)
+        self.start(_settle, future, function, *args)
         return future
 
     def map(self, function: Callable[[T], R], items: Iterable[T], at_once: int) -> list[R]:
         """Returns the results for all items, in their order; `at_once` threads call the function. When all calls have
         ended, raises what the first failed item raised."""
-        waiting = list(items)
-        results: list[Any] = [None] * len(waiting)
-        failures: dict[int, BaseException] = {}
-        numbers = iter(range(len(waiting)))
-        taking = threading.Lock()
+        calls = [(concurrent.futures.Future[R](), function, item) for item in items]
+        waiting = deque(calls)
 
         def work() -> None:
-            """Calls the function for one waiting item after the other, and keeps results and errors."""
-            while True:
-                with taking:
-                    number = next(numbers, None)
-                if number is None:
-                    return
-                try:
-                    results[number] = function(waiting[number])
-                except BaseException as error:
-                    failures[number] = error
+            """Makes one waiting call after the other."""
+            with contextlib.suppress(IndexError):  # none is left
+                while True:
+                    _settle(*waiting.popleft())
 
         # Ctrl-C in the waiting thread leaves at once: no thread is joined on the way out.
-        for worker in [self.submit(work) for _ in range(min(at_once, len(waiting)))]:
+        for worker in [self.submit(work) for _ in range(min(at_once, len(calls)))]:
             worker.result()
-        if failures:
-            raise failures[min(failures)]
-        return results
+        return [future.result() for future, _, _ in calls]
 
 
 class Network:

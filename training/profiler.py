@@ -48,12 +48,11 @@ class Tracer(Protocol):
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a request: a profile or a problem."""
+    """The answer to a request: a profile."""
 
-    first: int = 0  # number of the first profiled step, from 1 on
-    last: int = 0
-    file: str = ""  # URL of the profile
-    problem: str = ""  # why there is no profile
+    first: int  # number of the first profiled step, from 1 on
+    last: int
+    file: str  # URL of the profile
 
 
 def folder_of(worker: int) -> Path:
@@ -144,46 +143,46 @@ class Profiler:
                 path.unlink()
             self._warn(f"the request for a profile in {path} is not readable: {error}")
             return
-        try:
+        with self._answering(name, "the profiler does not start"):
             local = tempfile.mkdtemp(prefix="profile-")
             tracer = self._open_tracer()
             tracer.start(local)
-        except Exception as error:  # a framework's profiler may raise anything, and must not end the run
-            self._answer(name, Answer(problem=f"the profiler does not start: {error}"))
-            return
-        self._recording = _Recording(name, number + 1, number + steps, tracer, Path(local))
+            self._recording = _Recording(name, number + 1, number + steps, tracer, Path(local))
 
     def _end(self, recording: _Recording, last: int) -> None:
         """Stops recording; a thread then copies the profile up to step `last`, and answers. A failure is the answer."""
         self._recording = None
-        try:
+        with self._answering(recording.name, "the profiler has failed"):
             recording.tracer.stop()
-        except Exception as error:
-            self._answer(recording.name, Answer(problem=f"the profiler has failed: {error}"))
-            return
-        self._delivery = self._machine.threads.start(self._deliver, recording, last, name="profile")
+            self._delivery = self._machine.threads.start(self._deliver, recording, last, name="profile")
 
     def _deliver(self, recording: _Recording, last: int) -> None:
         """Copies a profile to the run's folder, deletes the local one and answers. Runs in a thread."""
         name = recording.name
         target = join(self._output, name, "plugins", "profile", name, f"host-{self._worker}.xplane.pb")
-        try:
-            [traced] = recording.folder.rglob("*.xplane.pb")
-            self._storage.write(target, traced.read_bytes())
-            answer = Answer(recording.first, last, target)
-        except Exception as error:  # without an answer, `request` would wait for all of its time
-            answer = Answer(problem=f"the profile can't be written to {target}: {error}")
-        finally:
-            shutil.rmtree(recording.folder, ignore_errors=True)
-        self._answer(name, answer)
+        with self._answering(name, f"the profile can't be written to {target}"):
+            try:
+                [traced] = recording.folder.rglob("*.xplane.pb")
+                self._storage.write(target, traced.read_bytes())
+            finally:
+                shutil.rmtree(recording.folder, ignore_errors=True)
+            self._answer(name, asdict(Answer(recording.first, last, target)))
 
-    def _answer(self, name: str, answer: Answer) -> None:
-        """Writes the answer for `request` to read, unless that fails, and warns of a problem in it."""
+    @contextlib.contextmanager
+    def _answering(self, name: str, problem: str) -> Iterator[None]:
+        """Makes an error of the block a warning and the answer for `request`, which would wait for all of its time: a
+        framework's profiler may raise anything, and must not end the run."""
+        try:
+            yield
+        except Exception as error:
+            self._warn(f"profile {name}: {problem}: {error}")
+            self._answer(name, {"problem": f"{problem}: {error}"})
+
+    def _answer(self, name: str, answer: dict[str, Any]) -> None:
+        """Writes the answer for `request` to read, unless that fails."""
         assert self._folder
-        if answer.problem:
-            self._warn(f"profile {name}: {answer.problem}")
         with contextlib.suppress(OSError):
-            _write(self._folder / f"{name}.json", json.dumps(asdict(answer)))
+            _write(self._folder / f"{name}.json", json.dumps(answer))
 
 
 @dataclass(frozen=True)
@@ -227,10 +226,10 @@ def request(folder: Path, name: str, steps: int, seconds: float, machine: Machin
                 f"no profile of {steps} steps after {seconds:.0f} s: the trainer {state}; wait longer with --seconds"
             )
         machine.clock.sleep(_POLL_SECONDS)
-    answer = Answer(**json.loads(answered.read_text(encoding="utf-8")))
-    if answer.problem:
-        raise TrainError(answer.problem)
-    return answer
+    answer = json.loads(answered.read_text(encoding="utf-8"))
+    if "problem" in answer:
+        raise TrainError(answer["problem"])
+    return Answer(**answer)
 
 
 def _is_training(folder: Path) -> bool:

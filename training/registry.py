@@ -54,14 +54,6 @@ class TaskEntry:
 
 
 @dataclass(frozen=True)
-class OptimizerEntry:
-    """The framework halves of an optimizer."""
-
-    torch: str
-    tensorflow: str
-
-
-@dataclass(frozen=True)
 class BackendEntry:
     """How a backend is imported."""
 
@@ -153,10 +145,9 @@ TASKS: dict[str, TaskEntry] = {
     ),
 }
 
-OPTIMIZERS: dict[str, OptimizerEntry] = {
-    "adamw": OptimizerEntry(
-        torch="training.optim.adamw_torch:AdamWTorch", tensorflow="training.optim.adamw_tf:AdamWTensorFlow"
-    )
+# Name -> framework -> its half of the optimizer.
+OPTIMIZERS: dict[str, dict[Literal["torch", "tensorflow"], str]] = {
+    "adamw": {"torch": "training.optim.adamw_torch:AdamWTorch", "tensorflow": "training.optim.adamw_tf:AdamWTensorFlow"}
 }
 
 BACKENDS: dict[str, BackendEntry] = {

@@ -234,7 +234,8 @@ def _collect_places(
 
 
 def _override(document: Document, override: str) -> Document:
-    """Returns the document with one change, "key=value"; the value is YAML, or "" if missing. Raises ConfigError."""
+    """Returns the document with one change, "key=value", and missing sections; the value is YAML, or "" if missing.
+    Raises ConfigError."""
     key, equals, text = override.partition("=")
     shown = override[:200] if override.isprintable() else repr(override[:200])
     parts = tuple(key.split("."))
@@ -245,19 +246,15 @@ def _override(document: Document, override: str) -> Document:
     except ConfigError as error:
         reason = str(error).partition(": ")[2].removeprefix("not valid YAML: ")
         raise ConfigError(f"--set {shown}: {text[:80]!r} is not a YAML value: {reason}") from None
-    return Document(document.name, _with(document.value, parts, new, key), {**document.places, parts: f"--set {key}"})
-
-
-def _with(value: dict[str, Any], parts: tuple[str, ...], new: Any, key: str) -> dict[str, Any]:
-    """Returns a copy of `value` with `new` at the path `parts`, adding missing sections. Raises ConfigError, naming
-    `key`, if a part on the way is no section."""
-    head, rest = parts[0], parts[1:]
-    if not rest:
-        return {**value, head: new}
-    below = value.get(head)
-    if below is not None and not isinstance(below, dict):
-        raise ConfigError(f"--set {key}: {head!r} is not a section")
-    return {**value, head: _with(below or {}, rest, new, key)}
+    value = section = dict(document.value)
+    for part in parts[:-1]:
+        below = section.get(part)
+        if below is not None and not isinstance(below, dict):
+            raise ConfigError(f"--set {key}: {part!r} is not a section")
+        section[part] = dict(below or {})  # a copy: other keys may have the same section, by an alias
+        section = section[part]
+    section[parts[-1]] = new
+    return Document(document.name, value, {**document.places, parts: f"--set {key}"})
 
 
 def _explain(model: type[BaseModel], document: Document, detail: ErrorDetails) -> str:

@@ -243,7 +243,7 @@ def _build_model(
             network = build(config, requirements, replicas.assign)
             names = [parameter.name for parameter in network.parameters]
             variables = [parameter.variable for parameter in network.parameters]
-            optimizer = load(OPTIMIZERS[train.optimizer].tensorflow)(train, names, variables)
+            optimizer = load(OPTIMIZERS[train.optimizer]["tensorflow"])(train, names, variables)
     finally:
         tf.keras.mixed_precision.set_global_policy(policy)
     return network, optimizer

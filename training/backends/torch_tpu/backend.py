@@ -58,7 +58,7 @@ class TorchTpu(Backend):
             if isinstance(module, torch.nn.LayerNorm):
                 module.register_forward_pre_hook(_widen)
         shapes = self._chip.split_matrices(network)
-        self._host = HostState(network, load(OPTIMIZERS[config.train.optimizer].torch), config.train, noise, shapes)
+        self._host = HostState(network, load(OPTIMIZERS[config.train.optimizer]["torch"]), config.train, noise, shapes)
         self._state = DeviceState(self._host)
         self._step = TrainingStep(config, cluster, self._host, self._chip, load(TASKS[config.task].torch))
         self._training = StepProgram(self._state, self._host, self._trace_step, changes=True)

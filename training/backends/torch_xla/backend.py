@@ -95,7 +95,7 @@ class TorchXla(Backend):
         self._compiled_before, self._transfers_before = count_compiled(), count_transfers()
         self._fallbacks_before = count_fallbacks()
         layers = choose_layers(network, config.train) if self._sharding.is_spmd else None
-        self.state = State(network, load(OPTIMIZERS[config.train.optimizer].torch), config.train, noise, layers)
+        self.state = State(network, load(OPTIMIZERS[config.train.optimizer]["torch"]), config.train, noise, layers)
         self._stepped = False
         task_sums = load(TASKS[config.task].torch)
         self._step = TrainingStep(config, cluster, self.state, self._sharding, task_sums)
