@@ -1,4 +1,4 @@
-"""90,000 byte streams against the rendezvous and the gradient exchange: none has an effect or leaks a connection.
+"""90,000 byte streams against the rendezvous: none has an effect or leaks a connection.
 
 A seed decides the streams: plain noise, and valid messages that are cut, spliced, repeated, bit-flipped or given other
 values, in pieces of any size. Most go to the protocol's objects; some hundreds through real sockets.
@@ -9,7 +9,6 @@ import json
 import os
 import random
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,7 +34,7 @@ from training.distributed.rendezvous import RendezvousClient
 from training.distributed.rendezvous_server import RendezvousServer
 from training.distributed.server_protocol import ServerProtocol
 from training.distributed.shutdown import ShutdownRequest
-from training.machine import Machine, Network
+from training.machine import Machine
 
 SEED = 20260722
 UNKNOWN, ADMITTED, CLIENTS = 65_000, 10_000, 15_000
@@ -51,7 +50,7 @@ RAW = [
 ]  # fmt: skip
 FIELDS = sorted({name for kinds in (messages.HELLO, messages.FROM_HOST, FROM_SERVER, ANSWER) for name in kinds})
 SHAPES: list[dict[str, Any]] = [
-    {"hello": 1, "run_id": "run", "attempt": 1, "hosts": 3, "nonce": "0" * 64, "proof": "0" * 64},
+    {"hello": 1, "run_id": "run", "attempt": 1, "hosts": 3, "exchange": False, "nonce": "0" * 64, "proof": "0" * 64},
     {"challenge": "0" * 64},
     {"welcome": True, "proof": "0" * 64},
     {"refused": "no", "final": True, "proof": "0" * 64},
@@ -60,7 +59,6 @@ SHAPES: list[dict[str, Any]] = [
     {"arrive": "end", "payload": {"crc32c": 1}, "seconds": 0.5},
     {"goodbye": 0, "reason": "", "overdue": False},
     {"complete": "start", "payloads": [1, 2, 3]},
-    {"same": "start", "payload": None},
     {"lost": "host 1 is gone", "code": 76},
     {"news": "host 0 'x'", "host_0": "x"},
 ]
@@ -124,14 +122,14 @@ def test_unknown_peers_change_nothing() -> None:
             sent += server.received(number, piece, now)
         assert {connection for connection, data in sent if data is not None} == {number}, "only its challenge"
         assert sum(data is not None for _, data in sent) == 1
-        assert len(server._workers) + len(server.handshake) <= OWN.identity.hosts + 64
+        assert len(server._peers) <= 2 + OWN.identity.hosts + 64
         if chance.random() < 0.3:
             server.closed(number)
         elif number % 1000 == 0:
             server.tick(now)
     server.tick(1e5)
     assert snapshot(server) == before
-    assert len(server._workers) + len(server.handshake) == 2
+    assert len(server._peers) == 2
     admit(server, 2, 2)
     arrival = encode({"arrive": "start", "payload": None, "seconds": 10})
     assert server.received(1, arrival, 1e5) == []
@@ -190,7 +188,7 @@ def cluster(worker: int, port: int) -> Cluster:
     return Cluster(worker, ("127.0.0.1",) * 3, None, "run", 1, port, free_port(), secret=OWN.secret)
 
 
-def test_unknown_peers_at_the_rendezvous_leak_nothing() -> None:
+def test_unknown_peers_at_the_rendezvous_leak_nothing_and_keep_no_host_out() -> None:
     port, files = free_port(), len(os.listdir("/proc/self/fd"))
     server = RendezvousServer(cluster(0, port), lost_seconds=2)
     hosts = []
@@ -210,43 +208,26 @@ def test_unknown_peers_at_the_rendezvous_leak_nothing() -> None:
         peers.append(peer)
         if number % 5:
             peers.pop(0).close()
+    exchange = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(3)]
+    for worker, host in zip((1, 1, 2), exchange, strict=True):  # the first connection broke, and came back
+        own = replace(OWN, purpose=GRADIENT_EXCHANGE)
+        assert isinstance(handshakes.perform_handshake(host, own, worker, 10), LineBuffer)
+    taken = server.take_exchange(10)
+    for host, own_end in zip(exchange[1:], taken, strict=True):
+        host.sendall(b"gradients")
+        assert own_end.recv(9) == b"gradients"
     for host in hosts:
         host.sendall(encode({"arrive": "start", "payload": None, "seconds": 10}))
     for host in hosts:
         host.settimeout(10)
         data = b""
-        while b'"same"' not in data:
+        while b'"complete"' not in data:
             data += host.recv(1 << 16)
             assert b"lost" not in data
-    for connection in (*hosts, *peers):
+    for connection in (*hosts, *exchange, *taken, *peers):
         connection.close()
     server.close(5)
     assert len(os.listdir("/proc/self/fd")) <= files
-
-
-def test_unknown_peers_at_the_gradient_exchange_leak_nothing() -> None:
-    port = free_port()
-    own = replace(OWN, purpose=GRADIENT_EXCHANGE)
-    listener = Network().listen("127.0.0.1", port)
-    accepted: dict[int, socket.socket] = {}
-    accepting = threading.Thread(target=lambda: accepted.update(handshakes.accept_peers(listener, own, 30)))
-    accepting.start()
-    peers = []
-    for stream in streams(SEED + 5, 500):
-        peer = socket.create_connection(("127.0.0.1", port), timeout=10)
-        with contextlib.suppress(OSError):
-            peer.sendall(stream)
-        peers.append(peer)
-        if len(peers) > 50:
-            peers.pop(0).close()
-    assert accepting.is_alive()
-    hosts = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(2)]
-    for worker, host in enumerate(hosts, 1):
-        assert isinstance(handshakes.perform_handshake(host, own, worker, 10), LineBuffer)
-    accepting.join(10)
-    assert sorted(accepted) == [1, 2]
-    for connection in (*peers, *hosts, *accepted.values(), listener):
-        connection.close()
 
 
 def test_noise_from_host_0_is_a_lost_peer() -> None:

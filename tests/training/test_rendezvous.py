@@ -20,6 +20,7 @@ from training.distributed.cluster import SECRET_VARIABLE, Cluster, discover
 from training.distributed.handshake import RENDEZVOUS, HostCredentials, Identity, host_credentials
 from training.distributed.messages import HOST_BYTES, LineBuffer, encode
 from training.distributed.rendezvous_server import RendezvousServer, _Peer
+from training.distributed.server_protocol import _Sender
 from training.errors import BadInput, Exit
 from training.machine import Machine
 
@@ -324,23 +325,18 @@ def test_an_error_closes_one_host(server: RendezvousServer, peers: list[Host], m
 
 
 def test_without_room_for_a_connection_the_oldest_pending_one_is_closed() -> None:
-    pending, closed = ["first", "second"], []
-
-    def accept() -> tuple[str, None]:
-        if len(pending) > 1:
-            raise OSError(errno.EMFILE, "too many open files")
-        return "a host", None
-
-    def close_oldest() -> bool:
-        closed.append(pending.pop(0))
-        return True
-
-    assert handshakes.accept_connection(accept, close_oldest) == "a host"
-    assert closed == ["first"]
-    sleeps: list[float] = []
-    pending = ["first", "second"]
-    assert handshakes.accept_connection(accept, lambda: False, sleeps.append) is None
-    assert sleeps, "it must not spin"
+    cluster = Cluster(0, ("127.0.0.1", "127.0.0.1"), run_id="r", secret=SECRET)
+    machine = Machine(network=Mock(), threads=Mock(), clock=Mock(monotonic=Mock(return_value=0.0)))
+    sockets = [Mock(send=len), Mock(send=len)]
+    full = OSError(errno.EMFILE, "too many open files")
+    server = RendezvousServer(cluster, 4.0, machine)
+    server._listener.accept.side_effect = [*((socket, None) for socket in sockets), *[full] * 3]
+    for place in range(2):
+        server._accept()
+        assert [socket.close.called for socket in sockets] == [True] * (place + 1) + [False] * (1 - place)
+    machine.clock.sleep.assert_not_called()
+    server._accept()
+    machine.clock.sleep.assert_called_once()  # it must not spin
 
 
 def test_several_hosts_without_a_secret_are_refused_in_one_line() -> None:
@@ -377,7 +373,7 @@ def test_a_host_is_lost_unless_it_said_goodbye(last_words: bytes, why_lost: str 
     server = RendezvousServer(cluster, 4.0, Machine(network=Mock(), threads=Mock()))
     protocol = server._protocol
     assert protocol.state.connect(1, Identity("r", 0, 2), 0.0) is None
-    protocol._workers[7], protocol._connections[1] = (1, LineBuffer(HOST_BYTES)), 7
+    protocol._peers[7], protocol._connections[1] = _Sender(LineBuffer(HOST_BYTES), "", 0.0, worker=1), 7
     server._connections[7] = _Peer(7, reset)
     server._perform([(7, b"news\n")])
     assert server._connections == {}

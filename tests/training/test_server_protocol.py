@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from training.distributed import handshake as handshakes
 from training.distributed.handshake import RENDEZVOUS, ClientHandshake, HostCredentials, Identity, Refusal, make_nonce
 from training.distributed.messages import HANDSHAKE_BYTES, HOST_BYTES, LineBuffer, Malformed, encode
-from training.distributed.server_protocol import Actions, BarrierState, ServerProtocol, summarize
+from training.distributed.server_protocol import (
+    HANDSHAKE_SECONDS,
+    SPARE_CONNECTIONS,
+    Actions,
+    BarrierState,
+    HandOver,
+    ServerProtocol,
+    summarize,
+)
 
 
 def state_of(hosts: int) -> BarrierState:
@@ -156,7 +164,7 @@ class Meeting:
     def __init__(self, own: HostCredentials = OWN) -> None:
         self.own = own
         self.server = ServerProtocol(own)
-        self.sent: dict[int, list[bytes | None]] = {}
+        self.sent: dict[int, list[bytes | HandOver | None]] = {}
         self._opened = 0
 
     def perform(self, actions: Actions) -> Actions:
@@ -183,7 +191,7 @@ class Meeting:
 
     def line(self, connection: int, place: int) -> bytes:
         data = self.sent[connection][place]
-        if data is None:
+        if not isinstance(data, bytes):
             raise Malformed("closed")
         return data.rstrip(b"\n")
 
@@ -192,10 +200,10 @@ class Meeting:
 
     def read(self, connection: int) -> list[dict[str, Any]]:
         """Returns the messages sent to a host after its welcome."""
-        return [json.loads(data) for data in self.sent[connection][2:] if data is not None]
+        return [json.loads(data) for data in self.sent[connection][2:] if isinstance(data, bytes)]
 
 
-@pytest.mark.parametrize("other", [{"secret": b"another attempt's"}, {"secret": b""}, {"purpose": "gradient exchange"}])
+@pytest.mark.parametrize("other", [{"secret": b"another attempt's"}, {"secret": b""}, {"purpose": "another"}])
 def test_a_peer_with_another_secret_or_purpose_gets_no_answer(other: dict[str, Any]) -> None:
     meeting = Meeting()
     with pytest.raises(Malformed, match="closed"):
@@ -204,12 +212,23 @@ def test_a_peer_with_another_secret_or_purpose_gets_no_answer(other: dict[str, A
     assert meeting.join(1)[1] is None, "the seat is still free"
 
 
-@pytest.mark.parametrize("field", ["hello", "run_id", "attempt", "hosts", "nonce"])
+def test_a_connection_of_the_gradient_exchange_is_handed_over_and_is_no_host() -> None:
+    meeting = Meeting()
+    own = replace(OWN, purpose=handshakes.GRADIENT_EXCHANGE)
+    connection, refused = meeting.join(2, own)
+    assert refused is None
+    assert meeting.sent[connection][2:] == [HandOver(2)]
+    assert meeting.server.state.members == {}
+    assert "no worker 3 among 3" in meeting.join(3, own)[1].reason
+    assert meeting.join(1, replace(own, identity=Identity("run", 0, 3)))[1].final
+
+
+@pytest.mark.parametrize("field", ["hello", "run_id", "attempt", "hosts", "exchange", "nonce"])
 def test_a_changed_hello_is_rejected(field: str) -> None:
     meeting = Meeting()
     connection = meeting.open()
     hello = json.loads(ClientHandshake(OWN, 1, make_nonce()).answer_challenge(meeting.line(connection, 0)))
-    hello[field] = {"hello": 2, "run_id": "other", "attempt": 2, "hosts": 4, "nonce": "0" * 64}[field]
+    hello[field] = {"hello": 2, "run_id": "other", "attempt": 2, "hosts": 4, "exchange": True, "nonce": "0" * 64}[field]
     meeting.send(connection, hello)
     assert meeting.is_closed(connection)
     assert meeting.server.state.members == {}
@@ -271,7 +290,7 @@ def test_noise_before_the_handshake_closes_only_its_connection(noise: bytes) -> 
     hosts = [meeting.join(worker)[0] for worker in range(3)]
     for host in hosts:
         meeting.send(host, {"arrive": "start", "payload": None, "seconds": 10})
-    assert all(meeting.read(host) == [{"same": "start", "payload": None}] for host in hosts)
+    assert all(meeting.read(host) == [{"complete": "start", "payloads": [None] * 3}] for host in hosts)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +298,7 @@ def test_noise_before_the_handshake_closes_only_its_connection(noise: bytes) -> 
     [
         *(noise for name, noise in NOISE.items() if name not in ("no line", "an arrival")),
         b"[" * 200_000 + b"\n",
-        b'{"arrive": "p", "payload": ' + b"[" * 40 + b"]" * 40 + b', "seconds": 1}\n',
+        b'{"arrive": "p", "payload": ' + b"[" * 2000 + b"]" * 2000 + b', "seconds": 1}\n',
         b'{"arrive": "p", "payload": NaN, "seconds": 1}\n',
         b'{"arrive": "p", "payload": 1, "seconds": -1}\n',
         b'{"arrive": "p", "payload": "\\ud800", "seconds": 1}\n',
@@ -307,7 +326,7 @@ def test_messages_before_noise_count() -> None:
     meeting.send(hosts[0], arrival)
     meeting.send(hosts[1], arrival)
     meeting.send(hosts[2], arrival, b"noise\n")
-    assert [next(iter(message)) for message in meeting.read(hosts[0])] == ["same", "lost"]
+    assert [next(iter(message)) for message in meeting.read(hosts[0])] == ["complete", "lost"]
 
 
 def test_nothing_may_follow_a_hello_before_its_answer() -> None:
@@ -323,10 +342,10 @@ def test_a_silent_connection_is_closed_after_its_time_and_a_slow_host_is_not() -
     silent, slow = meeting.open(now=0.0), meeting.open(now=0.0)
     hello = ClientHandshake(OWN, 1, make_nonce()).answer_challenge(meeting.line(slow, 0))
     for place in range(0, len(hello), 50):
-        meeting.send(slow, hello[place : place + 50], now=handshakes.HANDSHAKE_SECONDS / 2)
-    meeting.perform(meeting.server.tick(handshakes.HANDSHAKE_SECONDS - 0.01))
+        meeting.send(slow, hello[place : place + 50], now=HANDSHAKE_SECONDS / 2)
+    meeting.perform(meeting.server.tick(HANDSHAKE_SECONDS - 0.01))
     assert not meeting.is_closed(silent)
-    meeting.perform(meeting.server.tick(handshakes.HANDSHAKE_SECONDS))
+    meeting.perform(meeting.server.tick(HANDSHAKE_SECONDS))
     assert meeting.is_closed(silent)
     assert not meeting.is_closed(slow)
 
@@ -335,7 +354,7 @@ def test_too_many_pending_connections_close_the_oldest() -> None:
     meeting = Meeting()
     hosts = [meeting.join(worker)[0] for worker in range(2)]
     pending = [meeting.open() for _ in range(1000)]
-    assert len(meeting.server.handshake) == OWN.identity.hosts - len(hosts) + handshakes.SPARE_CONNECTIONS
+    assert len(meeting.server.pending) == OWN.identity.hosts + SPARE_CONNECTIONS
     assert meeting.is_closed(pending[0])
     assert not meeting.is_closed(pending[-1])
     assert not any(meeting.is_closed(host) for host in hosts)

@@ -11,8 +11,8 @@ the barriers catch a process that hangs.
 
 On the wire, after the handshake (`handshake.py`), one JSON object a line, each checked by `messages.py`:
     host -> server   {"phase"}   {"arrive": name, "payload", "seconds"}   {"goodbye": code, "reason", "overdue"}
-    server -> host   {"complete": name, "payloads"}   {"same": name, "payload"}: all payloads are this one
-                     {"lost": reason, "code"}   {"news": phases of all hosts, "host_0": phase}
+    server -> host   {"complete": name, "payloads"}   {"lost": reason, "code"}
+                     {"news": phases of all hosts, "host_0": phase}
 
 Partial failure: a server may die after it answered some hosts. Those hosts continue until their connection breaks,
 moments later. So callers must tolerate that only some hosts know that a barrier completed (a checkpoint is committed by
@@ -30,12 +30,12 @@ from training.distributed import messages
 from training.distributed.cluster import Cluster
 from training.distributed.config import RendezvousSection
 from training.distributed.handshake import (
+    GRADIENT_EXCHANGE,
     RENDEZVOUS,
-    HostCredentials,
     Refusal,
-    connect_to_first,
     describe_error,
     host_credentials,
+    perform_handshake,
 )
 from training.distributed.messages import FROM_SERVER, LineBuffer, Malformed, Message, decode, encode
 from training.distributed.rendezvous_server import RendezvousServer
@@ -50,6 +50,7 @@ ANSWER_MARGIN = 10.0  # seconds beyond a barrier's time-out, because the server'
 PHASE_INTERVAL = 0.5  # seconds between reports of a changed phase, with up to PHASES_A_SECOND / 2 hosts
 PHASES_A_SECOND = 128  # that host 0 reads in total: with 512 hosts, each host reports every 4 s
 CONNECT_INTERVAL = 0.2  # seconds between attempts to connect
+TRY_SECONDS = 10.0  # time-out of one attempt to connect for the gradient exchange
 # A framework that blocks with the interpreter's lock held stops the thread of `limit` too: then faulthandler, which
 # needs no lock, prints the stack traces and ends the process with code 1, this many seconds later.
 WITHOUT_LOCK_SECONDS = 30.0
@@ -78,6 +79,12 @@ class Rendezvous:
     def phases(self) -> str:
         """Returns the last known phase of each host, for messages."""
         return ""
+
+    def connect_hosts(self, seconds: float) -> list[Connection]:
+        """Connects all hosts for a gradient exchange; every host must call it. Returns on host 0 the connections to the
+        others, by worker, on others that to host 0, all with time-out `seconds`, which also limits the wait. Raises
+        OSError or LostPeer if a host did not connect, LostPeer or StopRequested as `check`."""
+        return []
 
     @contextlib.contextmanager
     def limit(self, what: str, seconds: float) -> Iterator[None]:
@@ -146,10 +153,16 @@ def join(
     """
     if cluster.hosts == 1:
         return SingleHost(machine)
-    own = host_credentials(cluster, RENDEZVOUS)
     server = RendezvousServer(cluster, limits.lost_seconds, machine) if cluster.is_first else None
+    patience = _StopPatience(shutdown, machine.clock.monotonic)
+
+    def check() -> None:
+        if patience.is_over():
+            raise StopRequested("asked to stop while waiting for host 0, before any training: nothing is lost")
+
     try:
-        connection, lines = _connect(cluster, own, shutdown, limits, machine)
+        connection, lines = _connect(cluster, RENDEZVOUS, limits.start_seconds, check, machine, limits.lost_seconds)
+        connection.settimeout(limits.lost_seconds)
     except BaseException:
         if server:
             server.close(0)
@@ -235,6 +248,13 @@ class RendezvousClient(Rendezvous):
         if self._lost:
             with self._changed:
                 self._raise_if_lost()
+
+    def connect_hosts(self, seconds: float) -> list[Connection]:
+        if self._server:
+            return self._server.take_exchange(seconds)
+        connection, _ = _connect(self._cluster, GRADIENT_EXCHANGE, seconds, self.check, self._machine)
+        connection.settimeout(seconds)
+        return [connection]
 
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
         """Sends host 0 a goodbye with `code` and the first line of `reason`, and closes the connection; nothing the
@@ -322,8 +342,6 @@ class RendezvousClient(Rendezvous):
         with self._changed:
             if kind == "complete":
                 self._answers[message["complete"]] = message["payloads"]
-            elif kind == "same":
-                self._answers[message["same"]] = [message["payload"]] * self._cluster.hosts
             elif kind == "news":
                 self._news, self._phase_of_host_0 = message["news"], message["host_0"]
             elif self._lost is None and not self._closing.is_set():
@@ -356,30 +374,38 @@ class _StopPatience:
 
 
 def _connect(
-    cluster: Cluster, own: HostCredentials, shutdown: ShutdownRequest, limits: RendezvousSection, machine: Machine
+    cluster: Cluster,
+    purpose: str,
+    seconds: float,
+    check: Callable[[], None],
+    machine: Machine,
+    lost_seconds: float | None = None,
 ) -> tuple[Connection, LineBuffer]:
-    """Retries until host 0 accepts this host. Returns the connection, and the bytes after the handshake. Raises
-    LostPeer after `limits.start_seconds`, TrainError for a final refusal, StopRequested STOP_PATIENCE after a stop."""
-    start_seconds, lost_seconds = limits.start_seconds, limits.lost_seconds
+    """Retries until host 0 accepts this host for `purpose`, and calls `check`, which may raise, before each attempt.
+    Returns the connection, which breaks after `lost_seconds` of silence (None: when TCP gives up), and the bytes
+    received after the handshake. Raises LostPeer after `seconds`, TrainError for a final refusal, BadInput without the
+    hosts' secret."""
+    own = host_credentials(cluster, purpose)
     host = f"host 0 ({cluster.addresses[0]}:{cluster.rendezvous_port})"
-    clock = machine.clock.monotonic
-    deadline = clock() + start_seconds
-    patience = _StopPatience(shutdown, clock)
+    try_seconds = min(TRY_SECONDS if lost_seconds is None else lost_seconds, seconds)
+    deadline = machine.clock.monotonic() + seconds
     why = "no answer"
-    while clock() < deadline:
-        if patience.is_over():
-            raise StopRequested("asked to stop while waiting for host 0, before any training: nothing is lost")
-        try:
-            seconds = min(lost_seconds, start_seconds)
-            connection, answer = connect_to_first(cluster, cluster.rendezvous_port, own, seconds, machine, lost_seconds)
-            if not isinstance(answer, Refusal):
-                connection.settimeout(lost_seconds)
-                return connection, answer
-            connection.close()
-            why = f"refused: {answer.reason}"
-            if answer.final:
-                raise TrainError(f"{host} refused this host (worker {cluster.worker}): {answer.reason}")
-        except (OSError, Malformed) as error:
-            why = describe_error(error)
+    while machine.clock.monotonic() < deadline:
+        check()
+        with contextlib.ExitStack() as closing:
+            try:
+                connection = machine.network.connect(cluster.addresses[0], cluster.rendezvous_port, try_seconds)
+                closing.callback(connection.close)
+                if lost_seconds is not None:
+                    machine.network.detect_silence(connection, lost_seconds)
+                answer = perform_handshake(connection, own, cluster.worker, try_seconds, machine)
+                if not isinstance(answer, Refusal):
+                    closing.pop_all()
+                    return connection, answer
+                why = f"refused: {answer.reason}"
+                if answer.final:
+                    raise TrainError(f"{host} refused this host (worker {cluster.worker}): {answer.reason}")
+            except (OSError, Malformed) as error:
+                why = describe_error(error)
         machine.clock.sleep(CONNECT_INTERVAL)
-    raise LostPeer(f"{host} did not accept this host (worker {cluster.worker}) within {start_seconds:g} s: {why}")
+    raise LostPeer(f"{host} did not accept this host (worker {cluster.worker}) within {seconds:g} s: {why}")

@@ -3,17 +3,20 @@
 No connection delays another: nothing here waits for a peer to read or to write. The kernel breaks a connection whose
 peer takes no bytes for `lost_seconds` (TCP_USER_TIMEOUT), and an error in handling a connection closes it alone. When
 the thread ends, for whatever reason, it closes all connections, so that no host waits for an answer that will not come.
+It also accepts the connections of the gradient exchange, which `take_exchange` takes out of it.
 """
 
 import contextlib
+import errno
 import selectors
+import socket
 import sys
 from collections import deque
 from dataclasses import dataclass, field
 
 from training.distributed.cluster import Cluster
-from training.distributed.handshake import RENDEZVOUS, accept_connection, describe_error, host_credentials
-from training.distributed.server_protocol import Actions, ServerProtocol
+from training.distributed.handshake import RENDEZVOUS, describe_error, host_credentials
+from training.distributed.server_protocol import Actions, HandOver, ServerProtocol, name_hosts
 from training.machine import SYSTEM, Connection, Machine
 
 TICK = 0.5  # seconds between checks of deadlines
@@ -39,6 +42,7 @@ class RendezvousServer:
         self._machine, self._clock = machine, machine.clock.monotonic
         self._stop = machine.threads.event()
         self._connections: dict[int, _Peer] = {}
+        self._exchange: dict[int, Connection] = {}  # by worker, until `take_exchange`
         self._opened = 0
         self._listener = machine.network.listen(cluster.addresses[0], cluster.rendezvous_port)
         self._listener.settimeout(0.0)
@@ -49,6 +53,23 @@ class RendezvousServer:
     def phases(self) -> list[str]:
         """Returns the last known phase of each host, in worker order."""
         return self._protocol.state.phases()
+
+    def take_exchange(self, seconds: float) -> list[Connection]:
+        """Waits until all other hosts have connected for the gradient exchange, and returns these connections, in
+        worker order, with time-out `seconds`; the caller closes them. Raises TimeoutError, naming missing hosts, after
+        `seconds`."""
+        others = range(1, self._protocol.state.identity.hosts)
+        deadline = self._clock() + seconds
+        while missing := [worker for worker in others if worker not in self._exchange]:
+            if self._clock() >= deadline:
+                raise TimeoutError(f"{name_hosts(missing)} did not connect to the gradient exchange in {seconds:g} s")
+            self._machine.clock.sleep(0.02)
+        taken = [self._exchange.pop(worker) for worker in others]
+        for connection in taken:
+            connection.settimeout(seconds)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # a host that computes may take no bytes for longer
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+        return taken
 
     def close(self, wait_seconds: float) -> None:
         """Waits until all other hosts have left, at most `wait_seconds`, then has the thread close all connections and
@@ -77,16 +98,26 @@ class RendezvousServer:
             _warn(f"failed: {describe_error(error)}")
         finally:
             self._listener.close()
-            for connection in self._connections.values():
-                connection.socket.close()
+            for connection in (*(peer.socket for peer in self._connections.values()), *self._exchange.values()):
+                connection.close()
             self._selector.close()
 
     def _accept(self) -> None:
-        """Accepts waiting connections, some at each call, and begins their handshakes. Closes the one pending longest
-        when the process can have no more. Raises OSError if the listener is broken."""
+        """Accepts waiting connections, some at each call, and begins their handshakes. When the process can have no
+        more, closes the one pending longest, and leaves the others in the listener's queue; without one, after 0.05 s.
+        Raises OSError if the listener is broken."""
         for _ in range(_ACCEPTED_AT_ONCE):
-            accepted = accept_connection(self._listener.accept, self._close_oldest, self._machine.clock.sleep)
-            if accepted is None:
+            try:
+                accepted, _address = self._listener.accept()
+            except (BlockingIOError, ConnectionError, TimeoutError):
+                return  # a client that has given up raises too
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    raise
+                if pending := self._protocol.pending:
+                    self._perform(self._protocol.drop(pending[0]))
+                else:
+                    self._machine.clock.sleep(0.05)
                 return
             try:
                 accepted.settimeout(0.0)
@@ -100,20 +131,13 @@ class RendezvousServer:
             self._selector.register(accepted, selectors.EVENT_READ, connection)
             self._perform(self._protocol.opened(connection.number, self._clock()))
 
-    def _close_oldest(self) -> bool:
-        """Closes the connection whose handshake is pending longest; returns False if there is none."""
-        oldest = self._protocol.handshake.oldest()
-        if oldest is not None:
-            self._perform(self._protocol.drop(oldest))
-        return oldest is not None
-
     def _handle(self, connection: _Peer, events: int) -> None:
         """Reads from or writes to a ready connection. Closes it on any error."""
         if self._connections.get(connection.number) is not connection:
             return  # closed since the selector looked
         try:
             if events & selectors.EVENT_WRITE and not self._flush(connection):
-                self._lose(connection)
+                self._perform(self._lose(connection))
             elif events & selectors.EVENT_READ:
                 self._read(connection)
         except Exception as error:  # a bug in handling one host must not end the server of all
@@ -131,41 +155,39 @@ class RendezvousServer:
         if data:
             self._perform(self._protocol.received(connection.number, data, self._clock()))
         else:
-            self._lose(connection)
-
-    def _lose(self, connection: _Peer) -> None:
-        """Passes a broken connection's last bytes to the protocol and, if it is still open, its end; closes it."""
-        self._perform(self._read_last_words(connection))
-        if self._connections.get(connection.number) is not connection:
-            return  # closed because of its last bytes
-        self._close(connection)
-        self._perform(self._protocol.closed(connection.number))
+            self._perform(self._lose(connection))
 
     def _perform(self, actions: Actions) -> None:
-        """Sends messages and closes connections as `actions` say. Passes the protocol the last bytes and the end of
-        each connection that breaks, closes it, and performs the actions that follow too."""
+        """Sends messages, closes connections and hands them over as `actions` say. Loses each connection that breaks,
+        and performs the actions that follow too."""
         pending = deque(actions)
         while pending:
             number, data = pending.popleft()
             connection = self._connections.get(number)
             if connection is None:
                 continue
-            if data is None:
+            if isinstance(data, HandOver) and not connection.unsent:
+                self._forget(connection)
+                earlier = self._exchange.get(data.worker)
+                self._exchange[data.worker] = connection.socket
+                if earlier:  # it broke, and the host connected again
+                    earlier.close()
+            elif not isinstance(data, bytes):
                 self._close(connection)
-                continue
-            connection.unsent.append(memoryview(data))
-            if len(connection.unsent) == 1 and not self._flush(connection):  # else the selector tells when to go on
-                pending += self._read_last_words(connection)
-                self._close(connection)
-                pending += self._protocol.closed(number)
+            else:
+                connection.unsent.append(memoryview(data))
+                if len(connection.unsent) == 1 and not self._flush(connection):  # else the selector tells when to go on
+                    pending += self._lose(connection)
 
-    def _read_last_words(self, connection: _Peer) -> Actions:
-        """Passes the protocol a broken connection's last bytes (a goodbye, for example); returns its actions."""
+    def _lose(self, connection: _Peer) -> Actions:
+        """Closes a broken connection, and passes the protocol its last bytes (a goodbye, for example) and its end.
+        Returns the actions that follow."""
         actions: Actions = []
         with contextlib.suppress(OSError):
             while data := connection.socket.recv(_CHUNK):
                 actions += self._protocol.received(connection.number, data, self._clock())
-        return actions
+        self._close(connection)
+        return actions + self._protocol.closed(connection.number)
 
     def _flush(self, connection: _Peer) -> bool:
         """Sends unsent bytes as far as the peer takes them, and has the selector wait for room for the rest. Returns
@@ -190,9 +212,12 @@ class RendezvousServer:
 
     def _close(self, connection: _Peer) -> None:
         """Closes a connection and stops watching it, without telling the protocol."""
+        self._forget(connection)
+        connection.socket.close()
+
+    def _forget(self, connection: _Peer) -> None:
         del self._connections[connection.number]
         self._selector.unregister(connection.socket)
-        connection.socket.close()
 
 
 def _warn(event: str) -> None:

@@ -7,37 +7,51 @@ message); a message to several hosts is one object. Repeated messages are harmle
 barrier always answers with the same payloads, and a lost attempt stays lost.
 
 `ServerProtocol` turns bytes into these events and messages into bytes. A connection is a number that the caller
-chooses. Every event (opened, received, closed, time passes) is a method that returns actions, in order: (connection,
-bytes to send), or (connection, None) to close it; the caller does not report a close that it was told to do. Bad bytes
-cost at most the connection that sent them.
+chooses; it is pending until its handshake (`handshake.py`) is complete. Every event (opened, received, closed, time
+passes) is a method that returns actions, in order: (connection, bytes to send), (connection, None) to close it, or
+(connection, HandOver): it is no longer this protocol's. The caller does not report a close that it was told to do. Bad
+bytes cost at most the connection that sent them.
 
 All hosts receive one summary of all phases, at most once a second, so what a host sends and receives does not grow with
 the number of hosts."""
 
+import hmac
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from training.distributed import messages
 from training.distributed.handshake import (
-    SPARE_CONNECTIONS,
+    GRADIENT_EXCHANGE,
+    RENDEZVOUS,
     HostCredentials,
     Identity,
     Refusal,
-    ServerHandshake,
-    VerifiedHello,
+    make_nonce,
+    state_answer,
 )
-from training.distributed.messages import FROM_HOST, LineBuffer, Malformed, Message, decode, encode
+from training.distributed.messages import FROM_HOST, HELLO, LineBuffer, Malformed, Message, decode, encode
 from training.errors import Exit
 from training.machine import SYSTEM, Machine
 
 NEWS_SECONDS = 1.0
 NEWS_CHARACTERS = 2000
-Actions = list[tuple[int, bytes | None]]
-Outgoing = list[tuple[int, Message]]
+HANDSHAKE_SECONDS = 5.0  # then host 0 closes the connection of a peer without a proof
+SPARE_CONNECTIONS = 64  # pending connections that host 0 keeps, beyond one for each host
 DESCRIBED = 16  # missing hosts whose last phase a message says; it only numbers the others
 REMEMBERED = 256  # completed barriers whose answers are kept for repeated arrivals
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """Takes a connection out of the server for the gradient exchange with `worker`; closes it if bytes are unsent."""
+
+    worker: int
+
+
+Actions = list[tuple[int, bytes | HandOver | None]]
+Outgoing = list[tuple[int, Message]]
 
 
 @dataclass
@@ -56,25 +70,6 @@ class Barrier:
     deadline: float
     seconds: float
     payloads: dict[int, Any] = field(default_factory=dict)
-
-
-def compare(expected: Identity, given: Identity) -> Refusal | None:
-    """Returns None for a host of the expected attempt, else its refusal: final if a retry is pointless."""
-    if expected == given:
-        return None
-    if expected.run_id != given.run_id:
-        return Refusal(f"host 0 is in run {expected.run_id!r}, this host in run {given.run_id!r}", False)
-    if expected.attempt != given.attempt:
-        # A host of a later attempt may retry: the host 0 of its own attempt may replace this one soon.
-        return Refusal(
-            f"host 0 is in attempt {expected.attempt} of run {expected.run_id!r}, this host in attempt {given.attempt}",
-            expected.attempt > given.attempt,
-        )
-    return Refusal(
-        f"host 0 expects {expected.hosts} hosts, this host was configured for {given.hosts}; check "
-        "TPU_WORKER_HOSTNAMES",
-        True,
-    )
 
 
 def name_hosts(workers: list[int]) -> str:
@@ -101,15 +96,33 @@ class BarrierState:
         self.lost_code = Exit.LOST_PEER  # of the other hosts; SAVED if the first host to leave was asked to stop
         self._left: tuple[str, Exit] | None = None  # of the first orderly exit: why and with which code others end
 
+    def check_peer(self, worker: int, given: Identity) -> Refusal | None:
+        """Returns None for a host of this attempt, else its refusal: final if a retry is pointless."""
+        own = self.identity
+        if own.run_id != given.run_id:
+            return Refusal(f"host 0 is in run {own.run_id!r}, this host in run {given.run_id!r}", False)
+        if own.attempt != given.attempt:
+            # A host of a later attempt may retry: the host 0 of its own attempt may replace this one soon.
+            return Refusal(
+                f"host 0 is in attempt {own.attempt} of run {own.run_id!r}, this host in attempt {given.attempt}",
+                own.attempt > given.attempt,
+            )
+        if own.hosts != given.hosts:
+            return Refusal(
+                f"host 0 expects {own.hosts} hosts, this host was configured for {given.hosts}; check "
+                "TPU_WORKER_HOSTNAMES",
+                True,
+            )
+        if not 0 <= worker < own.hosts:
+            return Refusal(f"there is no worker {worker} among {own.hosts} hosts", True)
+        return None
+
     def connect(self, worker: int, given: Identity, now: float) -> Refusal | None:
         """Admits a host and returns None; else returns why not: another identity, a wrong worker number, or one
         admitted before (if the attempt is lost, only one still connected). Also admits hosts to a lost attempt: the
         caller sends them `lost_message`, which ends them."""
-        refusal = compare(self.identity, given)
-        if refusal:
+        if refusal := self.check_peer(worker, given):
             return refusal
-        if not 0 <= worker < self.identity.hosts:
-            return Refusal(f"there is no worker {worker} among {self.identity.hosts} hosts", True)
         member = self.members.get(worker)
         if member and (member.connected or not self.lost):
             return Refusal(f"worker {worker} is connected already; is a second trainer running on that host?", False)
@@ -203,13 +216,24 @@ class BarrierState:
         return {"lost": self.lost, "code": int(self.lost_code)}
 
 
+@dataclass
+class _Sender:
+    """The sender on a connection: unknown until its handshake is complete, then `worker`."""
+
+    lines: LineBuffer
+    nonce: str
+    deadline: float  # of the handshake
+    worker: int | None = None
+
+
 class ServerProtocol:
     """Host 0's side of all connections of an attempt."""
 
     def __init__(self, own: HostCredentials, machine: Machine = SYSTEM) -> None:
+        """`own`: host 0's credentials; their purpose does not matter."""
         self.state = BarrierState(own.identity)
-        self.handshake: ServerHandshake[int] = ServerHandshake(own, machine)
-        self._workers: dict[int, tuple[int, LineBuffer]] = {}  # by connection, of accepted peers
+        self._own, self._machine = own, machine
+        self._peers: dict[int, _Sender] = {}  # by connection, the oldest first
         self._connections: dict[int, int] = {}  # by worker
         self._news: Message = {}
         self._next_news = 0.0
@@ -219,23 +243,32 @@ class ServerProtocol:
         """Returns the workers of the hosts that are connected."""
         return list(self._connections)
 
+    @property
+    def pending(self) -> list[int]:
+        """Returns the connections whose handshake is not complete, the oldest first."""
+        return [connection for connection, peer in self._peers.items() if peer.worker is None]
+
     def opened(self, connection: int, now: float) -> Actions:
         """Begins the handshake on a new connection, and closes pending ones that are too old or too many."""
-        challenge = self.handshake.opened(connection, now)
-        return [*self._close_overdue(now), (connection, challenge)]
+        nonce = make_nonce(self._machine)
+        self._peers[connection] = _Sender(LineBuffer(messages.HANDSHAKE_BYTES), nonce, now + HANDSHAKE_SECONDS)
+        return [*self._close_overdue(now), (connection, encode({"challenge": nonce}))]
 
     def received(self, connection: int, data: bytes, now: float) -> Actions:
         """Returns the actions for bytes of a handshake or of messages. If they are malformed, drops the connection,
         which ends the attempt if it is a host's."""
         actions: Actions = []
+        peer = self._peers.get(connection)
+        if peer is None:  # closed by now
+            return actions
         try:
-            if connection in self.handshake:
-                hello = self.handshake.received(connection, data)
-                return self._admit(connection, hello, now) if hello else []
-            if connection in self._workers:  # it may be closed by now
-                worker, lines = self._workers[connection]
-                for line in lines.feed(data):
-                    actions += self._handle(worker, *decode(line, FROM_HOST), now)
+            for line in peer.lines.feed(data):
+                if peer.worker is not None:
+                    actions += self._handle(peer.worker, *decode(line, FROM_HOST), now)
+                elif peer.lines.is_empty:
+                    actions += self._shake_hands(connection, peer, decode(line, HELLO)[1], now)
+                else:
+                    raise Malformed("more than a hello")
             return actions
         except Malformed:
             return [*actions, *self.drop(connection)]
@@ -246,12 +279,11 @@ class ServerProtocol:
 
     def closed(self, connection: int) -> Actions:
         """Forgets a broken connection. If its host had not said goodbye, the attempt ends for all."""
-        self.handshake.forget(connection)
-        worker, _ = self._workers.pop(connection, (None, None))
-        if worker is None or self._connections.get(worker) != connection:
+        peer = self._peers.pop(connection, None)
+        if peer is None or peer.worker is None or self._connections.get(peer.worker) != connection:
             return []
-        del self._connections[worker]
-        return self._address(self.state.disconnect(worker))
+        del self._connections[peer.worker]
+        return self._address(self.state.disconnect(peer.worker))
 
     def tick(self, now: float) -> Actions:
         """Ends the attempt if a barrier's deadline has passed, closes pending connections that are too old or too many,
@@ -265,25 +297,43 @@ class ServerProtocol:
         if news != self._news:
             self._news = news
             data = encode(news)
-            actions += [(connection, data) for connection in self._workers]
+            actions += [(connection, data) for connection in self._connections.values()]
         return actions
 
     def _close_overdue(self, now: float) -> Actions:
-        """Closes pending connections that are too old or too many."""
-        limit = self.state.identity.hosts - len(self._workers) + SPARE_CONNECTIONS
-        return [action for connection in self.handshake.overdue(now, limit) for action in self.drop(connection)]
+        """Closes pending connections that are too old, and the oldest if there are too many."""
+        pending = self.pending
+        surplus = len(pending) - self.state.identity.hosts - SPARE_CONNECTIONS
+        overdue = [each for place, each in enumerate(pending) if place < surplus or now >= self._peers[each].deadline]
+        return [action for connection in overdue for action in self.drop(connection)]
 
-    def _admit(self, connection: int, hello: VerifiedHello, now: float) -> Actions:
-        """Ends a handshake: accepts the host, and tells it if the attempt is lost, or refuses it and closes."""
-        refusal = self.state.connect(hello.worker, hello.peer.identity, now)
-        self.handshake.forget(connection)
+    def _shake_hands(self, connection: int, peer: _Sender, hello: Message, now: float) -> Actions:
+        """Ends a handshake: accepts a host, and tells it if the attempt is lost; or hands its connection over, if it is
+        for the gradient exchange; or refuses it and closes. Raises Malformed if its proof is wrong."""
+        worker, nonces = hello["hello"], (peer.nonce, hello["nonce"])
+        identity = Identity(hello["run_id"], hello["attempt"], hello["hosts"])
+        purpose = GRADIENT_EXCHANGE if hello["exchange"] else RENDEZVOUS
+        claimed = replace(self._own, identity=identity, purpose=purpose)
+        if not hmac.compare_digest(claimed.prove("host", worker, nonces), hello["proof"]):
+            raise Malformed("the proof is wrong")
+        if hello["exchange"]:
+            refusal = self.state.check_peer(worker, identity)
+        else:
+            refusal = self.state.connect(worker, identity, now)
         if refusal:
-            reason = messages.clip(refusal.reason)
-            return [(connection, self.handshake.refuse(hello, reason, refusal.final)), (connection, None)]
-        self._workers[connection] = (hello.worker, LineBuffer(messages.HOST_BYTES))
-        self._connections[hello.worker] = connection
-        late = [(hello.worker, self.state.lost_message())] if self.state.lost else []
-        return [(connection, self.handshake.welcome(hello)), *self._address(late)]
+            refusal = replace(refusal, reason=messages.clip(refusal.reason))
+        proof = claimed.prove("server", worker, nonces, state_answer(refusal))
+        if refusal:
+            answer = encode({"refused": refusal.reason, "final": refusal.final, "proof": proof})
+            return [(connection, answer), *self.drop(connection)]
+        welcome = encode({"welcome": True, "proof": proof})
+        if hello["exchange"]:
+            del self._peers[connection]
+            return [(connection, welcome), (connection, HandOver(worker))]
+        peer.worker, peer.lines.limit = worker, messages.HOST_BYTES
+        self._connections[worker] = connection
+        late = [(worker, self.state.lost_message())] if self.state.lost else []
+        return [(connection, welcome), *self._address(late)]
 
     def _handle(self, worker: int, kind: str, message: Message, now: float) -> Actions:
         """Records a host's phase, arrival at a barrier or goodbye, and returns the actions that follow."""
@@ -302,19 +352,11 @@ class ServerProtocol:
         data = b""
         for worker, message in outgoing:
             if message is not last:
-                last, data = message, encode(_compress(message))
+                last, data = message, encode(message)
             connection = self._connections.get(worker)
             if connection is not None:
                 actions.append((connection, data))
         return actions
-
-
-def _compress(message: Message) -> Message:
-    """Returns the shorter "same" message if all payloads are equal, as most are; else the message itself."""
-    payloads = message.get("payloads")
-    if not payloads or any(payload != payloads[0] for payload in payloads) or len(payloads) == 1:
-        return message
-    return {"same": message["complete"], "payload": payloads[0]}
 
 
 def summarize(phases: Iterable[str]) -> str:

@@ -17,22 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from training.distributed.cluster import Cluster
-from training.distributed.handshake import (
-    GRADIENT_EXCHANGE,
-    HostCredentials,
-    Refusal,
-    accept_peers,
-    connect_to_first,
-    host_credentials,
-)
-from training.distributed.messages import Malformed
 from training.distributed.rendezvous import Rendezvous
 from training.errors import LostPeer
-from training.machine import Network
 
 NAMING_SECONDS = 5.0  # in which the rendezvous learns which host is lost
 HANGING_SECONDS = 10.0  # in which the healthy hosts arrive at the barrier that names a hanging one
-TRY_SECONDS = 10.0  # time-out of one attempt to connect
 
 Flat = npt.NDArray[np.float32]
 
@@ -46,23 +35,12 @@ class TcpAllReduce:
         LostPeer if a host did not connect."""
         self._rendezvous, self._first = rendezvous, cluster.is_first
         self._peers: list[socket.socket] = []  # on host 0: workers 1, 2, ...; on other hosts: host 0
-        own = host_credentials(cluster, GRADIENT_EXCHANGE)
         rendezvous.set_phase("connecting the gradient exchange")
-        listener = Network().listen(cluster.addresses[0], cluster.gloo_port) if self._first else None
+        rendezvous.meet("gradient exchange")
         try:
-            rendezvous.meet("gradient exchange")  # from here on, host 0 listens
-            if listener:
-                peers = accept_peers(listener, own, seconds)
-                self._peers = [peers[worker] for worker in sorted(peers)]
-            else:
-                self._peers = [_join(cluster, rendezvous, own, seconds)]
-            for peer in self._peers:
-                peer.settimeout(seconds)
-        except (OSError, Malformed) as error:
+            self._peers = rendezvous.connect_hosts(seconds)
+        except (OSError, LostPeer) as error:
             raise_lost_peer(rendezvous, "connecting the hosts", error)
-        finally:
-            if listener:
-                listener.close()
 
     def sum(self, flat: Flat) -> Flat:
         """Waits for all hosts' arrays, of one size, and returns their sum, a new array. Raises LostPeer if one is lost
@@ -99,24 +77,6 @@ def raise_lost_peer(rendezvous: Rendezvous, activity: str, error: Exception) -> 
     rendezvous.meet(f"after {activity} failed", seconds=HANGING_SECONDS)
     why = (str(error) or type(error).__name__).splitlines()[0]
     raise LostPeer(f"{activity} failed, but no host is lost or hangs: {why}; last known phases: {rendezvous.phases()}")
-
-
-def _join(cluster: Cluster, rendezvous: Rendezvous, own: HostCredentials, seconds: float) -> socket.socket:
-    """Returns a connection to host 0. Retries: other clients there may cost a host its connection. Raises OSError or
-    Malformed if host 0 did not accept this host within `seconds`, LostPeer or StopRequested if the attempt is over."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            peer, answer = connect_to_first(cluster, cluster.gloo_port, own, min(seconds, TRY_SECONDS))
-            if not isinstance(answer, Refusal):
-                return peer
-            peer.close()
-            raise ConnectionRefusedError(answer.reason)
-        except (OSError, Malformed):
-            if time.monotonic() >= deadline:
-                raise
-        rendezvous.check()
-        time.sleep(0.2)
 
 
 def _receive(peer: socket.socket, array: np.ndarray) -> np.ndarray:
