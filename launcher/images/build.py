@@ -1,16 +1,17 @@
-"""Makes an image as far as needed: compares its specification with the engine's store, pulls its bases, builds and
-pushes it. With a repository, hosts run `repository@sha256:...`; without one (an emulated slice), the local image id.
+"""Makes an image as far as needed: pulls its bases, builds it unless the engine's store has it, and pushes it unless
+the registry has its tag. With a repository, hosts run `repository@sha256:...`; without one (an emulated slice), the
+local image id.
 
-A build that breaks off leaves no tag, a push no record, and the next call repeats it. Two processes that want the same
-image take turns (a lock on its log).
+A build that breaks off leaves no tag in the store, a push none in the registry, and the next call repeats it. Two
+processes that want the same image take turns (a lock on its log).
 
-Pushes that docker reported as done are recorded beside the build logs. The engine's own report is no proof: with the
-containerd image store, an image has a digest of a repository (`RepoDigests`) from `docker tag` on, before anything was
-sent. Pushing again is cheap: a registry that has the image takes only the manifest. So an image is pushed when there is
-no record, a damaged one, or one of another engine (an emulated slice's engine pushes to an emulated registry of the
-same name), and when the registry does not confirm that it has the image (users and cleanup policies delete images).
+An image is also pushed when the registry does not answer this process: pushing again is cheap, because a registry that
+has the image takes only the manifest. The digest of the last push that docker reported as done is recorded beside the
+build logs; hosts get it when the next push fails. The engine's own report (`RepoDigests`) is no proof: with the
+containerd image store, an image has a digest of a repository from `docker tag` on, before anything was sent.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -18,7 +19,6 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -77,26 +77,13 @@ class ImagePlan:
     local: str  # name:tag
     remote: str | None  # repository:tag
     missing_bases: tuple[str, ...]
-    image_id: str | None = None  # sha256:..., when the image is in the store
-    pushed: str | None = None  # repository@sha256:..., when it was pushed
-
-    @property
-    def reference(self) -> str | None:
-        """The name that hosts run; None while something has to be built or pushed."""
-        return self.pushed if self.remote else self.image_id
+    image_id: str | None  # sha256:..., when the image is in the store
+    pushed: str | None  # repository@sha256:..., when this machine has recorded a push
 
     @property
     def work_folder(self) -> Path:
         """Where the build context is assembled."""
         return where() / "images" / self.tag
-
-
-@dataclass(frozen=True)
-class _Push:
-    remote: str  # repository:tag
-    image_id: str  # sha256:... in the engine's store
-    digest: str  # sha256:... in the registry
-    engine: str  # $DOCKER_HOST of the push; "" for the machine's own engine
 
 
 def make_plan(spec: ImageSpec) -> ImagePlan:
@@ -108,54 +95,46 @@ def make_plan(spec: ImageSpec) -> ImagePlan:
     base_ids = {name: image_id for name in names if (image_id := engine.find_image_id(docker, name))}
     missing = tuple(name for name in names if name not in base_ids)
     tag = _UNKNOWN_TAG if missing else compute_tag(spec, base_ids)
+    local = f"{spec.name}:{tag}"
+    image_id = None if missing else engine.find_image_id(docker, local)
     remote = f"{spec.repository}:{tag}" if spec.repository else None
-    return refresh(ImagePlan(docker, tag, tuple(base_ids.items()), f"{spec.name}:{tag}", remote, missing))
+    pushed = _last_push(spec, tag)
+    return ImagePlan(docker, tag, tuple(base_ids.items()), local, remote, missing, image_id, pushed)
 
 
-def refresh(plan: ImagePlan) -> ImagePlan:
-    """Returns the plan with the store's present image id, and `pushed` if a push of this image by this engine is
-    recorded on this machine and the store agrees, else None; unchanged if a base is missing."""
-    if plan.missing_bases:
-        return plan
-    image_id = engine.find_image_id(plan.docker, plan.local)
-    push = None
-    if plan.remote and image_id:
-        wanted = (plan.remote, image_id, os.environ.get("DOCKER_HOST", ""))
-        push = next(
-            (push for push in _read_pushes(plan.tag) if (push.remote, push.image_id, push.engine) == wanted), None
-        )
-    if push is None or push.digest not in engine.find_digests(plan.docker, push.remote):
-        return replace(plan, image_id=image_id, pushed=None)
-    return replace(plan, image_id=image_id, pushed=f"{push.remote.rpartition(':')[0]}@{push.digest}")
+def find_pushed(spec: ImageSpec) -> str | None:
+    """Returns the image's name by digest if the registry has it, else that of the last push recorded on this machine;
+    None without both, or while a base is missing. Raises as `make_plan`."""
+    plan = make_plan(spec)
+    return plan.pushed if plan.missing_bases else _find(spec, plan) or plan.pushed
 
 
-def confirm_push(plan: ImagePlan, ca_bundle: Path | None) -> bool:
-    """Asks the registry once whether it has the pushed image. Returns False for no, for an error and for no push."""
-    if plan.pushed is None:
-        return False
-    try:
-        image = parse_reference(plan.pushed)
+def _find(spec: ImageSpec, plan: ImagePlan) -> str | None:
+    """Returns the name that hosts run: the id in the engine's store, with a repository the name by digest of what the
+    registry has under the tag. Returns None if it is not there, and if the registry does not answer at once."""
+    if plan.remote is None:
+        return plan.image_id or engine.find_image_id(plan.docker, plan.local)
+    with contextlib.suppress(LaunchError):
+        image, bundle = parse_reference(plan.remote), spec.ca_bundle
         # One try: a push finds out more than further tries.
-        with Registry(image.host, find_credentials, reads=[image.path], ca_bundle=ca_bundle, tries=1) as registry:
-            return registry.find_manifest(image.path, image.digest) is not None
-    except LaunchError:
-        return False
+        with Registry(image.host, find_credentials, reads=[image.path], ca_bundle=bundle, tries=1) as registry:
+            if digest := registry.find_manifest(image.path, image.tag):
+                return f"{spec.repository}@{digest}"
+    return None
 
 
-def record_push(tag: str, remote: str, image_id: str, digest: str) -> None:
-    """Writes to a local file that this engine's image `image_id` is in `remote` (repository:tag) as `digest`, in place
-    of its last push there. The caller holds the lock of the image's log."""
-    push = _Push(remote, image_id, digest, os.environ.get("DOCKER_HOST", ""))
-    kept = [earlier for earlier in _read_pushes(tag) if (earlier.remote, earlier.engine) != (remote, push.engine)]
-    write_private(_pushes_path(tag), json.dumps([vars(entry) for entry in (*kept, push)], indent=1) + "\n")
+def _read_pushes(tag: str) -> dict[str, str]:
+    """Returns the digests of the last recorded pushes of a tag, by repository; {} without a record or if damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(_pushes_path(tag).read_text(encoding="utf-8"))
+        return known if isinstance(known, dict) else {}
+    return {}
 
 
-def _read_pushes(tag: str) -> list[_Push]:
-    """Returns the recorded pushes of a tag; [] when there are none or the record is damaged."""
-    try:
-        return [_Push(**entry) for entry in json.loads(_pushes_path(tag).read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError):
-        return []
+def _last_push(spec: ImageSpec, tag: str) -> str | None:
+    """Returns the name by digest of the last recorded push to the image's repository; None without one."""
+    digest = _read_pushes(tag).get(spec.repository or "")
+    return f"{spec.repository}@{digest}" if digest else None
 
 
 def _pushes_path(tag: str) -> Path:
@@ -203,30 +182,37 @@ def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
     for base in plan.missing_bases:
         _pull(docker, base, say)
     plan = make_plan(spec) if plan.missing_bases else plan
-    if not plan.image_id or (plan.remote and not confirm_push(plan, spec.ca_bundle)):
+    reference = _find(spec, plan)
+    if reference is None:
         with _open_log(plan.tag, say) as log:
-            plan = refresh(plan)  # another process may have built it while we waited
-            if not plan.image_id:
-                _build(spec, plan, log, say)
-                plan = refresh(plan)
-            if plan.remote and plan.image_id and not confirm_push(plan, spec.ca_bundle):
-                try:
-                    if spec.create_repository and require_repository(plan.remote):
-                        say(f"created the repository of {spec.repository}: private, as the project's")
-                    _push(plan, plan.remote, plan.image_id, log, say)
-                except LaunchError as error:
-                    if plan.pushed is None:
-                        raise
-                    say(f"{str(error).splitlines()[0]}; it was pushed before, and hosts get that: {plan.pushed}")
-            plan = refresh(plan)
-    if not plan.reference:
-        raise LaunchError(
-            f"docker reported success, but its store has no {plan.remote or plan.local}: was it removed meanwhile? "
-            "Try again"
-        )
+            # Another process may have made it while this one waited.
+            reference = _find(spec, plan) or _make(spec, plan, log, say)
     hashes = spec.digest[1].items()
     code = {path.removeprefix("code/"): found for path, found in hashes if path.startswith("code/")}
-    return Image(plan.reference, code)
+    return Image(reference, code)
+
+
+def _make(spec: ImageSpec, plan: ImagePlan, log: IO[str], say: Callable[[str], None]) -> str:
+    """Builds the image unless the engine has it, pushes it, and returns its name for hosts. Raises as `ensure_image`;
+    the caller holds the lock of the log."""
+    if not engine.find_image_id(plan.docker, plan.local):
+        _build(spec, plan, log, say)
+    image_id = engine.find_image_id(plan.docker, plan.local)
+    if image_id is None:
+        raise LaunchError(
+            f"docker reported success, but its store has no {plan.local}: was it removed meanwhile? Try again"
+        )
+    if plan.remote is None:
+        return image_id
+    try:
+        if spec.create_repository and require_repository(plan.remote):
+            say(f"created the repository of {spec.repository}: private, as the project's")
+        return _push(spec, plan, plan.remote, log, say)
+    except LaunchError as error:
+        if (earlier := _last_push(spec, plan.tag)) is None:
+            raise
+        say(f"{str(error).splitlines()[0]}; it was pushed before, and hosts get that: {earlier}")
+        return earlier
 
 
 def _pull(docker: str, base: str, say: Callable[[str], None]) -> None:
@@ -264,18 +250,20 @@ def _build(spec: ImageSpec, plan: ImagePlan, log: IO[str], say: Callable[[str], 
     say(f"built {plan.local} in {time.monotonic() - begin:.0f} s")
 
 
-def _push(plan: ImagePlan, remote: str, image_id: str, log: IO[str], say: Callable[[str], None]) -> None:
-    """Tags and pushes the image, and records the push after docker has reported success. Raises LaunchError."""
+def _push(spec: ImageSpec, plan: ImagePlan, remote: str, log: IO[str], say: Callable[[str], None]) -> str:
+    """Tags and pushes the image, records the push after docker has reported success, and returns the name by digest.
+    Raises LaunchError."""
     say(f"pushing {remote}")
     tag, push = [plan.docker, "tag", plan.local, remote], [plan.docker, "push", remote]
     _stream(tag, log, engine.SECONDS, f"{remote} could not be tagged")
     advice = advise_creation(remote)
     lines = _stream(push, log, _PUSH_SECONDS, f"{remote} could not be pushed", missing_repository=advice)
     digests = re.findall(r"\bdigest: (sha256:[0-9a-f]{64})\b", "\n".join(lines))
-    digests = digests or engine.find_digests(plan.docker, remote)
     if not digests:
         raise LaunchError(f"docker pushed {remote} without reporting a digest; its output: {log.name}")
-    record_push(plan.tag, remote, image_id, digests[-1])
+    pushes = {**_read_pushes(plan.tag), str(spec.repository): digests[-1]}
+    write_private(_pushes_path(plan.tag), json.dumps(pushes, indent=1) + "\n")
+    return f"{spec.repository}@{digests[-1]}"
 
 
 def _stream(
@@ -337,7 +325,7 @@ def show_steps(say: Callable[[str], None]) -> Callable[[str], None]:
     return show
 
 
-@contextmanager
+@contextlib.contextmanager
 def _open_log(name: str, say: Callable[[str], None]) -> Iterator[IO[str]]:
     """Opens the log of a tag's builds and holds its lock in the block; waits for it without limit, and says so."""
     folder = home() / "images"

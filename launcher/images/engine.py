@@ -5,7 +5,6 @@ credentials and caches out of image layers: clients before 23 have it built in, 
 """
 
 import functools
-import json
 import os
 import re
 from pathlib import Path
@@ -104,24 +103,8 @@ def _address(docker: str) -> str:
     return found or "unix:///var/run/docker.sock"
 
 
-# -- the engine's store; these functions also work, and find nothing, when no engine runs
-
-
 def find_image_id(docker: str, image: str) -> str | None:
-    """Returns the sha256:... of an image in the store; None without one, or if no engine runs. Raises as `_inspect`."""
-    return _inspect(docker, image, "{{.Id}}")
-
-
-def find_digests(docker: str, remote: str) -> list[str]:
-    """Returns the sha256:... that an image has in the repository of `remote` (repository:tag), [] for none. With the
-    containerd image store it has one before anything was pushed (build.py)."""
-    repository = remote.rpartition(":")[0].removeprefix("docker.io/")
-    references = json.loads(_inspect(docker, remote, "{{json .RepoDigests}}") or "null") or []
-    return [str(name).rpartition("@")[2] for name in references if str(name).startswith(f"{repository}@")]
-
-
-def _inspect(docker: str, image: str, template: str) -> str | None:
-    """Returns a field of an image (a Go template); None when the store lacks it or no engine runs. Raises
+    """Returns the sha256:... of an image in the engine's store; None when the store lacks it or no engine runs. Raises
     CommandTimeout when the engine does not answer in 30 s."""
-    result = shell.run([docker, "image", "inspect", "--format", template, image], timeout=SECONDS)
+    result = shell.run([docker, "image", "inspect", "--format", "{{.Id}}", image], timeout=SECONDS)
     return result.stdout.strip() if result.ok else None

@@ -12,7 +12,7 @@ from launcher import shell
 from launcher.config import Config
 from launcher.errors import BadInput
 from launcher.images import appended, build_context, engine
-from launcher.images.build import Image, ensure_image, list_commands, make_plan
+from launcher.images.build import Image, ensure_image, find_pushed, list_commands
 from launcher.images.repositories import parse_reference
 from launcher.images.specification import ImageSpec, default_spec, folder_spec, own_files, training_files
 
@@ -124,11 +124,11 @@ def image(config: Config, say: Callable[[str], None]) -> Image:
 
 
 def published(config: Config) -> str | None:
-    """Returns the image's name: image.reference, or by digest that of the file's image if it was pushed (an engine's:
-    by this machine's record; else the registry is asked), else None. Sends nothing. Raises BadInput, LaunchError."""
+    """Returns the image's name: image.reference, or by digest that of the file's image if the registry has it, or, for
+    an engine's, this machine has recorded its push; else None. Sends nothing. Raises BadInput, LaunchError."""
     if config.image.reference or config.image.repository is None:
         return config.image.reference
-    return make_plan(image_spec(config)).pushed if needs_engine(config) else appended.find(append_spec(config))
+    return find_pushed(image_spec(config)) if needs_engine(config) else appended.find(append_spec(config))
 
 
 def unpublished(config: Config, say: Callable[[str], None]) -> str:
