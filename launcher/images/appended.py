@@ -16,23 +16,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from launcher.errors import BadInput
 from launcher.images import build_context, engine
 from launcher.images.build import Image, ensure_image
 from launcher.images.build_context import Entry
 from launcher.images.layers import (
-    ImageManifest,
+    BaseImage,
     Layer,
     append_layers,
     choose_platform,
     compute_layers_tag,
     make_layers,
-    read_config,
     read_image,
 )
-from launcher.images.registry import Blob, Registry, blob_of
+from launcher.images.registry import Registry, blob_of
 from launcher.images.repositories import Reference, find_credentials, parse_reference, require_repository
 from launcher.images.specification import ImageSpec, compute_tag
 
@@ -53,23 +51,6 @@ class AppendSpec:
     code: tuple[Entry, ...] = ()  # the user's own files, for the working directory
     create_repository: bool = False
     ca_bundle: Path | None = None
-
-
-@dataclass(frozen=True)
-class _BaseImage:
-    digest: str
-    manifest: ImageManifest
-    config: dict[str, Any]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of its containers: the working directory, labels."""
-        return dict(self.config.get("config") or {})
-
-    @property
-    def folder(self) -> str:
-        """The working directory, to which the code goes."""
-        return self.settings.get("WorkingDir") or "/"
 
 
 def find(spec: AppendSpec) -> str | None:
@@ -122,7 +103,7 @@ def _open_registry(spec: AppendSpec, target: Reference, *, writes: bool) -> Regi
     )
 
 
-def _read_base(registry: Registry, spec: AppendSpec) -> _BaseImage:
+def _read_base(registry: Registry, spec: AppendSpec) -> BaseImage:
     """Reads the base, for linux/amd64, in the registry. Raises BadInput: unusable, or missing (with `spec.advice`)."""
     name, path = str(spec.base), spec.base.path
     document = registry.read_manifest(path, spec.base.version)
@@ -130,12 +111,10 @@ def _read_base(registry: Registry, spec: AppendSpec) -> _BaseImage:
         raise BadInput(f"{name} is not in the registry: {spec.advice}")
     if chosen := choose_platform(document, name):
         document = registry.require_manifest(path, chosen)
-    manifest = read_image(document, name)
-    config = read_config(registry.read_blob(path, manifest.config.digest, manifest.config.size), name)
-    return _BaseImage(document.digest, manifest, config)
+    return read_image(document, lambda digest, size: registry.read_blob(path, digest, size), name)
 
 
-def _make_layers(spec: AppendSpec, base: _BaseImage) -> tuple[list[Layer], list[Layer]]:
+def _make_layers(spec: AppendSpec, base: BaseImage) -> tuple[list[Layer], list[Layer]]:
     """Returns two lists: the layers of the trainer (none if the base lacks the label of images that can run it) and of
     the user's code. Raises BadInput if both are empty, or a file can't be read or a layer is too large."""
     can_train = _LABEL in (base.settings.get("Labels") or {})
@@ -147,21 +126,18 @@ def _make_layers(spec: AppendSpec, base: _BaseImage) -> tuple[list[Layer], list[
 
 
 def _push(
-    registry: Registry, target: Reference, tag: str, source: Reference, base: _BaseImage, layers: list[Layer]
+    registry: Registry, target: Reference, tag: str, source: Reference, base: BaseImage, layers: list[Layer]
 ) -> str:
     """Sends to `target` what it lacks, last the manifest, under `tag`; returns the manifest's digest. The base's layers
     are never sent: raises BadInput if the registry does not mount them from their repository, `source`."""
     if source.path != target.path:
-
-        def refuse() -> Any:
-            raise BadInput(
-                f"the registry {source.host} does not take layers of {source.repository} into another repository: "
-                "give this account the right to read it, or set image.repository to the repository of image.base"
-            )
-
-        for layer in base.manifest.layers:  # the registry must mount each: its bytes are not here
-            registry.upload(target.path, Blob(layer.digest, layer.size, refuse), source=source.path)
-    document, config = append_layers(base.manifest, base.config, layers, str(source))
+        for layer in base.manifest["layers"]:
+            if not registry.mount(target.path, layer["digest"], source=source.path):
+                raise BadInput(
+                    f"the registry {source.host} does not take layers of {source.repository} into another repository: "
+                    "give this account the right to read it, or set image.repository to the repository of image.base"
+                )
+    document, config = append_layers(base, layers)
     for blob in (*(layer.blob for layer in layers), blob_of(config)):
         registry.upload(target.path, blob)
     registry.write_manifest(target.path, tag, document)

@@ -7,6 +7,7 @@ so that a changed line does not send it again. OCI's types and docker's (version
 extended image keeps the types of its base.
 """
 
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -14,7 +15,7 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -110,21 +111,33 @@ def compute_layers_tag(layers: Sequence[Layer], base: str) -> str:
 
 
 @dataclass(frozen=True)
-class Descriptor:
-    """A manifest's reference to a blob."""
+class BaseImage:
+    """An image for linux/amd64, as a registry has it and layers can be appended to it."""
 
+    name: str  # for messages
     digest: str
-    size: int
+    media_type: str  # of the manifest
+    manifest: Mapping[str, Any]  # with `config` and `layers` (the lowest first), each with `digest` and `size`
+    config: Mapping[str, Any]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of its containers: the working directory, labels."""
+        return dict(self.config.get("config") or {})
+
+    @property
+    def folder(self) -> str:
+        """The working directory, to which the code goes."""
+        return self.settings.get("WorkingDir") or "/"
 
 
-@dataclass(frozen=True)
-class ImageManifest:
-    """The manifest of an image for one platform."""
-
-    media_type: str
-    fields: Mapping[str, Any]
-    config: Descriptor
-    layers: list[Descriptor]  # the lowest first
+@contextlib.contextmanager
+def _refuse_damage(subject: str) -> Iterator[None]:
+    """Turns errors of the block, which takes a JSON document apart, into BadInput: SUBJECT is damaged."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise BadInput(f"{subject} is damaged: {error}") from None
 
 
 def choose_platform(document: ManifestDocument, name: str) -> str | None:
@@ -132,50 +145,45 @@ def choose_platform(document: ManifestDocument, name: str) -> str | None:
     Raises BadInput, which begins with `name`, when the index has no such image."""
     if document.media_type not in INDEXES:
         return None
-    for entry in _parse(document, name).get("manifests", []):
-        platform = entry.get("platform") or {}
-        if (platform.get("os"), platform.get("architecture")) == ("linux", "amd64"):
-            return str(entry["digest"])
+    with _refuse_damage(f"{name}: its manifest"):
+        for entry in json.loads(document.body).get("manifests", []):
+            platform = entry.get("platform") or {}
+            if (platform.get("os"), platform.get("architecture")) == ("linux", "amd64"):
+                return str(entry["digest"])
     raise BadInput(f"{name}: has no image for linux/amd64, which TPU VMs are")
 
 
-def read_image(document: ManifestDocument, name: str) -> ImageManifest:
-    """Returns an image's manifest. Raises BadInput, which begins with `name`, when the document is something else."""
-    fields = _parse(document, name)
-    media_type = document.media_type or str(fields.get("mediaType", ""))
-    if media_type not in (DOCKER_MANIFEST, OCI_MANIFEST):
-        raise BadInput(f"{name}: its manifest is of an unsupported type, {media_type or 'none'}: push the image again")
-    try:
-        entries = (fields["config"], *fields["layers"])
-        config, *layers = [Descriptor(str(entry["digest"]), int(entry["size"])) for entry in entries]
-        assert config.digest, "no configuration"
+def read_image(document: ManifestDocument, read_config: Callable[[str, int], bytes], name: str) -> BaseImage:
+    """Returns the image of a manifest; `read_config` is given digest and size of its configuration, and returns it.
+    Raises BadInput, which begins with `name`, when one is damaged, or of another type or platform."""
+    with _refuse_damage(f"{name}: its manifest"):
+        manifest = json.loads(document.body)
+        media_type = document.media_type or str(manifest.get("mediaType", ""))
+        if media_type not in (DOCKER_MANIFEST, OCI_MANIFEST):
+            kind = media_type or "none"
+            raise BadInput(f"{name}: its manifest is of an unsupported type, {kind}: push the image again")
+        first, *layers = [
+            (str(entry["digest"]), int(entry["size"])) for entry in (manifest["config"], *manifest["layers"])
+        ]
+        assert first[0], "no configuration"
         assert layers, "no layers"
-    except (KeyError, TypeError, ValueError, AssertionError) as error:
-        raise BadInput(f"{name}: its manifest is damaged: {error}") from None
-    return ImageManifest(media_type, fields, config, layers)
-
-
-def read_config(data: bytes, name: str) -> dict[str, Any]:
-    """Returns an image's configuration. Raises BadInput, with `name`, if it is damaged or not of TPU VMs' platform."""
-    try:
-        config: dict[str, Any] = json.loads(data)
+    data = read_config(*first)
+    with _refuse_damage(f"{name}: its configuration"):
+        config = json.loads(data)
         platform = f"{config['os']}/{config['architecture']}"
         assert len(config["rootfs"]["diff_ids"]), "no layers"
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
-        raise BadInput(f"{name}: its configuration is damaged: {error}") from None
     if platform != "linux/amd64":
         raise BadInput(f"{name}: is for {platform}; TPU VMs are linux/amd64")
-    return config
+    return BaseImage(name, document.digest, media_type, manifest, config)
 
 
-def append_layers(
-    image: ImageManifest, config: Mapping[str, Any], layers: Sequence[Layer], name: str
-) -> tuple[ManifestDocument, bytes]:
+def append_layers(base: BaseImage, layers: Sequence[Layer]) -> tuple[ManifestDocument, bytes]:
     """Returns the manifest and the configuration of an image extended by `layers` (the lowest first); equal arguments
-    give equal bytes. `config`: that of `image`, of which only layers and history change; `name`: for messages. Raises
-    BadInput if container engines do not take so many layers."""
-    if len(image.layers) + len(layers) > _MOST_LAYERS:
-        raise BadInput(f"{name}: {len(image.layers)} layers, and {len(layers)} more are too many for container engines")
+    give equal bytes. Only layers and history differ from the base's. Raises BadInput if container engines do not take
+    so many layers."""
+    config, before = base.config, base.manifest["layers"]
+    if len(before) + len(layers) > _MOST_LAYERS:
+        raise BadInput(f"{base.name}: {len(before)} layers, and {len(layers)} more are too many for container engines")
     diff_ids = [*config["rootfs"]["diff_ids"], *(layer.diff_id for layer in layers)]
     history = [{"created": _EPOCH, "created_by": layer.title} for layer in layers]
     extended_config = _encode(
@@ -185,24 +193,14 @@ def append_layers(
             "history": [*(config.get("history") or []), *history],
         }
     )
-    layer_type = _OCI_LAYER if image.media_type == OCI_MANIFEST else _DOCKER_LAYER
+    layer_type = _OCI_LAYER if base.media_type == OCI_MANIFEST else _DOCKER_LAYER
     entries = [{"mediaType": layer_type, "size": layer.blob.size, "digest": layer.blob.digest} for layer in layers]
     fields = {
-        **image.fields,
-        "config": {**image.fields["config"], "size": len(extended_config), "digest": sha256(extended_config)},
-        "layers": [*image.fields["layers"], *entries],
+        **base.manifest,
+        "config": {**base.manifest["config"], "size": len(extended_config), "digest": sha256(extended_config)},
+        "layers": [*before, *entries],
     }
-    return ManifestDocument(image.media_type, _encode(fields)), extended_config
-
-
-def _parse(document: ManifestDocument, name: str) -> dict[str, Any]:
-    """Returns a manifest's fields. Raises BadInput, with the image's name, unless it is a JSON object."""
-    try:
-        fields = json.loads(document.body)
-        assert isinstance(fields, dict), "not a JSON object"
-    except (ValueError, AssertionError) as error:
-        raise BadInput(f"{name}: its manifest can't be read: {error}") from None
-    return fields
+    return ManifestDocument(base.media_type, _encode(fields)), extended_config
 
 
 def _encode(fields: Mapping[str, Any]) -> bytes:

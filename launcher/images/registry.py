@@ -161,19 +161,26 @@ class Registry:
             raise LaunchError(f"{self.host}/{path}@{digest}: the registry sent other bytes")
         return body
 
-    def upload(self, path: str, blob: Blob, *, source: str | None = None) -> None:
-        """Uploads a blob in one piece, unless the repository `path` has it, or the registry mounts it from its
-        repository `source`. Each further try begins another upload. Raises LaunchError."""
+    def mount(self, path: str, digest: str, *, source: str) -> bool:
+        """Adds a blob of the repository `source` to the repository `path`, without its bytes. Returns whether it is
+        there: a registry may refuse. Raises LaunchError."""
+        query = urlencode({"mount": digest, "from": source}, safe=":/")
+        return self.has_blob(path, digest) or (
+            self._ask("POST", f"{path}/blobs/uploads/?{query}", (201, 202)).status == 201
+        )
+
+    def upload(self, path: str, blob: Blob) -> None:
+        """Uploads a blob in one piece, unless the repository `path` has it. Each further try begins another upload.
+        Raises LaunchError."""
         if self.has_blob(path, blob.digest):
             return
-        mount = "?" + urlencode({"mount": blob.digest, "from": source}, safe=":/") if source else ""
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(blob.size)}
 
         def send() -> RegistryResponse:
-            """Begins an upload and sends the blob, unless the registry mounts it; returns the last response."""
-            begun = self._request("POST", f"https://{self.host}/v2/{path}/blobs/uploads/{mount}", {})
+            """Begins an upload and sends the blob; returns the last response."""
+            begun = self._request("POST", f"https://{self.host}/v2/{path}/blobs/uploads/", {})
             if begun.status != 202:
-                return begun  # 201: the registry has mounted the blob
+                return begun
             url = urljoin(begun.url, begun.header("location"))
             url += f"{'&' if '?' in url else '?'}{urlencode({'digest': blob.digest}, safe=':')}"
             with blob.open() as file:

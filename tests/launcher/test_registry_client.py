@@ -14,7 +14,7 @@ import pytest
 from launcher.emulator.http_server import Disconnected, HttpRequest, HttpResponse, json_response
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import registry, repositories
-from launcher.images.layers import append_layers, choose_platform, read_config, read_image
+from launcher.images.layers import BaseImage, append_layers, choose_platform, read_image
 from launcher.images.registry import ADDRESS, ManifestDocument, Registry, blob_of
 from launcher.images.repositories import RegistryCredentials, from_docker_settings
 from launcher.provider import Attempt
@@ -212,23 +212,31 @@ def test_the_image_for_tpu_vms_is_chosen_from_an_index() -> None:
     assert choose_platform(ManifestDocument(MANIFEST, b"{}"), "name") is None
 
 
+ENTRY = {"digest": "sha256:1", "size": 1}
+
+
+def read(config: object, layers: int = 1) -> BaseImage:
+    """Reads an image with this configuration."""
+    body = json.dumps({"config": ENTRY, "layers": [ENTRY] * layers}).encode()
+    return read_image(ManifestDocument(MANIFEST, body), lambda digest, size: json.dumps(config).encode(), "name")
+
+
+AMD = {"os": "linux", "architecture": "amd64", "rootfs": {"diff_ids": ["sha256:1"]}}
+
+
 def test_damaged_documents_and_other_platforms_are_refused() -> None:
     for body in (b"", b"[]", b"{}", b'{"config": {}, "layers": []}'):
         with pytest.raises(BadInput, match=r"^name: its manifest"):
-            read_image(ManifestDocument(MANIFEST, body), "name")
+            read_image(ManifestDocument(MANIFEST, body), lambda digest, size: b"", "name")
     with pytest.raises(BadInput, match="damaged"):
-        read_config(b"{}", "name")
-    arm = {"os": "linux", "architecture": "arm64", "rootfs": {"diff_ids": ["sha256:1"]}}
+        read({})
     with pytest.raises(BadInput, match="is for linux/arm64"):
-        read_config(json.dumps(arm).encode(), "name")
+        read({**AMD, "architecture": "arm64"})
 
 
 def test_an_image_takes_no_more_layers_than_engines_do() -> None:
-    entry = {"digest": "sha256:1", "size": 1}
-    body = json.dumps({"config": entry, "layers": [entry] * 126}).encode()
-    image = read_image(ManifestDocument(MANIFEST, body), "name")
     with pytest.raises(BadInput, match="too many"):
-        append_layers(image, {"rootfs": {"diff_ids": []}}, [], "name")
+        append_layers(read(AMD, layers=126), [])
 
 
 def test_an_image_that_docker_only_named_says_how_to_get_its_bytes(server: RegistryServer) -> None:
