@@ -86,42 +86,34 @@ def known_elsewhere(config: Config, home: Path) -> dict[str, dict[str, Any]]:
     return {name: result for name, result in found.items() if result}
 
 
-def require_fit(config: Config, home: Path, say: Say) -> tuple[str, ...]:
-    """Raises LaunchError (Exit.DOES_NOT_FIT) if the step does not fit according to a kept result. If it fits, says so
-    and returns the hashes of its programs, which the containers compare with what they run; () without a result.
-    Compiles nothing; reads and raises as `known`."""
-    result = known(config, home)
-    if result is None:
-        return ()
-    if not result["fits"]:
-        reasons = "\n".join(f"  {graph['graph']}: {graph['reason']}" for graph in result["graphs"] if not graph["fits"])
-        raise LaunchError(
-            f"{config.document.name} does not fit on {result['accelerator']}, as preflight found:\n{reasons}\n"
-            "  nothing was created or started; lower train.global_batch_size (`tpu-launch preflight --max-batch` says "
-            "how far), raise train.gradient_accumulation, or go on regardless with --no-preflight",
-            exit_code=Exit.DOES_NOT_FIT,
-        )
-    say(f"preflight: the step fits on {result['accelerator']}, as compiled before")
-    return tuple(dict.fromkeys(graph["hash"] for graph in result["graphs"]))
-
-
 def leave_out_unfit(config: Config, home: Path, say: Say) -> tuple[Config, tuple[str, ...]]:
     """Returns the configuration without the candidates on which the step does not fit according to kept results, and
-    the hashes of the programs compiled for the others, as `require_fit`. A candidate without a kept result stays. Tells
-    the user which are left out. Raises LaunchError if the step fits on none; without candidates, as `require_fit`."""
-    if not config.slice.candidates or config.trainer is None:
-        return config, require_fit(config, home, say)
-    names = dict.fromkeys(candidate.accelerator_type for candidate in config.all_candidates)
+    the hashes of the programs compiled for the others, which the containers compare with what they run. A candidate
+    without a kept result stays. Tells the user what is left out, without candidates that the step fits. Raises
+    LaunchError (Exit.DOES_NOT_FIT) if it fits on none. Compiles nothing; reads and raises as `known`."""
     places = {candidate.accelerator_type: config.placed(candidate) for candidate in config.all_candidates}
-    kept = {name: known(places[name], home) for name in names}
-    left_out = tuple(name for name, result in kept.items() if result is not None and not result["fits"])
-    if len(left_out) == len(names):
-        require_fit(places[left_out[0]], home, say)
+    kept = {name: result for name, place in places.items() if (result := known(place, home))}
+    left_out = tuple(name for name, result in kept.items() if not result["fits"])
+    if len(left_out) == len(places):
+        raise _does_not_fit(config, kept[left_out[0]])
     for name in left_out:
         say(f"preflight: the step does not fit on {name}, which is not asked for")
-    fitting = [result for name, result in kept.items() if result is not None and name not in left_out]
+    fitting = [result for result in kept.values() if result["fits"]]
+    if fitting and not config.slice.candidates:
+        say(f"preflight: the step fits on {fitting[0]['accelerator']}, as compiled before")
     hashes = dict.fromkeys(graph["hash"] for result in fitting for graph in result["graphs"])
     return replace(config, left_out=left_out), tuple(hashes)
+
+
+def _does_not_fit(config: Config, result: dict[str, Any]) -> LaunchError:
+    """Returns the error for a kept result by which the step does not fit, with its reasons."""
+    reasons = "\n".join(f"  {graph['graph']}: {graph['reason']}" for graph in result["graphs"] if not graph["fits"])
+    return LaunchError(
+        f"{config.document.name} does not fit on {result['accelerator']}, as preflight found:\n{reasons}\n"
+        "  nothing was created or started; lower train.global_batch_size (`tpu-launch preflight --max-batch` says "
+        "how far), raise train.gradient_accumulation, or go on regardless with --no-preflight",
+        exit_code=Exit.DOES_NOT_FIT,
+    )
 
 
 def _no_answer(exit_code: int) -> LaunchError:

@@ -86,9 +86,9 @@ def test_an_answer_is_for_what_shapes_the_step(folder: Path, before: str, after:
 def test_containers_are_told_what_was_checked(folder: Path) -> None:
     messages: list[str] = []
     config = load("run.yaml")
-    assert preflight.require_fit(config, folder / "home", messages.append) == ()
+    assert preflight.leave_out_unfit(config, folder / "home", messages.append) == (config, ())
     keep(folder, result(fits=True))
-    hashes = preflight.require_fit(config, folder / "home", messages.append)
+    _, hashes = preflight.leave_out_unfit(config, folder / "home", messages.append)
     spec = specification.describe(config, "demo-1", preflight=hashes)
     assert spec.preflight == ["0123456789abcdef"], "what the run's folder keeps"
     attempt = make_attempt(spec, config, 0, "image")
@@ -102,7 +102,7 @@ def test_containers_are_told_what_was_checked(folder: Path) -> None:
 def test_a_file_of_something_else_or_that_was_cut_is_no_answer(folder: Path, text: str) -> None:
     keep(folder, result(fits=False)).write_bytes(text.encode("latin-1"))
     assert preflight.known(load("run.yaml"), folder / "home") is None
-    assert preflight.require_fit(load("run.yaml"), folder / "home", print) == ()
+    assert preflight.leave_out_unfit(load("run.yaml"), folder / "home", print)[1] == ()
 
 
 def test_a_command_of_ones_own_is_not_checked(folder: Path) -> None:
@@ -116,7 +116,7 @@ def test_what_is_known_is_not_compiled_again(folder: Path) -> None:
     assert ended.returncode == Exit.DOES_NOT_FIT
     assert json.loads(ended.stdout)["accelerators"][0]["accelerator"] == "v4-16"
     with pytest.raises(LaunchError, match="nothing was created or started"):
-        preflight.require_fit(load("run.yaml"), folder / "home", print)
+        preflight.leave_out_unfit(load("run.yaml"), folder / "home", print)
 
 
 def test_an_unknown_accelerator_is_named(folder: Path) -> None:
