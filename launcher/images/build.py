@@ -187,8 +187,7 @@ def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
         with _open_log(plan.tag, say) as log:
             # Another process may have made it while this one waited.
             reference = _find(spec, plan) or _make(spec, plan, log, say)
-    hashes = spec.digest[1].items()
-    code = {path.removeprefix("code/"): found for path, found in hashes if path.startswith("code/")}
+    code = {path.removeprefix("code/"): found for path, found in spec.hashes.items() if path.startswith("code/")}
     return Image(reference, code)
 
 

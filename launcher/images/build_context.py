@@ -121,16 +121,10 @@ def _holds_private_key(path: Path) -> bool:
         return False
 
 
-def digest(entries: Iterable[Entry]) -> tuple[bytes, dict[str, str]]:
-    """Reads each entry once, and returns the SHA-256 of all, whatever their order, and `hash_file` of each by path.
-    Raises BadInput for one that can't be read."""
-    whole, each = hashlib.sha256(), {}
-    for path, source in sorted(entries):
-        kind, content = read_entry(source)
-        each[path] = hash_file(kind, content)
-        for field in (path.encode(), kind, content):
-            whole.update(len(field).to_bytes(8, "big") + field)
-    return whole.digest(), each
+def hash_files(entries: Iterable[Entry]) -> dict[str, str]:
+    """Reads each entry once, and returns `hash_file` of each by path, sorted. Raises BadInput for one that can't be
+    read."""
+    return {path: hash_file(*read_entry(source)) for path, source in sorted(entries)}
 
 
 def hash_file(kind: bytes, content: bytes) -> str:
@@ -139,7 +133,7 @@ def hash_file(kind: bytes, content: bytes) -> str:
 
 
 def assemble(entries: Iterable[Entry], destination: Path) -> None:
-    """Copies the entries, links as links, into a new folder, with the modes that `digest` counts. Raises OSError."""
+    """Copies the entries, links as links, into a new folder, with the modes that `hash_file` counts. Raises OSError."""
     destination.mkdir(mode=0o755, parents=True)
     for path, source in entries:
         target = destination / path

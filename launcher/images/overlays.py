@@ -85,7 +85,7 @@ def find_changes(option: str, config: Config, home: Path, image: str | None) -> 
     entries = build_context.folder(root)
     files = {path: file for path, file in entries if file.is_file()}
     recorded = known.code if known and known.folder == target else {}
-    hashes = build_context.digest(entries)[1]
+    hashes = build_context.hash_files(entries)
     changed = [path for path in files if recorded.get(path) != hashes[path]]
     # Without a change all files go: an overlay of an earlier sync must not stay in effect.
     overlay = _pack_files(f"--sync {option}", target, root, [files[path] for path in changed or files])

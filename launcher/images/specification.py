@@ -38,10 +38,10 @@ class ImageSpec:
     create_repository: bool = False
 
     @functools.cached_property
-    def digest(self) -> tuple[bytes, dict[str, str]]:
-        """The hashes of the context (`build_context.digest`) when they were first asked for: the image has these
+    def hashes(self) -> dict[str, str]:
+        """The hashes of the context (`build_context.hash_files`) when they were first asked for: the image has these
         files, because a build compares its copy of them with this one."""
-        return build_context.digest(self.context)
+        return build_context.hash_files(self.context)
 
 
 def default_spec(
@@ -159,7 +159,7 @@ def compute_tag(spec: ImageSpec, base_ids: Mapping[str, str]) -> str:
     """Reads all files, and returns 16 hexadecimal digits: a hash of the context, the Dockerfile, arguments and target
     of the spec, and of the base images' ids by name. Raises BadInput for a file of the context that can't be read."""
     parts = (
-        spec.digest[0].hex(),
+        spec.hashes,
         hashlib.sha256(spec.dockerfile.read_bytes()).hexdigest(),
         sorted(spec.build_args),
         spec.target,
