@@ -34,17 +34,13 @@ def where() -> Path:
     return root() / os.environ.get("TPU_LAUNCH_SUBFOLDER", "")
 
 
-def write_private(path: Path, text: str) -> None:
-    """Writes a text file that only its owner can read (0600), completely or not at all. Creates missing folders."""
-    write_private_bytes(path, text.encode())
-
-
-def write_private_bytes(path: Path, data: bytes, *, sync: bool = False) -> None:
-    """Writes bytes as `write_private` writes text; with `sync`, waits until the disk has them. Raises OSError."""
+def write_private(path: Path, data: str | bytes, *, sync: bool = False) -> None:
+    """Writes a file that only its owner can read (0600), completely or not at all. Creates missing folders. With
+    `sync`, waits until the disk has the data. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
+        file.write(data.encode() if isinstance(data, str) else data)
         if sync:
             file.flush()
             os.fsync(file.fileno())

@@ -32,7 +32,7 @@ from launcher.emulator.api import catalogue
 from launcher.emulator.api.catalogue import ApiError, bad_request
 from launcher.emulator.http_server import FileRegion, HttpRequest, HttpResponse, json_response
 from launcher.emulator.state import EmulatorState, Store
-from launcher.home import write_private, write_private_bytes
+from launcher.home import write_private
 
 NAMES = ("*.pkg.dev", "gcr.io", "*.gcr.io")
 """The names of its certificate. The engine, which does not trust it, connects to 127.0.0.1."""
@@ -252,7 +252,7 @@ class EmulatedRegistry:
             return _error(400, "MANIFEST_BLOB_UNKNOWN", ", ".join(lacking))
         found = hashlib.sha256(data).hexdigest()
         digest = f"sha256:{found}"
-        write_private_bytes(self._folder / "blobs" / found, data)
+        write_private(self._folder / "blobs" / found, data)
         media_type = request.headers.get("Content-Type") or str(fields.get("mediaType", ""))
         write_private(self._part(repository, "manifests") / found, media_type)
         if _TAG.fullmatch(version):

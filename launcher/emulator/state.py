@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from launcher.home import write_private_bytes
+from launcher.home import write_private
 
 _new_token = partial(secrets.token_hex, 16)
 
@@ -208,5 +208,5 @@ class Store:
         """Writes the state's file, if it has one and the state has changed."""
         text = to_json(self._state)
         if self._path is not None and text != self._written:
-            write_private_bytes(self._path, text.encode(), sync=True)
+            write_private(self._path, text, sync=True)
             self._written = text

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from launcher.emulator.http_server import Handler, serve_http
-from launcher.home import write_private_bytes
+from launcher.home import write_private
 
 CA_FILE = "ca.pem"  # in the emulator's private folder, and from there in containers
 _DAYS = 365
@@ -50,7 +50,7 @@ def tls_context(folder: Path, names: Sequence[str]) -> ssl.SSLContext:
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     pair = folder / "tls.pem"
-    write_private_bytes(pair, secret + certificate)  # load_cert_chain takes files only
+    write_private(pair, secret + certificate)  # load_cert_chain takes files only
     context.load_cert_chain(pair)
     pair.unlink()
     candidates = (ssl.get_default_verify_paths().cafile or "", *_SYSTEM_CAS)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from launcher.errors import Exit, LaunchError
-from launcher.home import write_private_bytes
+from launcher.home import write_private
 from launcher.workstation import Workstation
 from training import storage
 from training.machine import Clock, Event, Threads
@@ -147,10 +147,10 @@ class RunBucket:
         for found in storage.listing(storage.join(self.url, _OVERLAYS)) if overlays else ():
             path = folder / storage.name_of(found.url)
             if not path.exists():
-                write_private_bytes(path, storage.read(found.url))
+                write_private(path, storage.read(found.url))
         for name in _REPLACED:
-            write_private_bytes(folder / name, storage.read(storage.join(self.url, name)))
-        write_private_bytes(folder / _RECORD, record)
+            write_private(folder / name, storage.read(storage.join(self.url, name)))
+        write_private(folder / _RECORD, record)
 
 
 class Lease:

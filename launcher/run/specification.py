@@ -24,7 +24,7 @@ from dotenv.parser import parse_stream
 
 from launcher.config import CONFIG_FILE, TRAINER_SECTIONS, Config, restore
 from launcher.errors import BadInput
-from launcher.home import write_private, write_private_bytes
+from launcher.home import write_private
 from launcher.provider import Attempt, Overlay
 from training.preflight.checked_programs import CHECKED_PROGRAMS_VARIABLE
 from training.yaml_file import ConfigError, Document, Section, load, refuse_unknown, validate
@@ -187,7 +187,7 @@ def write_overlay(folder: Path, overlay: Overlay) -> None:
     """Writes the overlay's archive into a run's folder, for later attempts, unless it is there."""
     path = _overlay_path(folder, overlay.digest)
     if not path.exists():
-        write_private_bytes(path, overlay.archive)
+        write_private(path, overlay.archive)
 
 
 def read_overlay(folder: Path, specification: Specification) -> Overlay | None:
