@@ -9,8 +9,6 @@ Source: Google's price list (cloud.google.com/tpu/pricing) as SkyPilot's catalog
 dollars, without taxes.
 """
 
-from dataclasses import dataclass
-
 from launcher.config import Config
 from launcher.errors import BadInput
 from training.accelerators import accelerator
@@ -19,52 +17,41 @@ from training.machine import parse_time
 AS_OF = "2026-11"  # when the table was read
 
 
-@dataclass(frozen=True)
-class Price:
-    """Dollars per chip and hour; None: unknown."""
-
-    on_demand: float | None
-    spot: float | None
-
-
 # Dollars for a GiB from Cloud Storage to another region; `_FAR` by the beginning of either end's name.
 _WITHIN, _OVER_THE_ATLANTIC, _ELSEWHERE = 0.02, 0.05, 0.08
 _FAR = {"asia-southeast2": 0.10, "australia-": 0.10, "africa-": 0.11, "me-": 0.11, "southamerica-": 0.14}
 
-# By generation (of v2 and v3, slices on one host have other prices than larger ones) and region.
-_PRICES: dict[str, dict[str, Price]] = {
+# Dollars per chip and hour, (on demand, spot), None if unknown; by generation (of v2 and v3, slices on one host have
+# other prices than larger ones) and region.
+_PRICES: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "v2 on one host": {
-        "us-central1": Price(1.125, 0.3375),
-        "europe-west4": Price(1.2375, 0.31556),
-        "asia-east1": Price(1.305, 0.3915),
+        "us-central1": (1.125, 0.3375),
+        "europe-west4": (1.2375, 0.31556),
+        "asia-east1": (1.305, 0.3915),
     },
-    "v2": {"us-central1": Price(1.5, 0.3825), "europe-west4": Price(1.5, 0.3825)},
-    "v3 on one host": {
-        "us-central1": Price(2.0, 0.51),
-        "europe-west4": Price(2.2, 0.561),
-        "us-east1": Price(2.0, None),
-    },
-    "v3": {"europe-west4": Price(2.0, 0.66), "us-east1": Price(2.0, 0.6)},
-    "v4": {"us-central2": Price(3.22, 0.9215)},
+    "v2": {"us-central1": (1.5, 0.3825), "europe-west4": (1.5, 0.3825)},
+    "v3 on one host": {"us-central1": (2.0, 0.51), "europe-west4": (2.2, 0.561), "us-east1": (2.0, None)},
+    "v3": {"europe-west4": (2.0, 0.66), "us-east1": (2.0, 0.6)},
+    "v4": {"us-central2": (3.22, 0.9215)},
     "v5e": {
-        "us-central1": Price(1.2, 0.24493),
-        "us-south1": Price(1.416, 0.5664),
-        "us-west1": Price(1.2, 0.24493),
-        "us-west4": Price(1.2, 0.48),
-        "us-east1": Price(1.2, 0.24493),
-        "us-east5": Price(1.2, 0.6),
-        "europe-west4": Price(1.56, 0.40453),
-        "asia-southeast1": Price(1.56, 0.78),
+        "us-central1": (1.2, 0.24493),
+        "us-south1": (1.416, 0.5664),
+        "us-west1": (1.2, 0.24493),
+        "us-west4": (1.2, 0.48),
+        "us-east1": (1.2, 0.24493),
+        "us-east5": (1.2, 0.6),
+        "europe-west4": (1.56, 0.40453),
+        "asia-southeast1": (1.56, 0.78),
     },
-    "v5p": {"us-central1": Price(4.2, 0.92856), "us-east5": Price(4.2, 1.68), "europe-west4": Price(4.2525, 1.34849)},
+    "v5p": {"us-central1": (4.2, 0.92856), "us-east5": (4.2, 1.68), "europe-west4": (4.2525, 1.34849)},
     "v6e": {
-        "us-central1": Price(2.7, 0.57285),
-        "us-east1": Price(2.7, 0.57285),
-        "us-east5": Price(2.7, 1.35),
-        "us-south1": Price(2.7, 1.35),
-        "europe-west4": Price(2.97, 1.03748),
-        "asia-northeast1": Price(3.24, 0.85774),
-        "southamerica-west1": Price(2.7, None),
+        "us-central1": (2.7, 0.57285),
+        "us-east1": (2.7, 0.57285),
+        "us-east5": (2.7, 1.35),
+        "us-south1": (2.7, 1.35),
+        "europe-west4": (2.97, 1.03748),
+        "asia-northeast1": (3.24, 0.85774),
+        "southamerica-west1": (2.7, None),
     },
 }
 
@@ -76,10 +63,8 @@ def per_hour(accelerator_type: str, zone: str, capacity: str) -> float | None:
     generation = slice_type.generation.name
     on_one_host = f"{generation} on one host"
     table = _PRICES.get(on_one_host if slice_type.hosts == 1 and on_one_host in _PRICES else generation, {})
-    price = table.get(zone.rsplit("-", 1)[0])
-    if price is None:
-        return None
-    per_chip = price.spot if capacity == "spot" else price.on_demand
+    on_demand, spot = table.get(zone.rsplit("-", 1)[0], (None, None))
+    per_chip = spot if capacity == "spot" else on_demand
     return None if per_chip is None else per_chip * slice_type.chips
 
 
