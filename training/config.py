@@ -381,7 +381,7 @@ def from_document(document: Document) -> TrainerConfig:
     refuse_unknown(document, (*TrainerConfig.model_fields, *IGNORED_SECTIONS))
     own = {key: value for key, value in document.value.items() if key not in IGNORED_SECTIONS}
     config = validate(TrainerConfig, Document(document.name, own, document.places))
-    mistakes = [f"{document.place(key.split('.'))}: {key}: {text}" for key, text in _contradictions(config, document)]
+    mistakes = [f"{document.locate(key)}: {text}" for key, text in _contradictions(config, document)]
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     return config

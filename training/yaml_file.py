@@ -66,6 +66,10 @@ class Document:
             parts = parts[:-1]
         return self.places.get(parts, self.name)
 
+    def locate(self, key: str) -> str:
+        """Returns the begin of a message about a key ("train.steps"): where it was written, and its name."""
+        return f"{self.place(key.split('.'))}: {key}"
+
     def dump(self) -> str:
         """Formats the document with all `--set` changes, as YAML that means the same in YAML 1.1 and 1.2."""
         yaml = YAML(typ="safe", pure=True)

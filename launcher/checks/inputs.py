@@ -26,16 +26,15 @@ def buckets(config: Config, say: Callable[[str], None], warn: Callable[[str], No
     if config.trainer is None:
         return
     data = config.trainer.data
-    urls = {("output",): config.trainer.output, ("data", "train"): data.train, ("data", "tokenizer"): data.tokenizer}
-    if data.evaluation:
-        urls["data", "evaluation"] = data.evaluation
-    names: dict[str, tuple[str, ...]] = {}
+    urls = {"output": config.trainer.output, "data.train": data.train, "data.tokenizer": data.tokenizer}
+    urls |= {"data.evaluation": data.evaluation} if data.evaluation else {}
+    names: dict[str, str] = {}
     for key, url in urls.items():
         if is_remote(url):
             names.setdefault(split_remote(url)[0], key)
     regions = dict.fromkeys(candidate.zone.rpartition("-")[0] for candidate in config.all_candidates)
     for name, key in names.items():
-        place = f"{config.document.place(key)}: {'.'.join(key)}"
+        place = config.document.locate(key)
         location = _require_bucket(config.project, name, place, say)
         dollars = {region: costs.transfer_per_gb(location, region) for region in regions}
         if far := [f"{region} ${price:.2f}" for region, price in dollars.items() if price]:
@@ -64,7 +63,7 @@ def data(config: Config, say: Callable[[str], None]) -> None:
     for name, url in (("train", section.train), ("evaluation", section.evaluation)):
         if not url:
             continue
-        place = f"{config.document.place(('data', name))}: data.{name}"
+        place = config.document.locate(f"data.{name}")
         try:
             length = check_dataset(url, rows=rows, tokenizer=tokenizer, sequence_length=length).sequence_length
         except NotAllowed as error:
@@ -78,7 +77,7 @@ def data(config: Config, say: Callable[[str], None]) -> None:
         try:
             require_positions(network["model_type"], positions, network.get("pad_token_id") or 0, length)
         except BadDataset as error:
-            raise BadInput(f"{config.document.place(('model', 'path'))}: model.path: {error}") from None
+            raise BadInput(f"{config.document.locate('model.path')}: {error}") from None
 
 
 def _starting_model(config: Config, trainer: TrainerConfig) -> dict[str, Any]:
@@ -102,7 +101,7 @@ def _starting_model(config: Config, trainer: TrainerConfig) -> dict[str, Any]:
         return {}
     except BadDataset as error:
         reason = str(error).removeprefix("model.path ")
-        raise BadInput(f"{config.document.place(('model', 'path'))}: model.path: {reason}") from None
+        raise BadInput(f"{config.document.locate('model.path')}: {reason}") from None
 
 
 def _require_bucket(project: str, name: str, place: str, say: Callable[[str], None]) -> str:

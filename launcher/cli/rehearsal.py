@@ -110,9 +110,7 @@ def _list_steps(config: Config, path: Path, file: Sequence[str]) -> list[tuple[s
             f"{path}: a rehearsal trains: the file needs the trainer's sections (task, model, data, train, output)"
         )
     if config.trainer.task != "mlm":
-        raise BadInput(
-            f"{config.document.place(('task',))}: task: a rehearsal has data for mlm, not {config.trainer.task!r}"
-        )
+        raise BadInput(f"{config.document.locate('task')}: a rehearsal has data for mlm, not {config.trainer.task!r}")
     data = config.trainer.data
     urls = [config.trainer.output, data.train, data.tokenizer, data.evaluation or data.train]
     buckets = {storage.split_remote(url)[0] for url in urls if storage.is_remote(url)}

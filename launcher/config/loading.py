@@ -190,7 +190,7 @@ def _from_document(document: Document, command: tuple[str, ...]) -> Config:
     trainer = from_document(document) if has_trainer and not run.command else None
     if trainer and root.image.backend not in (None, trainer.backend):
         raise ConfigError(
-            f"{document.place(('image', 'backend'))}: image.backend: this image is of {root.image.backend}, "
+            f"{document.locate('image.backend')}: this image is of {root.image.backend}, "
             f"and `backend` is {trainer.backend}: remove image.backend"
         )
     config = Config(document, root.project, root.zone, root.slice, root.image, run, trainer, root.gke)
@@ -209,18 +209,18 @@ def _check_candidates(config: Config) -> None:
         if capacity == "reserved" and config.slice.reservation is not None:
             needed = ["queued"]
         if lacking := [f"slice.{key}" for key in needed if getattr(config.slice, key) is None]:
-            place = config.document.place(("slice", "capacity"))
-            raise ConfigError(f"{place}: slice.capacity: {capacity} needs {' and '.join(lacking)}")
+            place = config.document.locate("slice.capacity")
+            raise ConfigError(f"{place}: {capacity} needs {' and '.join(lacking)}")
     if not config.slice.candidates:
         return
-    place = config.document.place(("slice", "candidates"))
+    place = config.document.locate("slice.candidates")
     for name in dict.fromkeys(candidate.accelerator_type for candidate in config.candidates):
         size = accelerator(name)
         if not size.zones(Api.CLOUD_TPU):
-            raise ConfigError(f"{place}: slice.candidates: the Cloud TPU API has no {name}")
+            raise ConfigError(f"{place}: the Cloud TPU API has no {name}")
         mistake = batch_mistake(config.trainer, size.hosts, size.devices) if config.trainer else None
         if mistake:
-            raise ConfigError(f"{place}: slice.candidates: {name}: {mistake}")
+            raise ConfigError(f"{place}: {name}: {mistake}")
 
 
 def _as_list(value: str | Sequence[str]) -> list[str]:
@@ -236,11 +236,10 @@ def _check_torch_tpu(config: Config) -> None:
         return
     for candidate in config.all_candidates:
         if reason := torch_tpu.find_unsupported(accelerator(candidate.accelerator_type)):
-            raise ConfigError(f"{document.place(('slice', 'accelerator_type'))}: slice.accelerator_type: {reason}")
+            raise ConfigError(f"{document.locate('slice.accelerator_type')}: {reason}")
     if wanted and config.backend != torch_tpu.RUNTIME and not (image.dockerfile or image.reference or image.base):
         raise ConfigError(
-            f"{document.place(('run', 'command'))}: run.command: --runtime {torch_tpu.RUNTIME} needs image.backend: "
-            f"{torch_tpu.RUNTIME}"
+            f"{document.locate('run.command')}: --runtime {torch_tpu.RUNTIME} needs image.backend: {torch_tpu.RUNTIME}"
         )
 
 

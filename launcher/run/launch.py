@@ -296,7 +296,7 @@ def _require_capabilities(request: RunRequest, provider: Provider, secrets: Secr
     missing = [name for name in config.run.secrets if name not in known]
     if capabilities.sends_secrets and missing:
         raise BadInput(
-            f"{config.document.place(('run', 'secrets'))}: run.secrets: not in the environment: {', '.join(missing)}; "
+            f"{config.document.locate('run.secrets')}: not in the environment: {', '.join(missing)}; "
             "export them, then run again"
         )
 
