@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -67,52 +68,15 @@ def require_generation(expected: int | None, current: StoredObject | None) -> No
         raise StorageApiError(412, "conditionNotMet", "At least one of the pre-conditions you specified did not hold.")
 
 
-class Incoming:
-    """The bytes of an upload so far: a temporary file and its checksums (base64, as the API writes them)."""
-
-    def __init__(self, path: Path) -> None:
-        """Opens the file to append to the bytes that it holds, which count in the size and the checksums."""
-        self.path = path
-        self.size = 0
-        self._crc, self._md5 = google_crc32c.Checksum(), hashlib.md5()
-        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  closed by commit or discard
-        self._file.seek(0)
-        while data := self._file.read(_BLOCK):
-            self._count(data)
-
-    def write(self, data: bytes) -> None:
-        """Appends bytes to the temporary file and counts them."""
-        self._file.write(data)
-        self._count(data)
-
-    def _count(self, data: bytes) -> None:
-        """Adds bytes to the size and the checksums."""
-        self.size += len(data)
-        self._crc.update(data)
-        self._md5.update(data)
-
-    @property
-    def crc32c(self) -> str:
-        return base64.b64encode(self._crc.digest()).decode()
-
-    @property
-    def md5(self) -> str:
-        return base64.b64encode(self._md5.digest()).decode()
-
-    def verify(self, crc32c: str | None, md5: str | None) -> None:
-        """Raises StorageApiError 400 when a checksum (base64; None: not sent) differs from that of the bytes."""
-        for name, sent, computed in (("CRC32C", crc32c, self.crc32c), ("MD5 hash", md5, self.md5)):
-            if sent and sent != computed:
-                message = f'Provided {name} "{sent}" doesn\'t match calculated {name} "{computed}".'
-                raise StorageApiError(400, "invalid", message)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def discard(self) -> None:
-        """Closes the temporary file and deletes it, unless it was committed."""
-        self.close()
-        self.path.unlink(missing_ok=True)
+def _checksums(path: Path) -> tuple[int, str, str]:
+    """Returns the size of a file, its CRC32C and its MD5 (base64, as the API writes them)."""
+    size, crc, md5 = 0, google_crc32c.Checksum(), hashlib.md5()
+    with open(path, "rb") as file:
+        while data := file.read(_BLOCK):
+            size += len(data)
+            crc.update(data)
+            md5.update(data)
+    return size, base64.b64encode(crc.digest()).decode(), base64.b64encode(md5.digest()).decode()
 
 
 class Bucket:
@@ -170,29 +134,43 @@ class Bucket:
             return stored, open(self._data(stored.generation), "rb")
 
     @contextlib.contextmanager
-    def incoming(self) -> Iterator[Incoming]:
-        """Opens an empty temporary file for the bytes of a new object, and discards those that are not committed."""
-        new = Incoming(self.folder / "incoming" / os.urandom(8).hex())
+    def incoming(self) -> Iterator[BinaryIO]:
+        """Opens an empty temporary file for the bytes of a new object, and deletes one that was not committed."""
+        path = self.folder / "incoming" / os.urandom(8).hex()
         try:
-            yield new
+            with open(path, "wb") as file:
+                yield file
         finally:
-            new.discard()
+            path.unlink(missing_ok=True)
 
-    def commit(self, name: str, bytes_: Incoming, settings: Mapping[str, Any], expected: int | None) -> StoredObject:
-        """Closes the file and makes its bytes the object's newest generation, all or nothing; deletes the one before.
-        Drops unknown settings. Verifies no checksum. Raises StorageApiError 400 for a bad name, 412 unless the object
-        has the `expected` generation (0: none; None: any)."""
+    def commit(
+        self,
+        name: str,
+        file: BinaryIO,
+        settings: Mapping[str, Any],
+        expected: int | None,
+        crc32c: str | None = None,
+        md5: str | None = None,
+    ) -> StoredObject:
+        """Flushes an open file of this bucket's folder and makes it the object's newest generation, all or nothing;
+        deletes the one before. Drops unknown settings. Raises StorageApiError 400 for a bad name and for bytes that do
+        not have the given checksums, 412 unless the object has the `expected` generation (0: none; None: any)."""
         if not 1 <= len(name.encode()) <= 1024 or "\n" in name or "\r" in name:
             raise StorageApiError(400, "invalid", f"Invalid object name: {name[:80]!r}")
-        bytes_.close()
+        file.flush()
+        size, actual_crc32c, actual_md5 = _checksums(Path(file.name))
+        for kind, sent, actual in (("CRC32C", crc32c, actual_crc32c), ("MD5 hash", md5, actual_md5)):
+            if sent and sent != actual:
+                message = f'Provided {kind} "{sent}" doesn\'t match calculated {kind} "{actual}".'
+                raise StorageApiError(400, "invalid", message)
         with self._lock:
             current = self._objects.get(name)
             require_generation(expected, current)
             now = time.time()
             self._last = generation = max(self._last + 1, int(now * 1e6))
             kept = {key: value for key, value in settings.items() if key in _SETTABLE and value is not None}
-            new = StoredObject(name, generation, bytes_.size, bytes_.crc32c, bytes_.md5, now, kept)
-            os.rename(bytes_.path, self._data(generation))
+            new = StoredObject(name, generation, size, actual_crc32c, actual_md5, now, kept)
+            os.rename(file.name, self._data(generation))
             write_private(self.folder / "objects" / f"{generation}.json", json.dumps(asdict(new)))
             self._objects[name] = new
             if current is not None:
@@ -230,11 +208,6 @@ class Bucket:
                 last = entry
         return items, prefixes, ""
 
-    def totals(self) -> dict[str, int]:
-        """Returns the number of "objects" and their "bytes"."""
-        with self._lock:
-            return {"objects": len(self._objects), "bytes": sum(stored.size for stored in self._objects.values())}
-
     def _data(self, generation: int) -> Path:
         return self.folder / "data" / str(generation)
 
@@ -255,10 +228,9 @@ class Buckets:
 
     def get(self, name: str) -> Bucket:
         """Returns the bucket. Raises StorageApiError 404."""
-        with self._lock:
-            if name not in self._buckets:
-                raise StorageApiError(404, "notFound", "The specified bucket does not exist.")
-            return self._buckets[name]
+        if name not in self._buckets:
+            raise StorageApiError(404, "notFound", "The specified bucket does not exist.")
+        return self._buckets[name]
 
     def create(self, name: str, settings: Mapping[str, Any]) -> Bucket:
         """Creates a bucket, with all `settings`. Raises StorageApiError 400 for a bad name, 409 for a taken one."""
@@ -288,5 +260,8 @@ class Buckets:
             return [self._buckets[name] for name in sorted(self._buckets)]
 
     def summary(self) -> dict[str, dict[str, int]]:
-        """Returns the totals of all buckets, by name."""
-        return {bucket.name: bucket.totals() for bucket in self.all()}
+        """Returns the number of "objects" and their "bytes" in each bucket, by name."""
+        found = {bucket.name: bucket.listing("", "", "", sys.maxsize)[0] for bucket in self.all()}
+        return {
+            name: {"objects": len(items), "bytes": sum(item.size for item in items)} for name, items in found.items()
+        }

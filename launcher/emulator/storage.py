@@ -13,17 +13,19 @@ that it became, which answers a repeated last chunk or status query.
 """
 
 import base64
+import contextlib
+import fcntl
 import json
 import os
 import re
-import threading
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 from urllib.parse import quote
-from weakref import WeakValueDictionary
 
-from launcher.emulator.bucket import Bucket, Buckets, Incoming, StorageApiError, StoredObject, require_generation
+from launcher.emulator.bucket import Bucket, Buckets, StorageApiError, StoredObject, require_generation
 from launcher.emulator.http_server import FileRegion, HttpRequest, HttpResponse, json_response, timestamp
 from launcher.home import write_private
 
@@ -33,7 +35,6 @@ _EXPECTED = "ifGenerationMatch"  # the parameter with the generation that the re
 _NOT_EMULATED = {"endOffset", "ifGenerationNotMatch", "ifSourceGenerationNotMatch", "startOffset"}
 _PREFIXES = {"storage": 2, "upload": 3, "download": 3, "resumable": 4}  # how many parts of the path come before "b"
 _CHUNK = 256 * 1024  # all chunks of an upload but the last are multiples of it
-_Made = tuple[Bucket, StoredObject]
 
 
 class StorageApi:
@@ -41,7 +42,6 @@ class StorageApi:
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
-        self._uploads = Uploads(buckets)
 
     def answer(self, request: HttpRequest) -> HttpResponse:
         """Answers one request; errors become responses in Google's shape."""
@@ -54,266 +54,239 @@ class StorageApi:
 
     def _answer(self, request: HttpRequest) -> HttpResponse:
         """Answers one request. Raises StorageApiError; ValueError, KeyError or TypeError for a malformed one."""
-        if refused := request.query.keys() & _NOT_EMULATED:
+        buckets, query, parts = self._buckets, request.query, request.segments
+        if refused := query.keys() & _NOT_EMULATED:
             raise StorageApiError(400, "invalid", f"not emulated: {', '.join(sorted(refused))}")
-        base = _base(request)
-        parts = request.segments
         kind = parts[0]
         if kind not in _PREFIXES and len(parts) > 1:  # a path of the XML API
-            request.query["alt"] = "media"
+            query["alt"] = "media"
             parts = ["b", kind, "o", "/".join(parts[1:])]
         else:
             parts = parts[_PREFIXES[kind] :]
-        if kind in ("upload", "resumable"):
-            if len(parts) != 3 or parts[0] != "b" or parts[2] != "o":
-                raise _not_found(request)
-            result = self._uploads.answer(request, parts[1], base)
-            return result if isinstance(result, HttpResponse) else json_response(object_json(*result, base))
         match (request.method, parts):
+            case (_, ["b", bucket, "o"]) if kind in ("upload", "resumable"):
+                return _answer_upload(request, buckets.get(bucket))
+            case _ if kind in ("upload", "resumable"):
+                pass
             case ("GET", ["b"]):
-                prefix = request.query.get("prefix", "")
-                items = [bucket_json(bucket, base) for bucket in self._buckets.all() if bucket.name.startswith(prefix)]
+                found = (bucket for bucket in buckets.all() if bucket.name.startswith(query.get("prefix", "")))
+                items = [bucket_json(bucket, request) for bucket in found]
                 return json_response({"kind": "storage#buckets", "items": items})
             case ("POST", ["b"]):
                 body = request.json()
-                return json_response(bucket_json(self._buckets.create(str(body.get("name", "")), body), base))
+                return json_response(bucket_json(buckets.create(str(body.get("name", "")), body), request))
             case ("GET", ["b", bucket]):
-                return json_response(bucket_json(self._buckets.get(bucket), base))
+                return json_response(bucket_json(buckets.get(bucket), request))
             case ("GET", ["b", bucket, "o"]):
-                return self._list(request, self._buckets.get(bucket), base)
-            case (_, ["b", bucket, "o", name, *rest]):
-                return self._object(request, self._buckets.get(bucket), name, rest, base)
-        raise _not_found(request)
-
-    def _object(self, request: HttpRequest, bucket: Bucket, name: str, rest: list[str], base: str) -> HttpResponse:
-        """Answers with an object's resource or, for alt=media, bytes; deletes it; or copies it (`rest` of the path:
-        rewriteTo/b/BUCKET/o/NAME). `base`: the server's URL. Raises StorageApiError, 404 for other methods."""
-        generation = integer(request.query, "generation")
-        expected = integer(request.query, _EXPECTED)
-        match (request.method, rest):
-            case ("GET" | "HEAD", []) if request.query.get("alt") == "media":
-                return self._download(request, bucket, name, generation, expected)
-            case ("GET" | "HEAD", []):
-                stored = bucket.get(name, generation)
-                require_generation(expected, stored)
-                return json_response(object_json(bucket, stored, base), headers={"ETag": etag(stored)})
-            case ("DELETE", []):
-                bucket.delete(name, generation, expected)
+                return _list(request, buckets.get(bucket))
+            case ("GET" | "HEAD", ["b", bucket, "o", name]):
+                return _show(request, buckets.get(bucket), name)
+            case ("DELETE", ["b", bucket, "o", name]):
+                buckets.get(bucket).delete(name, integer(query, "generation"), integer(query, _EXPECTED))
                 return HttpResponse(204)
-            case ("POST", ["rewriteTo", "b", target, "o", new_name]):
-                return self._rewrite(request, bucket, name, self._buckets.get(target), new_name, base)
-        raise _not_found(request)
+            case ("POST", ["b", bucket, "o", name, "rewriteTo", "b", target, "o", new_name]):
+                return _rewrite(request, buckets.get(bucket), name, buckets.get(target), new_name)
+        raise StorageApiError(404, "notFound", f"Not Found: {request.method} {request.path}")
 
-    def _download(
-        self, request: HttpRequest, bucket: Bucket, name: str, generation: int | None, expected: int | None
-    ) -> HttpResponse:
-        """Answers with an object's bytes, or a range of them (416 beyond the end). Raises StorageApiError."""
-        stored, file = bucket.open(name, generation, expected)
-        headers = {
-            "Content-Type": str(stored.settings.get("contentType", "application/octet-stream")),
-            "Accept-Ranges": "bytes",
-            "ETag": etag(stored),
-            "X-Goog-Generation": str(stored.generation),
-            "X-Goog-Metageneration": "1",
-            "X-Goog-Hash": f"crc32c={stored.crc32c},md5={stored.md5}",
-            "X-Goog-Stored-Content-Length": str(stored.size),
-            "X-Goog-Stored-Content-Encoding": str(stored.settings.get("contentEncoding", "identity")),
-            "X-Goog-Storage-Class": str(stored.settings.get("storageClass", "STANDARD")),
-        }
-        if "contentEncoding" in stored.settings:
-            headers["Content-Encoding"] = str(stored.settings["contentEncoding"])
-        requested = byte_range(request.headers.get("Range", ""), stored.size)
-        if requested is None:
-            return HttpResponse(200, FileRegion(file, 0, stored.size), headers)
-        start, end = requested
-        if start >= stored.size:
-            file.close()
-            headers = {"Content-Type": "text/html; charset=UTF-8", "Content-Range": f"bytes */{stored.size}"}
-            return HttpResponse(416, b"Requested range not satisfiable", headers)
-        headers["Content-Range"] = f"bytes {start}-{end - 1}/{stored.size}"
-        return HttpResponse(206, FileRegion(file, start, end - start), headers)
 
-    def _list(self, request: HttpRequest, bucket: Bucket, base: str) -> HttpResponse:
-        """Answers with a page of objects and common prefixes, at most maxResults or 1000, and the next page's token."""
-        query = request.query
-        after = base64.urlsafe_b64decode(query.get("pageToken", "").encode()).decode()
-        limit = min(integer(query, "maxResults") or 1000, 1000)
-        items, prefixes, token = bucket.listing(query.get("prefix", ""), query.get("delimiter", ""), after, limit)
-        value: dict[str, Any] = {"kind": "storage#objects"}
-        if items:
-            value["items"] = [object_json(bucket, item, base) for item in items]
-        if prefixes:
-            value["prefixes"] = prefixes
-        if token:
-            value["nextPageToken"] = base64.urlsafe_b64encode(token.encode()).decode()
-        return json_response(value)
+# -- objects
 
-    def _rewrite(
-        self, request: HttpRequest, bucket: Bucket, name: str, target: Bucket, new_name: str, base: str
-    ) -> HttpResponse:
-        """Copies an object to `new_name` in `target` in one call, with its settings changed by the request's. Raises
-        StorageApiError 404, or 412 if either object has another generation than the request expects."""
-        query = request.query
-        source, file = bucket.open(name, integer(query, "sourceGeneration"), integer(query, "ifSourceGenerationMatch"))
-        with target.incoming() as new, file:
-            while data := file.read(1 << 20):
-                new.write(data)
-            settings = {**source.settings, **request.json()}
-            copied = object_json(target, target.commit(new_name, new, settings, integer(query, _EXPECTED)), base)
-        sizes = dict.fromkeys(("totalBytesRewritten", "objectSize"), str(source.size))
-        return json_response({"kind": "storage#rewriteResponse", **sizes, "done": True, "resource": copied})
+
+def _show(request: HttpRequest, bucket: Bucket, name: str) -> HttpResponse:
+    """Answers with an object's resource or, for alt=media, its bytes, or a range of them (416 beyond the end). Raises
+    StorageApiError 404, or 412 if the object has another generation than the request expects."""
+    generation, expected = integer(request.query, "generation"), integer(request.query, _EXPECTED)
+    stored, file = bucket.open(name, generation, expected)
+    if request.query.get("alt") != "media":
+        file.close()
+        return json_response(object_json(bucket, stored, request), headers={"ETag": etag(stored)})
+    headers = {
+        "Content-Type": str(stored.settings.get("contentType", "application/octet-stream")),
+        "Accept-Ranges": "bytes",
+        "ETag": etag(stored),
+        "X-Goog-Generation": str(stored.generation),
+        "X-Goog-Metageneration": "1",
+        "X-Goog-Hash": f"crc32c={stored.crc32c},md5={stored.md5}",
+        "X-Goog-Stored-Content-Length": str(stored.size),
+        "X-Goog-Stored-Content-Encoding": str(stored.settings.get("contentEncoding", "identity")),
+        "X-Goog-Storage-Class": str(stored.settings.get("storageClass", "STANDARD")),
+    }
+    if "contentEncoding" in stored.settings:
+        headers["Content-Encoding"] = str(stored.settings["contentEncoding"])
+    requested = byte_range(request.headers.get("Range", ""), stored.size)
+    if requested is None:
+        return HttpResponse(200, FileRegion(file, 0, stored.size), headers)
+    start, end = requested
+    if start >= stored.size:
+        file.close()
+        headers = {"Content-Type": "text/html; charset=UTF-8", "Content-Range": f"bytes */{stored.size}"}
+        return HttpResponse(416, b"Requested range not satisfiable", headers)
+    headers["Content-Range"] = f"bytes {start}-{end - 1}/{stored.size}"
+    return HttpResponse(206, FileRegion(file, start, end - start), headers)
+
+
+def _list(request: HttpRequest, bucket: Bucket) -> HttpResponse:
+    """Answers with a page of objects and common prefixes, at most maxResults or 1000, and the next page's token."""
+    query = request.query
+    after = base64.urlsafe_b64decode(query.get("pageToken", "").encode()).decode()
+    limit = min(integer(query, "maxResults") or 1000, 1000)
+    items, prefixes, token = bucket.listing(query.get("prefix", ""), query.get("delimiter", ""), after, limit)
+    value: dict[str, Any] = {"kind": "storage#objects"}
+    if items:
+        value["items"] = [object_json(bucket, item, request) for item in items]
+    if prefixes:
+        value["prefixes"] = prefixes
+    if token:
+        value["nextPageToken"] = base64.urlsafe_b64encode(token.encode()).decode()
+    return json_response(value)
+
+
+def _rewrite(request: HttpRequest, bucket: Bucket, name: str, target: Bucket, new_name: str) -> HttpResponse:
+    """Copies an object to `new_name` in `target` in one call, with its settings changed by the request's. Raises
+    StorageApiError 404, or 412 if either object has another generation than the request expects."""
+    query = request.query
+    source, file = bucket.open(name, integer(query, "sourceGeneration"), integer(query, "ifSourceGenerationMatch"))
+    with file, target.incoming() as new:
+        shutil.copyfileobj(file, new)
+        made = target.commit(new_name, new, {**source.settings, **request.json()}, integer(query, _EXPECTED))
+    sizes = dict.fromkeys(("totalBytesRewritten", "objectSize"), str(source.size))
+    resource = object_json(target, made, request)
+    return json_response({"kind": "storage#rewriteResponse", **sizes, "done": True, "resource": resource})
 
 
 # -- uploads
 
 
-class Uploads:
-    """Answers requests below /upload/ with the created object, or with how many bytes have arrived."""
+def _answer_upload(request: HttpRequest, bucket: Bucket) -> HttpResponse:
+    """Answers a request below /upload/ with the created object, or with how many bytes have arrived. Raises
+    StorageApiError."""
+    if "upload_id" in request.query:
+        return _continue_upload(request, bucket, request.query["upload_id"])
+    match request.query.get("uploadType"):
+        case "media":
+            settings = {"contentType": request.headers.get("Content-Type", "application/octet-stream")}
+            return _store_whole(request, bucket, request.query["name"], settings, request.body.blocks())
+        case "multipart":
+            return _store_multipart(request, bucket)
+        case "resumable":
+            return _begin_upload(request, bucket)
+    raise StorageApiError(400, "invalid", f"Invalid upload type: {request.query.get('uploadType')!r}")
 
-    def __init__(self, buckets: Buckets) -> None:
-        self._buckets = buckets
-        self._open: dict[str, Incoming] = {}
-        self._locks = WeakValueDictionary[str, threading.Lock]()  # of uploads that a thread works on
-        self._lock = threading.Lock()
 
-    def answer(self, request: HttpRequest, bucket_name: str, base: str) -> _Made | HttpResponse:
-        """Returns the object that a request completed, or a response. `base`: server's URL. Raises StorageApiError."""
-        bucket = self._buckets.get(bucket_name)
-        if "upload_id" in request.query:
-            return self._continue(request, bucket, request.query["upload_id"])
-        match request.query.get("uploadType"):
-            case "media":
-                settings = {"contentType": request.headers.get("Content-Type", "application/octet-stream")}
-                return self._whole(request, bucket, request.query["name"], settings, request.body.blocks())
-            case "multipart":
-                return self._multipart(request, bucket)
-            case "resumable":
-                return self._begin(request, bucket, base)
-        raise StorageApiError(400, "invalid", f"Invalid upload type: {request.query.get('uploadType')!r}")
+def _store_multipart(request: HttpRequest, bucket: Bucket) -> HttpResponse:
+    """Stores a multipart/related body, up to 1 GiB: JSON with an object's name and settings, then its bytes."""
+    match = re.search(r'boundary="?([^";]+)', request.headers.get("Content-Type", ""))
+    if not match:
+        raise StorageApiError(400, "badContent", "Multipart body without a boundary.")
+    boundary = b"--" + match[1].strip().strip("'").encode()
+    whole = request.body.read_all(limit=1 << 30)
+    before, first, second, *after = [*whole.split(boundary), b"", b"", b""]
+    if before.strip() or not after[0].startswith(b"--"):
+        raise StorageApiError(400, "badContent", "Multipart body must have exactly two parts.")
+    newline = b"\r\n" if first.startswith(b"\r\n") else b"\n"  # which gcloud ends lines with
+    description, (head, _, content) = first.partition(newline * 2)[2], second.partition(newline * 2)
+    kind = re.search(r"(?im)^content-type:\s*([^\r\n]+)", head.decode("latin-1"))
+    settings = {"contentType": kind[1].strip() if kind else "application/octet-stream", **json.loads(description)}
+    name = request.query.get("name") or str(settings["name"])
+    return _store_whole(request, bucket, name, settings, [content.removesuffix(newline)])
 
-    def _multipart(self, request: HttpRequest, bucket: Bucket) -> _Made:
-        """Stores a multipart/related body, up to 1 GiB: JSON with an object's name and settings, then its bytes."""
-        match = re.search(r'boundary="?([^";]+)', request.headers.get("Content-Type", ""))
-        if not match:
-            raise StorageApiError(400, "badContent", "Multipart body without a boundary.")
-        boundary = b"--" + match[1].strip().strip("'").encode()
-        whole = request.body.read_all(limit=1 << 30)
-        before, first, second, *after = [*whole.split(boundary), b"", b"", b""]
-        if before.strip() or not after[0].startswith(b"--"):
-            raise StorageApiError(400, "badContent", "Multipart body must have exactly two parts.")
-        newline = b"\r\n" if first.startswith(b"\r\n") else b"\n"  # which gcloud ends lines with
-        description, (head, _, content) = first.partition(newline * 2)[2], second.partition(newline * 2)
-        kind = re.search(r"(?im)^content-type:\s*([^\r\n]+)", head.decode("latin-1"))
-        settings = {"contentType": kind[1].strip() if kind else "application/octet-stream", **json.loads(description)}
-        name = request.query.get("name") or str(settings["name"])
-        return self._whole(request, bucket, name, settings, [content.removesuffix(newline)])
 
-    def _whole(
-        self, request: HttpRequest, bucket: Bucket, name: str, settings: dict[str, Any], blocks: Iterable[bytes]
-    ) -> _Made:
-        """Stores the blocks as an object. Discards them on any error, such as a wrong hash or a lost client."""
-        with bucket.incoming() as incoming:
-            for block in blocks:
-                incoming.write(block)
-            _verify(request, incoming, settings)
-            return bucket, bucket.commit(name, incoming, settings, integer(request.query, _EXPECTED))
-
-    # -- resumable
-
-    def _begin(self, request: HttpRequest, bucket: Bucket, base: str) -> HttpResponse:
-        """Enters a resumable upload on disk; answers with its URL. Raises StorageApiError for a wrong generation."""
-        settings = request.json()
-        if kind := request.headers.get("X-Upload-Content-Type"):
-            settings.setdefault("contentType", kind)
-        name = request.query.get("name") or str(settings["name"])
+def _store_whole(
+    request: HttpRequest, bucket: Bucket, name: str, settings: dict[str, Any], blocks: Iterable[bytes]
+) -> HttpResponse:
+    """Stores the blocks as an object. Discards them on any error, such as a wrong hash or a lost client."""
+    with bucket.incoming() as file:
+        file.writelines(blocks)
         expected = integer(request.query, _EXPECTED)
-        require_generation(expected, bucket.find(name))  # refuse early; checked again at the end
-        identifier = os.urandom(16).hex()
-        session = {"name": name, "settings": settings, "expected": expected, "made": None}
-        write_private(bucket.folder / "uploads" / f"{identifier}.json", json.dumps(session))
-        query = f"uploadType=resumable&name={quote(name, safe='')}&upload_id={identifier}"
-        location = f"{base}/upload/storage/v1/b/{bucket.name}/o?{query}"
-        return HttpResponse(200, b"", {"Location": location, "X-GUploader-UploadID": identifier})
+        made = bucket.commit(name, file, settings, expected, *_sent_checksums(request, settings))
+    return json_response(object_json(bucket, made, request))
 
-    def _continue(self, request: HttpRequest, bucket: Bucket, identifier: str) -> _Made | HttpResponse:
-        """Takes a chunk, a status query or a DELETE of a resumable upload. Returns the object once it is complete;
-        until then 308 with the range of the bytes that arrived; 499 after a DELETE. Raises StorageApiError."""
-        path = bucket.folder / "uploads" / f"{identifier}.json"
-        if not re.fullmatch(r"[0-9a-f]{32}", identifier) or not path.exists():
-            raise StorageApiError(404, "notFound", "No such upload; begin again.")
-        with self._lock:
-            lock = self._locks.setdefault(identifier, threading.Lock())
-        with lock:
-            session = json.loads(path.read_text())
-            if session["made"] is not None:
-                return bucket, StoredObject(**session["made"])
-            incoming = self._open.get(identifier) or Incoming(path.with_suffix(".data"))
-            self._open[identifier] = incoming
-            if request.method == "DELETE":
-                self._forget(bucket, identifier)
-                return HttpResponse(499)
-            total = self._receive(request, incoming)
-            if total is None or incoming.size < total:
-                headers = {"Range": f"bytes=0-{incoming.size - 1}"} if incoming.size else {}
-                return HttpResponse(308, b"", headers)
-            return self._finish(request, bucket, identifier, session, incoming)
 
-    def _receive(self, request: HttpRequest, incoming: Incoming) -> int | None:
-        """Appends the request's bytes that had not arrived yet (none for a status query). Returns the object's size,
-        None if it is unknown; without Content-Range the body is all of the rest. Raises StorageApiError for a bad
-        Content-Range or chunk size, missing bytes before them, or too many; what arrived stays."""
-        text = request.headers.get("Content-Range", "")
-        match = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", text.strip())
-        if text and not match:
-            raise StorageApiError(400, "invalid", f"Invalid Content-Range: {text}")
-        first = int(match[1]) if match and match[1] is not None else None if match else incoming.size
-        total = int(match[3]) if match and match[3] != "*" else None
-        if first is None:  # a status query
-            return total
-        if first > incoming.size:
-            raise StorageApiError(503, "backendError", f"Bytes {incoming.size}-{first - 1} are missing.")
-        skip = incoming.size - first
-        # Keep what has arrived when the client disconnects: it will query the status.
-        for block in request.body.blocks():
-            if skip < len(block):
-                incoming.write(block[skip:])
-            skip = max(0, skip - len(block))
-        if not match:
-            return incoming.size
-        if total is None and (int(match[2]) + 1 - first) % _CHUNK:
-            raise StorageApiError(400, "invalid", f"Chunks but the last must be multiples of {_CHUNK} bytes.")
-        if total is not None and incoming.size > total:
-            raise StorageApiError(400, "invalid", f"More bytes than the {total} announced.")
-        return total
+def _begin_upload(request: HttpRequest, bucket: Bucket) -> HttpResponse:
+    """Enters a resumable upload on disk; answers with its URL. Raises StorageApiError for a wrong generation."""
+    settings = request.json()
+    if kind := request.headers.get("X-Upload-Content-Type"):
+        settings.setdefault("contentType", kind)
+    name = request.query.get("name") or str(settings["name"])
+    expected = integer(request.query, _EXPECTED)
+    require_generation(expected, bucket.find(name))  # refuse early; checked again at the end
+    identifier = os.urandom(16).hex()
+    session = {"name": name, "settings": settings, "expected": expected, "made": None}
+    write_private(bucket.folder / "uploads" / f"{identifier}.json", json.dumps(session))
+    query = f"uploadType=resumable&name={quote(name, safe='')}&upload_id={identifier}"
+    location = f"{_base(request)}/upload/storage/v1/b/{bucket.name}/o?{query}"
+    return HttpResponse(200, b"", {"Location": location, "X-GUploader-UploadID": identifier})
 
-    def _finish(
-        self, request: HttpRequest, bucket: Bucket, identifier: str, session: dict[str, Any], incoming: Incoming
-    ) -> _Made:
-        """Commits a whole upload; keeps its result for repeats. Forgets a refused one, and raises StorageApiError."""
-        settings = session["settings"]
+
+def _continue_upload(request: HttpRequest, bucket: Bucket, identifier: str) -> HttpResponse:
+    """Takes a chunk, a status query or a DELETE of a resumable upload. Answers with the object once it is complete,
+    also to repeats; until then with 308 and the range of the bytes that arrived; with 499 to a DELETE. A refused upload
+    is deleted. Raises StorageApiError."""
+    path = bucket.folder / "uploads" / f"{identifier}.json"
+    with contextlib.ExitStack() as stack:
         try:
-            _verify(request, incoming, settings)
-            made = bucket.commit(session["name"], incoming, settings, session["expected"])
+            fcntl.flock(stack.enter_context(open(path, "r+")), fcntl.LOCK_EX)  # one request of an upload at a time
+            session = json.loads(path.read_text())
+        except FileNotFoundError:  # or it was deleted while this request waited
+            raise StorageApiError(404, "notFound", "No such upload; begin again.") from None
+        if session["made"] is not None:
+            return json_response(object_json(bucket, StoredObject(**session["made"]), request))
+        if request.method == "DELETE":
+            _forget_upload(path)
+            return HttpResponse(499)
+        file, settings = stack.enter_context(open(path.with_suffix(".data"), "ab")), session["settings"]
+        total = _receive(request, file)
+        if total is None or file.tell() < total:
+            return HttpResponse(308, b"", {"Range": f"bytes=0-{file.tell() - 1}"} if file.tell() else {})
+        checksums = _sent_checksums(request, settings)
+        try:
+            made = bucket.commit(session["name"], file, settings, session["expected"], *checksums)
         except StorageApiError:
-            self._forget(bucket, identifier)
+            _forget_upload(path)
             raise
-        session["made"] = asdict(made)
-        write_private(bucket.folder / "uploads" / f"{identifier}.json", json.dumps(session))
-        self._open.pop(identifier, None)
-        return bucket, made
-
-    def _forget(self, bucket: Bucket, identifier: str) -> None:
-        """Deletes a resumable upload and the bytes received."""
-        if incoming := self._open.pop(identifier, None):
-            incoming.discard()
-        (bucket.folder / "uploads" / f"{identifier}.json").unlink(missing_ok=True)
+        write_private(path, json.dumps({**session, "made": asdict(made)}))
+        return json_response(object_json(bucket, made, request))
 
 
-def _verify(request: HttpRequest, incoming: Incoming, settings: Mapping[str, Any]) -> None:
-    """Raises StorageApiError for bytes whose checksum is not that of the settings or else of the X-Goog-Hash header."""
+def _receive(request: HttpRequest, file: BinaryIO) -> int | None:
+    """Appends to a file of an upload the request's bytes that had not arrived yet (none for a status query). Returns
+    the object's size, None if it is unknown; without Content-Range the body is all of the rest. Raises StorageApiError
+    for a bad Content-Range or chunk size, missing bytes before them, or too many; what arrived stays."""
+    text, size = request.headers.get("Content-Range", ""), file.tell()
+    match = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", text.strip())
+    if text and not match:
+        raise StorageApiError(400, "invalid", f"Invalid Content-Range: {text}")
+    total = int(match[3]) if match and match[3] != "*" else None
+    if match and match[1] is None:  # a status query
+        return total
+    first = int(match[1]) if match else size
+    if first > size:
+        raise StorageApiError(503, "backendError", f"Bytes {size}-{first - 1} are missing.")
+    skip = size - first
+    # Keep what has arrived when the client disconnects: it will query the status.
+    for block in request.body.blocks():
+        file.write(block[skip:])
+        skip = max(0, skip - len(block))
+    if not match:
+        return file.tell()
+    if total is None and (int(match[2]) + 1 - first) % _CHUNK:
+        raise StorageApiError(400, "invalid", f"Chunks but the last must be multiples of {_CHUNK} bytes.")
+    if total is not None and file.tell() > total:
+        raise StorageApiError(400, "invalid", f"More bytes than the {total} announced.")
+    return total
+
+
+def _forget_upload(path: Path) -> None:
+    """Deletes a resumable upload, given its JSON file, and the bytes received."""
+    path.with_suffix(".data").unlink(missing_ok=True)
+    path.unlink()
+
+
+def _sent_checksums(request: HttpRequest, settings: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Returns CRC32C and MD5 that the client announced in the settings or else in the X-Goog-Hash header."""
     text = request.headers.get("X-Goog-Hash", "")
     sent = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
-    incoming.verify(settings.get("crc32c") or sent.get("crc32c"), settings.get("md5Hash") or sent.get("md5"))
+    return settings.get("crc32c") or sent.get("crc32c"), settings.get("md5Hash") or sent.get("md5")
 
 
 # -- requests and resources
@@ -344,14 +317,14 @@ def byte_range(text: str, size: int) -> tuple[int, int] | None:
     return int(first), min(int(last) + 1, size) if last else size
 
 
-def object_json(bucket: Bucket, stored: StoredObject, base: str) -> dict[str, Any]:
-    """Returns an object's resource. `base` is the server's URL."""
+def object_json(bucket: Bucket, stored: StoredObject, request: HttpRequest) -> dict[str, Any]:
+    """Returns an object's resource, with URLs by which the request's client reaches it."""
     path = f"b/{quote(bucket.name, safe='')}/o/{quote(stored.name, safe='')}"
     return {
         "kind": "storage#object",
         "id": f"{bucket.name}/{stored.name}/{stored.generation}",
-        "selfLink": f"{base}/storage/v1/{path}",
-        "mediaLink": f"{base}/download/storage/v1/{path}?generation={stored.generation}&alt=media",
+        "selfLink": f"{_base(request)}/storage/v1/{path}",
+        "mediaLink": f"{_base(request)}/download/storage/v1/{path}?generation={stored.generation}&alt=media",
         "name": stored.name,
         "bucket": bucket.name,
         "generation": str(stored.generation),
@@ -368,8 +341,8 @@ def object_json(bucket: Bucket, stored: StoredObject, base: str) -> dict[str, An
     }
 
 
-def bucket_json(bucket: Bucket, base: str) -> dict[str, Any]:
-    """Returns a bucket's resource. `base` is the server's URL."""
+def bucket_json(bucket: Bucket, request: HttpRequest) -> dict[str, Any]:
+    """Returns a bucket's resource, with the URL by which the request's client reaches it."""
     created = timestamp(float(bucket.settings["timeCreated"]))
     return {
         "location": "US",
@@ -382,7 +355,7 @@ def bucket_json(bucket: Bucket, base: str) -> dict[str, Any]:
         "id": bucket.name,
         "timeCreated": created,
         "updated": created,
-        "selfLink": f"{base}/storage/v1/b/{bucket.name}",
+        "selfLink": f"{_base(request)}/storage/v1/b/{bucket.name}",
     }
 
 
@@ -418,7 +391,3 @@ def _base(request: HttpRequest) -> str:
     user, password = request.login
     host = request.headers.get("Host", "127.0.0.1")
     return f"{'https' if host in NAMES else 'http'}://{f'{user}:{password}@' if password else ''}{host}"
-
-
-def _not_found(request: HttpRequest) -> StorageApiError:
-    return StorageApiError(404, "notFound", f"Not Found: {request.method} {request.path}")
