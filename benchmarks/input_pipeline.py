@@ -26,7 +26,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -228,7 +227,7 @@ def bucket(folder: str) -> Iterator[dict[str, str]]:
 def serve(port: int, folder: str) -> None:
     """Serves buckets in a folder, each answer LATENCY late, until the process is ended."""
     from launcher.emulator.bucket import Buckets
-    from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse, serve_http
+    from launcher.emulator.http_server import HttpRequest, HttpResponse, accept, serve_http
     from launcher.emulator.storage import StorageApi
 
     buckets = Buckets(Path(folder))
@@ -239,9 +238,7 @@ def serve(port: int, folder: str) -> None:
         time.sleep(LATENCY)
         return api.answer(request)
 
-    acceptor = Acceptor()
-    acceptor.add(socket.create_server(("127.0.0.1", port)), lambda connection: serve_http(connection, late))
-    threading.Event().wait()
+    accept({socket.create_server(("127.0.0.1", port)): lambda connection: serve_http(connection, late)})
 
 
 def compare(folder: str, records: int, repeat: int) -> list[Row]:

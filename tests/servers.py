@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from launcher.emulator.bucket import Buckets
-from launcher.emulator.http_server import Acceptor, Handler, HttpRequest, HttpResponse, serve_http
+from launcher.emulator.http_server import Handler, HttpRequest, HttpResponse, accept, serve_http
 from launcher.emulator.registry import NAMES, EmulatedRegistry
 from launcher.emulator.state import EmulatorState, Store
 from launcher.emulator.storage import StorageApi
@@ -30,9 +31,10 @@ class LoopbackServer:
         self.listener = socket.create_server((host, 0), backlog=128)
         self.address = f"{host}:{self.listener.getsockname()[1]}"
         self.url = f"http://{self.address}"
-        self.acceptor = Acceptor()
         self._connections: list[socket.socket] = []
-        self.acceptor.add(self.listener, self._serve)
+        self._end, until = socket.socketpair()
+        self._thread = threading.Thread(target=accept, args=({self.listener: self._serve}, until), daemon=True)
+        self._thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
         self._connections.append(connection)
@@ -47,18 +49,11 @@ class LoopbackServer:
 
     def close(self) -> None:
         """Stops accepting connections, and shuts down those that are open."""
-        self.acceptor.remove(self.listener)
-        end(self.acceptor)
+        self._end.close()
+        self._thread.join(5)
         for connection in self._connections:
             with contextlib.suppress(OSError):  # it has ended
                 connection.shutdown(socket.SHUT_RDWR)
-
-
-def end(acceptor: Acceptor) -> None:
-    """Ends the thread of an acceptor that accepts on nothing any more."""
-    acceptor._loop.call_soon_threadsafe(acceptor._loop.stop)
-    acceptor._thread.join(5)
-    acceptor._loop.close()
 
 
 class BucketServer(LoopbackServer):

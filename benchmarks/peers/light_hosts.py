@@ -25,7 +25,7 @@ from typing import Any
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import CODES, ApiError
 from launcher.emulator.control import IMAGE
-from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse, json_response, serve_http
+from launcher.emulator.http_server import HttpRequest, HttpResponse, accept_in_thread, json_response, serve_http
 from launcher.emulator.state import EmulatorState
 from launcher.images import engine
 from launcher.images.build import ensure_image
@@ -172,7 +172,7 @@ def rack(hosts: int) -> Iterator[Rack]:
     def call(*argv: str) -> str:
         return subprocess.run([docker, *argv], check=True, capture_output=True, text=True, timeout=120).stdout.strip()
 
-    acceptor: Closing | None = None
+    acceptor: socket.socket | None = None
     try:
         call("network", "create", name)
         subnet = call("network", "inspect", "--format", "{{(index .IPAM.Config 0).Subnet}}", name)
@@ -247,8 +247,9 @@ def rack(hosts: int) -> Iterator[Rack]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def serve_api(state: EmulatorState) -> tuple[int, Closing]:
-    """Serves the emulator's Cloud TPU API over `state`; operations end at once."""
+def serve_api(state: EmulatorState) -> tuple[int, socket.socket]:
+    """Serves the emulator's Cloud TPU API over `state`, where operations end at once. Returns its port, and a socket
+    whose closing ends it."""
     lock = threading.Lock()
 
     def answer(request: HttpRequest) -> HttpResponse:
@@ -266,22 +267,7 @@ def serve_api(state: EmulatorState) -> tuple[int, Closing]:
             return json_response(error.as_json(), CODES[error.code][0])
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-    acceptor = Closing(listener)
-    acceptor.inner.add(listener, lambda connection: serve_http(connection, answer))
-    return int(listener.getsockname()[1]), acceptor
-
-
-@dataclass
-class Closing:
-    """A listener, and the acceptor that serves it."""
-
-    listener: Any
-
-    def __post_init__(self) -> None:
-        self.inner = Acceptor()
-
-    def close(self) -> None:
-        self.inner.remove(self.listener)
+    return int(listener.getsockname()[1]), accept_in_thread(listener, lambda connection: serve_http(connection, answer))
 
 
 def make_node(state: EmulatorState, hosts: int, owner: Owner, host_key: str) -> Any:

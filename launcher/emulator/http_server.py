@@ -1,8 +1,8 @@
 """The part of HTTP/1.1 that the emulator needs: requests with streamed bodies, responses from memory or from a file.
 
-One thread accepts on all listeners (TCP, unix, and those that hosts hand over), so that a listener can be added and
-removed at any time; each connection has a thread of its own. Handlers are functions from `HttpRequest` to
-`HttpResponse` and know nothing about sockets. Why by hand: docs/architecture.md.
+Listeners (TCP, unix, and those that hosts hand over) are added and removed while the server runs; each connection has a
+thread of its own. Handlers are functions from `HttpRequest` to `HttpResponse` and know nothing about sockets. Why by
+hand: docs/architecture.md.
 
 What can fail half-way: when a client disconnects in the middle of a body, `Body` raises `Disconnected` in the handler,
 and no response is sent.
@@ -12,9 +12,10 @@ import base64
 import contextlib
 import json
 import logging
+import selectors
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.message import Message
@@ -27,7 +28,6 @@ log = logging.getLogger(__name__)
 BLOCK = 1 << 20
 _IDLE_SECONDS = 3600.0
 _LARGEST_BODY = 64 << 20  # bytes of a body that is held in memory
-_CHANGE_SECONDS = 5.0  # within which the accepting thread notices a change
 
 
 class Disconnected(Exception):
@@ -163,19 +163,19 @@ def serve_http(connection: socket.socket, handler: Handler, *, read_ahead: bool 
     with contextlib.suppress(OSError):  # a unix socket has no such option
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError, Disconnected):
-        (_Connection if read_ahead else _UnbufferedConnection)(connection, handler)
+        _Connection(connection, handler, BLOCK if read_ahead else 0)
 
 
 class _Connection(BaseHTTPRequestHandler):
     """Answers one connection. BaseHTTPRequestHandler parses heads and answers `Expect: 100-continue`."""
 
     protocol_version = "HTTP/1.1"
-    rbufsize = BLOCK
     wbufsize = -1  # head and body of a small response are one packet
     timeout = _IDLE_SECONDS
 
-    def __init__(self, connection: socket.socket, handler: Handler) -> None:
+    def __init__(self, connection: socket.socket, handler: Handler, rbufsize: int) -> None:
         self._handler = handler
+        self.rbufsize = rbufsize  # type: ignore[misc]  # of this connection alone
         super().__init__(connection, "", None)  # type: ignore[arg-type]  # the address and the server are not used
 
     def log_message(self, format: str, *args: object) -> None:
@@ -231,50 +231,41 @@ class _Connection(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-class _UnbufferedConnection(_Connection):
-    rbufsize = 0
+def accept(
+    listeners: Mapping[socket.socket, Callable[[socket.socket], None]], until: socket.socket | None = None
+) -> None:
+    """Accepts on listeners until the other end of the socket `until` sends something or is closed (None: for ever);
+    then closes them and `until`. A thread for each connection runs its listener's function, logs its exception, and
+    closes the connection."""
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        if until is not None:
+            selector.register(stack.enter_context(until), selectors.EVENT_READ)
+        for listener, serve in listeners.items():
+            stack.enter_context(listener).setblocking(False)
+            selector.register(listener, selectors.EVENT_READ, (listener, serve))
+        while True:
+            ready = [key.data for key, _ in selector.select()]
+            if None in ready:
+                return
+            for listener, serve in ready:
+                with contextlib.suppress(OSError):  # the client has given up
+                    connection, _ = listener.accept()
+                    threading.Thread(target=_run, args=(serve, connection), daemon=True).start()
 
 
-class Acceptor:
-    """Accepts on any number of listeners. A thread for each connection runs the listener's function and then closes the
-    connection."""
+def accept_in_thread(listener: socket.socket, serve: Callable[[socket.socket], None]) -> socket.socket:
+    """Accepts on a listener in a thread, as `accept`, until the returned socket is closed, also by garbage
+    collection."""
+    end, until = socket.socketpair()
+    threading.Thread(target=accept, args=({listener: serve}, until), name="accept", daemon=True).start()
+    return end
 
-    def __init__(self) -> None:
-        import asyncio  # here, because it takes 12 ms and commands, which import this module too, accept nothing
 
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="accept", daemon=True)
-        self._thread.start()
-
-    def add(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
-        """Makes the accepting thread accept on a listener; `serve` runs in a thread for each connection."""
-        listener.setblocking(False)
-        self._loop.call_soon_threadsafe(self._loop.add_reader, listener, self._accept, listener, serve)
-
-    def remove(self, listener: socket.socket) -> None:
-        """Stops accepting on a listener and closes it; waits for that at most _CHANGE_SECONDS."""
-        done = threading.Event()
-
-        def change() -> None:
-            with contextlib.suppress(ValueError):  # it has been closed before
-                self._loop.remove_reader(listener)
-            listener.close()
-            done.set()
-
-        self._loop.call_soon_threadsafe(change)
-        if threading.current_thread() is not self._thread:
-            done.wait(_CHANGE_SECONDS)
-
-    def _accept(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
-        """Accepts a connection and serves it in a thread of its own. Runs in the accepting thread."""
-        with contextlib.suppress(OSError):
-            connection, _ = listener.accept()
-            threading.Thread(target=self._run, args=(serve, connection), daemon=True).start()
-
-    def _run(self, serve: Callable[[socket.socket], None], connection: socket.socket) -> None:
-        """Runs `serve`, logs its exception, and closes the connection."""
-        with connection:
-            try:
-                serve(connection)
-            except Exception:
-                log.exception("serving a connection")
+def _run(serve: Callable[[socket.socket], None], connection: socket.socket) -> None:
+    """Runs `serve`, logs its exception, and closes the connection."""
+    with connection:
+        try:
+            serve(connection)
+        except Exception:
+            log.exception("serving a connection")

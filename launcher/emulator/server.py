@@ -23,7 +23,7 @@ from launcher.emulator.api import catalogue, queued_resources, stock
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.bucket import Buckets
-from launcher.emulator.http_server import Acceptor, HttpRequest, HttpResponse, json_response, serve_http
+from launcher.emulator.http_server import HttpRequest, HttpResponse, accept, json_response, serve_http
 from launcher.emulator.operations import OperationRunner
 from launcher.emulator.state import Fault, Node, Store, from_json
 from launcher.emulator.tls import CA_FILE, serve_tls, tls_context
@@ -58,14 +58,12 @@ class Server:
         self.containers = HostContainers(self.engine, state.id, image, self.sockets)
         self.buckets = Buckets(home / "buckets")
         self.storage = storage.StorageApi(self.buckets)
-        self.acceptor = Acceptor()
         self.tls = tls_context(self.sockets, (*storage.NAMES, *registry.NAMES))
         self.token = state.token
         self.registry = registry.EmulatedRegistry(home / "registry", self.store)
         self.hosts = Hosts(
             self.store,
             self.containers,
-            self.acceptor,
             services=lambda hostname: [
                 partial(serve_http, handler=partial(self._metadata, hostname)),
                 partial(serve_http, handler=partial(self._host_storage, hostname)),
@@ -98,15 +96,17 @@ class Server:
         for host in hosts:
             self.hosts.open_agent_socket(host)
         self.hosts.start_stopped(nodes)
-        self.acceptor.add(unix_listener(self.sockets / ENGINE), self.engine_proxy.serve_workstation)
-        self.acceptor.add(listener, lambda connection: serve_http(connection, self.google))
-        self.acceptor.add(registry_listener, lambda connection: serve_tls(connection, self.tls, self.registry.answer))
         self.store.after_change = self.operations.wake
         self.operations.wake()
         self.hosts.watch()
         threading.Thread(target=self._advance_queue, name="queue", daemon=True).start()
-        control = unix_listener(self.sockets / CONTROL)
-        self.acceptor.add(control, lambda connection: serve_http(connection, self.control))
+        listeners = {
+            unix_listener(self.sockets / ENGINE): self.engine_proxy.serve_workstation,
+            listener: partial(serve_http, handler=self.google),
+            registry_listener: partial(serve_tls, context=self.tls, handler=self.registry.answer),
+            unix_listener(self.sockets / CONTROL): partial(serve_http, handler=self.control),
+        }
+        threading.Thread(target=accept, args=(listeners,), name="accept", daemon=True).start()
         log.info("serving %s", self.home)
         self.stopping.wait()
         self.operations.close()

@@ -13,13 +13,12 @@ from google.cloud.storage import Client
 from launcher import home as launcher_home
 from launcher.cli import emulator as commands
 from launcher.emulator import control
-from launcher.emulator.http_server import serve_http
+from launcher.emulator.http_server import accept_in_thread, serve_http
 from launcher.emulator.server import Server
 from launcher.emulator.state import EmulatorState, emulator_id, to_json
 from launcher.errors import BadInput
 from launcher.images.build import _pushes_path
 from launcher.images.build_context import left_out_of
-from tests.servers import end
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ def test_api_and_buckets_answer_only_tools_of_this_user(home: Path, monkeypatch:
         other = EmulatorState(emulator_id(home), port, str(home), "/nowhere", 0, 0)
         (home / "state.json").write_text(to_json(state))
         server = Server(home, "image", "volume")
-        server.acceptor.add(listener, lambda connection: serve_http(connection, server.google))
+        end = accept_in_thread(listener, lambda connection: serve_http(connection, server.google))
         own = {"Authorization": f"Bearer {state.token}"}
 
         def status(headers: dict[str, str]) -> int:
@@ -104,8 +103,7 @@ def test_api_and_buckets_answer_only_tools_of_this_user(home: Path, monkeypatch:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", other.storage)
         with pytest.raises(Forbidden, match="has its own token"):
             Client(project="p").get_bucket("bucket")
-        server.acceptor.remove(listener)
-        end(server.acceptor)
+        end.close()
 
 
 def test_data_can_be_kept(home: Path) -> None:

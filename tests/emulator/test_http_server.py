@@ -12,11 +12,10 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.emulator.http_server import Acceptor, Body, Disconnected, HttpResponse, serve_http
+from launcher.emulator.http_server import Body, Disconnected, HttpResponse, serve_http
 from launcher.emulator.state import Store
 from launcher.emulator.vm.host_containers import free_subnets
 from launcher.emulator.vm.hosts import Hosts
-from tests.servers import end
 
 CHUNKED = message_from_string("Transfer-Encoding: chunked")
 FIVE_BYTES = message_from_string("Content-Length: 5")
@@ -58,13 +57,12 @@ def test_a_client_that_expects_100_continue_gets_it_before_it_sends_the_body(rea
 def test_a_host_that_was_cut_off_is_answered_when_its_network_is_back(api: Any) -> None:
     """Over the listeners that its agent hands over, until the agent disconnects."""
     store, host = Store(api.state, None), api.ready().hosts[0]
-    acceptor = Acceptor()
 
     def serve(connection: socket.socket) -> None:
         hosts.await_network(host.hostname)
         connection.sendall(b"x")
 
-    hosts = Hosts(store, None, acceptor, lambda hostname: [serve] * 4)
+    hosts = Hosts(store, None, lambda hostname: [serve] * 4)
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
     agent, emulator = socket.socketpair()
     socket.send_fds(agent, [b"listeners"], [listener.fileno() for listener in listeners])
@@ -85,7 +83,6 @@ def test_a_host_that_was_cut_off_is_answered_when_its_network_is_back(api: Any) 
     agent.close()
     serving.join(5)
     assert not serving.is_alive()
-    end(acceptor)
 
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])

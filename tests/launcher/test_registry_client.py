@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.emulator.http_server import Disconnected, HttpRequest, HttpResponse, json_response
+from launcher.emulator.http_server import Disconnected, HttpRequest, HttpResponse, accept_in_thread, json_response
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import registry, repositories
 from launcher.images.layers import BaseImage, append_layers, choose_platform, read_image
@@ -156,13 +156,13 @@ def test_the_environments_proxy_is_used_with_its_login(server: RegistryServer, m
             target.shutdown(socket.SHUT_WR)
 
     with socket.create_server(("127.0.0.1", 0)) as proxy:
-        server.acceptor.add(proxy, tunnel)
+        end = accept_in_thread(proxy, tunnel)
         monkeypatch.delenv(ADDRESS)
         monkeypatch.setenv("https_proxy", f"http://me:secret%21@127.0.0.1:{proxy.getsockname()[1]}")
         monkeypatch.delenv("no_proxy", raising=False)
         with session() as registry:
             assert registry.find_manifest("p/images/code", "tag") is None
-        server.acceptor.remove(proxy)
+        end.close()
     assert heads[0].startswith(f"CONNECT {HOST}:443 ".encode())
     assert RegistryCredentials("me", "secret!").basic.encode() in heads[0]
 

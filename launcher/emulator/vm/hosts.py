@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlencode
 
 from launcher.emulator import faults
-from launcher.emulator.http_server import Acceptor, Disconnected
+from launcher.emulator.http_server import Disconnected, accept, accept_in_thread
 from launcher.emulator.state import EmulatorState, Host, Node, Store
 from launcher.emulator.vm.engine_client import LABEL, MACHINE_LABEL, EngineError, UnixConnection, filters
 from launcher.emulator.vm.engine_view import EngineRefusal
@@ -34,10 +35,10 @@ class Hosts:
 
     store: Store
     containers: HostContainers
-    acceptor: Acceptor
     services: Callable[[str], Sequence[Callable[[socket.socket], None]]]
     """Maps a hostname to what serves connections to its listeners: metadata, storage, storage over TLS, engine."""
-    control_sockets: dict[str, socket.socket] = field(default_factory=dict)
+    agent_sockets: dict[str, socket.socket] = field(default_factory=dict)
+    """Maps a hostname to a socket that, when it is closed, ends the accepting on the host's agent socket."""
     lock: threading.RLock = field(default_factory=threading.RLock)  # taken before the store's, never after
 
     def watch(self) -> None:
@@ -48,28 +49,21 @@ class Hosts:
     def open_agent_socket(self, host: Host) -> None:
         """Opens the socket on which the host's agent hands over its listeners, and serves it, unless it is open."""
         with self.lock:
-            if host.hostname in self.control_sockets:
-                return
-            folder = self.containers.folder(host)
-            folder.mkdir(mode=0o755, exist_ok=True)
-            listener = unix_listener(folder / "agent.sock")
-            self.control_sockets[host.hostname] = listener
-            self.acceptor.add(listener, lambda connection: self._serve_agent(host.hostname, connection))
+            if host.hostname not in self.agent_sockets:
+                folder = self.containers.folder(host)
+                folder.mkdir(mode=0o755, exist_ok=True)
+                listener = unix_listener(folder / "agent.sock")
+                self.agent_sockets[host.hostname] = accept_in_thread(
+                    listener, partial(self._serve_agent, host.hostname)
+                )
 
     def _serve_agent(self, hostname: str, connection: socket.socket) -> None:
         """Receives a host's four listeners and serves on them until its agent disconnects; closes them then."""
         connection.setblocking(True)
         _, descriptors, _, _ = socket.recv_fds(connection, 64, 4)
-        if len(descriptors) != 4:
-            return
-        listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-        for listener, serve in zip(listeners, self.services(hostname), strict=True):
-            self.acceptor.add(listener, serve)
-        with contextlib.suppress(OSError):
-            while connection.recv(64):
-                pass
-        for listener in listeners:
-            self.acceptor.remove(listener)
+        if len(descriptors) == 4:
+            listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+            accept(dict(zip(listeners, self.services(hostname), strict=True)), until=connection)
 
     def await_network(self, hostname: str) -> None:
         """Waits until a host that is cut off has its network again; after an hour returns without. Raises Disconnected
@@ -141,8 +135,8 @@ class Hosts:
                         for node in overdue:
                             faults.end_outage(node)
                 with self.lock:
-                    for name in set(self.control_sockets) - {host.hostname for host in hosts}:
-                        self.acceptor.remove(self.control_sockets.pop(name))
+                    for name in set(self.agent_sockets) - {host.hostname for host in hosts}:
+                        self.agent_sockets.pop(name).close()
                         shutil.rmtree(self.containers.sockets / name, ignore_errors=True)
             except (OSError, EngineError):
                 log.exception("timers")
