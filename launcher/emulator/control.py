@@ -26,9 +26,9 @@ from launcher.emulator.server import ACCESS_TOKEN, CONTROL, ENGINE
 from launcher.emulator.state import EmulatorState, emulator_id, from_json, to_json
 from launcher.emulator.tls import CA_FILE
 from launcher.emulator.vm import virtual_tpu
-from launcher.emulator.vm.engine_client import Engine, EngineError
+from launcher.emulator.vm.engine_client import LABEL, Engine, EngineError
 from launcher.emulator.vm.engine_images import remove_pulled
-from launcher.emulator.vm.host_containers import remove_everything
+from launcher.emulator.vm.host_containers import remove_all
 from launcher.errors import BadInput, LaunchError
 from launcher.home import is_held, lock, root, write_private
 from launcher.images.build import ensure_image, make_plan
@@ -101,7 +101,7 @@ def _stop(home: Path, keep_data: bool) -> None:
     _end_server(home, sockets)
     engine = Engine(state.engine if state is not None else _engine_path(None))
     try:
-        remove_everything(engine, emulator_id(home))
+        remove_all(engine, f"{LABEL}={emulator_id(home)}")
         if state is not None and state.registry_port:
             remove_pulled(engine, state.registry_port)
     except OSError as error:

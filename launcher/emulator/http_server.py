@@ -99,6 +99,7 @@ class HttpRequest:
     query: dict[str, str]  # decoded; of a repeated name the last value
     headers: Message
     body: Body
+    connection: socket.socket | None = None  # from which a handler that returns None may read on
 
     def json(self) -> dict[str, Any]:
         """Returns the body as a JSON object, {} for an empty body. Raises ValueError when it is anything else."""
@@ -195,7 +196,7 @@ class _Connection(BaseHTTPRequestHandler):
         parameters = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
         self.wfile.flush()  # `100 Continue`, for which a client may wait with its body
         try:
-            response = self._handler(HttpRequest(self.command, path, parameters, self.headers, body))
+            response = self._handler(HttpRequest(self.command, path, parameters, self.headers, body, self.connection))
         except Disconnected:
             response = None
         except Exception:

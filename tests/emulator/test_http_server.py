@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from launcher.emulator.http_server import Body, Disconnected, HttpResponse, serve_http
 from launcher.emulator.state import Store
-from launcher.emulator.vm.host_containers import free_subnets
 from launcher.emulator.vm.hosts import Hosts
 
 CHUNKED = message_from_string("Transfer-Encoding: chunked")
@@ -105,15 +104,6 @@ def test_a_multipart_body_that_is_cut_off_makes_no_object(storage: Any, bucket: 
         assert answer.status_code == 400
     assert not bucket.blob("x").exists()
     assert not list((storage.folder / bucket.name / "incoming").iterdir())
-
-
-@given(st.integers(0, 2**32 - 1))
-def test_an_emulators_network_overlaps_with_no_other(number: int) -> None:
-    emulator = f"{number:08x}"
-    first = free_subnets(emulator, [])
-    assert len(first) == len(set(first)) == 64
-    assert first[0] not in free_subnets(emulator, [first[0].replace("/22", "/24"), "172.17.0.0/16"])
-    assert free_subnets(emulator, ["10.0.0.0/8"]) == []
 
 
 def test_an_upload_that_is_refused_at_once_still_gets_its_answer(storage: Any) -> None:

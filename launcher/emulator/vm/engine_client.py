@@ -13,11 +13,12 @@ MACHINE_LABEL = "tpu-launch.emulator.machine"  # = <node>-<i>, on the container 
 
 
 class EngineError(Exception):
-    """The engine refused a call or failed; `status` is its HTTP status."""
+    """A call that an engine, emulated or real, refused: its HTTP status, the engine's message, and the call."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, status: int, message: str, call: str = "") -> None:
+        super().__init__(f"{call}: {message}" if call else message)
         self.status = status
+        self.message = message
 
 
 class UnixConnection(http.client.HTTPConnection):
@@ -47,7 +48,7 @@ class Engine:
         for a status of 400 or more; OSError when the engine is down, breaks off, or is silent for `timeout` seconds."""
         status, data = self.raw(method, path, query, body, timeout=timeout)
         if status >= 400:
-            raise EngineError(status, f"{method} {path}: {_error_text(data)}")
+            raise EngineError(status, _error_text(data), f"{method} {path}")
         return json.loads(data) if data.strip() else None
 
     def raw(

@@ -21,7 +21,6 @@ from launcher.emulator.http_server import HttpResponse
 from launcher.emulator.registry import EmulatedRegistry, repository_is_missing
 from launcher.emulator.state import Store
 from launcher.emulator.vm.engine_client import Engine, EngineError
-from launcher.emulator.vm.engine_view import EngineRefusal
 from launcher.images.repositories import Reference, is_google, parse_reference
 
 _USER = "oauth2accesstoken"
@@ -45,17 +44,23 @@ class EngineImages:
 
     # -- names
 
-    def resolve(self, name: str, *, only_pushed: bool) -> str:
-        """Returns the id of the image that was pushed under a registry's name; any other name unchanged. With
-        `only_pushed` (hosts), raises EngineRefusal 404 if none was. Without it (the workstation), tags, and digests
-        that were not pushed, stay unchanged too."""
+    def image_on_workstation(self, name: str) -> str:
+        """Returns the id of the image that was pushed under a registry's digest; any other name unchanged: a tag is the
+        workstation's engine's own, pushed or not."""
+        return (self._pushed(parse_reference(name)) or name) if is_registry(name) and "@" in name else name
+
+    def image_on_host(self, hostname: str, name: str) -> str:
+        """Returns the id of a registry's image that the host has pulled; a name outside of the registry unchanged.
+        Raises EngineError (404, no such image) if it has not, or while a fault affects its engine or the registry."""
         if not is_registry(name):
             return name
         image = self._pushed(parse_reference(name))
-        if image is None and only_pushed:
-            raise EngineRefusal(404, f"No such image: {name}")
-        # On the workstation a tag is its own engine's, pushed or not; only a digest needs the registry.
-        return image if image is not None and (only_pushed or "@" in name) else name
+        with self.store.read() as state:
+            entry = state.find_host(hostname)
+            trouble = faults.engine_trouble(state, hostname, registry=True)
+        if image is None or entry is None or image not in entry[1].pulled or trouble:
+            raise EngineError(404, f"No such image: {name}")
+        return image
 
     def _pushed(self, reference: Reference, version: str = "") -> str | None:
         """Returns the id of the image that was pushed as `version` ("": the reference's own); None if none was."""
@@ -79,46 +84,30 @@ class EngineImages:
         others = [digest for digest in image.get("RepoDigests") or [] if digest not in ours]
         return {**image, "RepoDigests": others + ours}
 
-    # -- faults
-
-    def _fault_message(self, hostname: str, image: str) -> str | None:
-        """Returns the injected error of a host's engine ("": the workstation's) or `image`'s registry; None if none."""
-        with self.store.read() as state:
-            return faults.engine_trouble(state, hostname, registry=is_registry(image))
-
     def refuse_when_broken(self, hostname: str, *, image: str = "") -> None:
-        """Raises EngineRefusal while a fault affects a host's engine ("": the workstation's) or `image`'s registry."""
-        if message := self._fault_message(hostname, image):
-            raise EngineRefusal(500, message)
-
-    def refuse_unless_pulled(self, hostname: str, name: str) -> None:
-        """Raises EngineRefusal (404, no such image) for a registry's image that the host has not pulled, or while a
-        fault affects the host's engine or the registry."""
-        if is_registry(name):
-            image = self._pushed(parse_reference(name))
-            with self.store.read() as state:
-                entry = state.find_host(hostname)
-                pulled = entry is not None and image in entry[1].pulled
-            if not pulled or self._fault_message(hostname, name):
-                raise EngineRefusal(404, f"No such image: {name}")
+        """Raises EngineError while a fault affects a host's engine ("": the workstation's) or `image`'s registry."""
+        with self.store.read() as state:
+            message = faults.engine_trouble(state, hostname, registry=is_registry(image))
+        if message:
+            raise EngineError(500, message)
 
     # -- pushes
 
     def push(self, reference: Reference, tag: str) -> HttpResponse:
         """Enters an image of the workstation as pushed, under `tag` ("": the reference's); with `full_pushes` first
-        sends its bytes to the registry, for up to 1 h. Returns the progress that docker shows. Raises EngineRefusal for
+        sends its bytes to the registry, for up to 1 h. Returns the progress that docker shows. Raises EngineError for
         an unknown image, no tag, a missing repository, a registry that is down, or a push that fails."""
         repository, tag = reference.repository, tag or reference.tag
         self.refuse_when_broken("", image=f"{reference}")
         with self.store.read() as state:
             full = state.full_pushes
             if repository_is_missing(state, repository):
-                raise EngineRefusal(404, f'name unknown: Repository "{repository.split("/")[2]}" not found')
+                raise EngineError(404, f'name unknown: Repository "{repository.split("/")[2]}" not found')
         if not tag:
-            raise EngineRefusal(400, "docker push --all-tags is not emulated: push one tag")
+            raise EngineError(400, "docker push --all-tags is not emulated: push one tag")
         status, data = self.engine.raw("GET", f"/images/{quote(f'{repository}:{tag}', safe='/:')}/json")
         if status != 200:
-            raise EngineRefusal(404, f"An image does not exist locally with the tag: {repository}")
+            raise EngineError(404, f"An image does not exist locally with the tag: {repository}")
         image = json.loads(data)["Id"]
         digest = self._push_bytes(image, repository, tag) if full else image
         self._enter(repository, tag, image, digest)
@@ -130,7 +119,7 @@ class EngineImages:
 
     def _push_bytes(self, image: str, repository: str, tag: str) -> str:
         """Has the engine push an image into the registry, by a name that is removed again. Returns the digest, or
-        raises EngineRefusal or EngineError."""
+        raises EngineError or EngineError."""
         name = f"{self._engine_prefix()}{repository}"
         self.engine.call("POST", f"/images/{quote(image, safe=':')}/tag", {"repo": name, "tag": tag})
         try:
@@ -140,14 +129,14 @@ class EngineImages:
                 self.engine.call("DELETE", f"/images/{quote(f'{name}:{tag}', safe='/:')}")
         digests = [record["aux"]["Digest"] for record in records if "Digest" in record.get("aux", {})]
         if not digests:
-            raise EngineRefusal(500, f"the engine pushed {repository}:{tag} without reporting a digest")
+            raise EngineError(500, f"the engine pushed {repository}:{tag} without reporting a digest")
         return str(digests[-1])
 
     # -- pulls
 
     def pull(self, hostname: str, name: str, tag: str, login: str) -> HttpResponse:
         """Enters an image as pulled by the host; moves bytes only if the workstation's store lacks it and a full push
-        sent them. `tag`: a tag or digest, "" if in `name`; `login`: the X-Registry-Auth header. Raises EngineRefusal
+        sent them. `tag`: a tag or digest, "" if in `name`; `login`: the X-Registry-Auth header. Raises EngineError
         for a wrong token, or an image that was not pushed, or was removed from the store since."""
         separator = "@" if tag.startswith("sha256:") else ":"
         reference = parse_reference(f"{name}{separator}{tag}" if tag else name)
@@ -155,7 +144,7 @@ class EngineImages:
             entry = state.find_host(hostname)
             token = entry[1].token if entry else ""
         if _password(login) != token:
-            raise EngineRefusal(
+            raise EngineError(
                 500,
                 f'Head "https://{reference.host}/v2/{reference.path}/manifests/{reference.version}": denied: '
                 "Unauthenticated request. Unauthenticated requests do not have permission "
@@ -165,10 +154,10 @@ class EngineImages:
         unknown = f'manifest for {reference} not found: manifest unknown: Failed to fetch "{reference.version}"'
         image = self._fetch(reference)
         if image is None:
-            raise EngineRefusal(404, unknown)
+            raise EngineError(404, unknown)
         if not self._is_stored(image):
             reason = "it was pushed, and then removed from the workstation's store; push it again"
-            raise EngineRefusal(404, f"{unknown} ({reason})")
+            raise EngineError(404, f"{unknown} ({reason})")
         with self.store.change() as state:
             if (entry := state.find_host(hostname)) and image not in entry[1].pulled:
                 entry[1].pulled.append(image)
@@ -202,7 +191,7 @@ class EngineImages:
             return f"127.0.0.1:{state.registry_port}/"
 
     def _transfer(self, path: str, query: dict[str, str]) -> list[dict[str, dict[str, str]]]:
-        """Has the engine push or pull, within an hour. Returns its records. Raises EngineRefusal for a failure."""
+        """Has the engine push or pull, within an hour. Returns its records. Raises EngineError for a failure."""
         with self.store.read() as state:
             login = json.dumps({"username": _USER, "password": state.token}).encode()
         headers = {"X-Registry-Auth": base64.urlsafe_b64encode(login).decode()}
@@ -210,7 +199,7 @@ class EngineImages:
         records = [json.loads(line) for line in data.splitlines() if line.strip()]
         failures = [str(record["error"]) for record in records if "error" in record]
         if status >= 400 or failures:
-            raise EngineRefusal(500, failures[-1] if failures else data.decode(errors="replace")[:300])
+            raise EngineError(500, failures[-1] if failures else data.decode(errors="replace")[:300])
         return records
 
 

@@ -25,21 +25,13 @@ from launcher.emulator.state import Store
 from launcher.emulator.vm import engine_view, virtual_tpu
 from launcher.emulator.vm.engine_client import Engine, EngineError
 from launcher.emulator.vm.engine_images import EngineImages, is_registry
-from launcher.emulator.vm.engine_view import EngineRefusal, EngineView
+from launcher.emulator.vm.engine_view import EngineView
 from launcher.errors import BadInput
 from launcher.images.repositories import parse_reference
 
 _CALL_SECONDS = 600.0
 _JSON = {"Content-Type": "application/json"}  # docker reads an error of no other type
 _BLOCK = 1 << 18
-
-
-@dataclass
-class EngineRequest(HttpRequest):
-    """A request to an engine. The path is without the version."""
-
-    connection: socket.socket
-    version: str  # "/v1.41" or ""
 
 
 Reply = HttpResponse | None  # None: the request was forwarded, and the engine has answered
@@ -52,7 +44,7 @@ class EngineProxy:
     store: Store
     engine: Engine
     images: EngineImages
-    bind: Callable[[str, str], str]  # maps (hostname, folder of the host) to the workstation's; may raise EngineRefusal
+    bind: Callable[[str, str], str]  # maps (hostname, folder of the host) to the workstation's; may raise EngineError
     ca: Path  # a file of certificates that containers of hosts trust
     tpu_volume: str  # for containers that get virtual TPU devices
 
@@ -66,21 +58,19 @@ class EngineProxy:
         """Answers the requests of the workstation's docker client until it closes the connection."""
         _serve(connection, self._answer_workstation)
 
-    def _answer_workstation(self, request: EngineRequest) -> Reply:
+    def _answer_workstation(self, request: HttpRequest) -> Reply:
         """Answers pushes to Google's registries and image inspections; changes new containers as
         `create_on_workstation`; forwards the rest."""
-        parts = request.path.strip("/").split("/")
-        if request.method == "POST" and request.path == "/containers/create":
-            body = request.json()
-            image = self.images.resolve(str(body.get("Image", "")), only_pushed=False)
-            body = engine_view.create_on_workstation(body, self._emulator, self._storage, image=image)
-            return self._call(request, "/containers/create", body)
-        if parts[0] == "images" and len(parts) > 2:
-            name = unquote("/".join(parts[1:-1]))
-            if request.method == "POST" and parts[-1] == "push" and is_registry(name):
-                return self.images.push(parse_reference(name), request.query.get("tag", ""))
-            if request.method == "GET" and parts[-1] == "json":
-                return self._inspect_image(request, name, only_pushed=False)
+        match (request.method, _split_path(request.path)[1]):
+            case ("POST", ["containers", "create"]):
+                body = request.json()
+                image = self.images.image_on_workstation(str(body.get("Image", "")))
+                body = engine_view.create_on_workstation(body, self._emulator, self._storage, image=image)
+                return self._call(request, "/containers/create", body)
+            case ("POST", ["images", *name, "push"]) if is_registry("/".join(name)):
+                return self.images.push(parse_reference("/".join(name)), request.query.get("tag", ""))
+            case ("GET", ["images", *name, "json"]) if name:
+                return self._inspect_image(request, self.images.image_on_workstation("/".join(name)))
         return self._forward(request)
 
     # -- a host
@@ -90,9 +80,9 @@ class EngineProxy:
         view = EngineView(self._emulator, hostname)
         _serve(connection, lambda request: self._answer_host(request, view))
 
-    def _answer_host(self, request: EngineRequest, view: EngineView) -> Reply:
-        """Answers about the engine, the host's containers, or images (to read and pull); else raises EngineRefusal."""
-        parts = [unquote(part) for part in request.path.strip("/").split("/")]
+    def _answer_host(self, request: HttpRequest, view: EngineView) -> Reply:
+        """Answers about the engine, the host's containers, or images (to read and pull); else raises EngineError."""
+        parts = _split_path(request.path)[1]
         match (request.method, parts):
             case ("GET" | "HEAD", ["_ping" | "version"]) | ("GET", ["images", "json"]):
                 return self._forward(request)
@@ -111,10 +101,9 @@ class EngineProxy:
                     return self._forward(request)
                 return self.images.pull(view.hostname, name, tag, request.headers.get("X-Registry-Auth", ""))
             case ("GET", ["images", *name, "json"]):
-                self.images.refuse_unless_pulled(view.hostname, "/".join(name))
-                return self._inspect_image(request, "/".join(name), only_pushed=True)
+                return self._inspect_image(request, self.images.image_on_host(view.hostname, "/".join(name)))
             case ("DELETE" | "POST", ["images", *_]):
-                raise EngineRefusal(
+                raise EngineError(
                     409, "the images of an emulated TPU VM are the workstation's: remove, tag or push them there"
                 )
             case ("GET", ["containers", "json"]):
@@ -127,8 +116,8 @@ class EngineProxy:
                 return self._answer_container(request, view, name, action)
         raise _unavailable(request, parts)
 
-    def _answer_container(self, request: EngineRequest, view: EngineView, name: str, action: list[str]) -> Reply:
-        """Answers a request about a container of the host. Raises EngineRefusal for others, and for an `action`, the
+    def _answer_container(self, request: HttpRequest, view: EngineView, name: str, action: list[str]) -> Reply:
+        """Answers a request about a container of the host. Raises EngineError for others, and for an `action`, the
         path after the container, that is not emulated."""
         path = f"/containers/{self._own_container(name, view)}"
         match (request.method, action):
@@ -143,17 +132,16 @@ class EngineProxy:
                 return self._forward(request, "/".join([path, verb, *rest]))
         raise _unavailable(request, ["containers", name])
 
-    def _create_container(self, request: EngineRequest, view: EngineView) -> Reply:
-        """Creates a container for the host, and volumes that it names. Raises EngineRefusal if the host's engine is
+    def _create_container(self, request: HttpRequest, view: EngineView) -> Reply:
+        """Creates a container for the host, and volumes that it names. Raises EngineError if the host's engine is
         broken, the image was not pulled, or a setting is not emulated."""
         body = request.json()
-        name, image_name = request.query.get("name", ""), str(body.get("Image", ""))
+        name = request.query.get("name", "")
         self.images.refuse_when_broken(view.hostname)
         # The engine makes up a name where none is given. It gets no prefix, and none is stripped when it is shown.
         if name:
             request.query["name"] = view.prefix + name.removeprefix("/")
-        image = self.images.resolve(image_name, only_pushed=True)
-        self.images.refuse_unless_pulled(view.hostname, image_name)
+        image = self.images.image_on_host(view.hostname, str(body.get("Image", "")))
         new = engine_view.create_on_host(
             body,
             view,
@@ -182,7 +170,7 @@ class EngineProxy:
         return view.prefix + name
 
     def _own_container(self, name: str, view: EngineView) -> str:
-        """Returns the id of a container of the host. Raises EngineRefusal when the host has none of that name."""
+        """Returns the id of a container of the host. Raises EngineError when the host has none of that name."""
         return engine_view.resolve_container(name, self.engine.containers(*view.labels), view)
 
     def _present_container(self, value: dict[str, Any], view: EngineView) -> dict[str, Any]:
@@ -195,15 +183,13 @@ class EngineProxy:
 
     # -- both
 
-    def _inspect_image(self, request: EngineRequest, name: str, *, only_pushed: bool) -> Reply:
-        """Returns an image's inspection, with the digests under which it was pushed. Raises EngineRefusal for a name in
-        a registry that must have been pushed (`only_pushed`) and was not."""
-        image = self.images.resolve(name, only_pushed=only_pushed)
+    def _inspect_image(self, request: HttpRequest, image: str) -> Reply:
+        """Returns an image's inspection, with the digests under which it was pushed."""
         return self._call(request, f"/images/{quote(image, safe='/:@')}/json", None, self.images.add_digests)
 
     def _call(
         self,
-        request: EngineRequest,
+        request: HttpRequest,
         path: str,
         body: Any,
         present: Callable[[Any], Any] = lambda value: value,
@@ -212,34 +198,38 @@ class EngineProxy:
         """Sends the request's method and query with `body` (None: empty) to the engine's `path`. Returns its answer:
         JSON, changed by `present`, or its error, whose names lose `view`'s prefix."""
         method, query = request.method, request.query
-        status, data = self.engine.raw(method, request.version + path, query, body, timeout=_CALL_SECONDS)
+        path = _split_path(request.path)[0] + path
+        status, data = self.engine.raw(method, path, query, body, timeout=_CALL_SECONDS)
         if status < 300 and data.strip():
             data = json.dumps(present(json.loads(data))).encode()
         elif view is not None:
             data = data.replace(view.prefix.encode(), b"")
         return HttpResponse(status, data, _JSON)
 
-    def _forward(self, request: EngineRequest, path: str = "") -> Reply:
+    def _forward(self, request: HttpRequest, path: str = "") -> Reply:
         """Sends the request to the engine, with another path (percent-encoded, without the version) if one is given,
         then copies bytes both ways until the engine has ended, and ends the client's stream."""
+        client = request.connection
+        assert client is not None
         upgrade = "upgrade" in request.headers.get("Connection", "").lower()
         query = "?" + urlencode(request.query) if request.query else ""
-        head = [f"{request.method} {request.version}{path or request.path}{query} HTTP/1.1"]
+        path = _split_path(request.path)[0] + path if path else request.path
+        head = [f"{request.method} {path}{query} HTTP/1.1"]
         for name, value in request.headers.items():
             if upgrade or name.lower() not in ("connection", "keep-alive"):
                 head.append(f"{name}: {value}")
         if not upgrade:
             head.append("Connection: close")
-        request.connection.settimeout(None)
+        client.settimeout(None)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as upstream:
             upstream.connect(self.engine.path)
             upstream.sendall(("\r\n".join(head) + "\r\n\r\n").encode("latin-1"))
-            client_side = threading.Thread(target=_copy, args=(request.connection, upstream), daemon=True)
+            client_side = threading.Thread(target=_copy, args=(client, upstream), daemon=True)
             client_side.start()
-            _copy(upstream, request.connection)
+            _copy(upstream, client)
             # The engine has sent everything; nothing reads what the client still sends.
             with contextlib.suppress(OSError):
-                request.connection.shutdown(socket.SHUT_RDWR)
+                client.shutdown(socket.SHUT_RDWR)
             client_side.join(60)
         return None
 
@@ -253,21 +243,16 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
         target.shutdown(socket.SHUT_WR)
 
 
-def _serve(connection: socket.socket, answer: Callable[[EngineRequest], Reply]) -> None:
+def _serve(connection: socket.socket, answer: Callable[[HttpRequest], Reply]) -> None:
     """Answers the requests of a connection; refusals and a missing engine become errors in the engine's format."""
 
     def handle(request: HttpRequest) -> Reply:
-        match = re.match(r"/v\d+\.\d+(?=/)", request.path)
-        version = match[0] if match else ""
-        fields = {**vars(request), "path": request.path.removeprefix(version)}
         try:
-            return answer(EngineRequest(**fields, connection=connection, version=version))
-        except EngineRefusal as refusal:
-            status, text = refusal.status, str(refusal)
+            return answer(request)
+        except EngineError as error:
+            status, text = error.status, error.message
         except BadInput as error:
             status, text = 400, str(error)
-        except EngineError as error:
-            status, text = error.status, str(error).split(": ", 1)[-1]
         except OSError as error:
             status, text = 503, f"the workstation's engine does not answer: {error}"
         return json_response({"message": text}, status, _JSON)
@@ -275,10 +260,16 @@ def _serve(connection: socket.socket, answer: Callable[[EngineRequest], Reply]) 
     serve_http(connection, handle, read_ahead=False)  # `_forward` passes on what the connection still holds
 
 
-def _unavailable(request: EngineRequest, parts: list[str]) -> EngineRefusal:
+def _split_path(path: str) -> tuple[str, list[str]]:
+    """Splits a request's path into the API's version ("/v1.41" or "") and the other parts, decoded."""
+    version, rest = re.fullmatch(r"(/v\d+\.\d+(?=/))?(.*)", path).groups("")  # type: ignore[union-attr]
+    return version, [unquote(part) for part in rest.strip("/").split("/")]
+
+
+def _unavailable(request: HttpRequest, parts: list[str]) -> EngineError:
     """Returns the refusal of a request: 404 for a GET of one object, so that docker tries the next kind; else 403."""
     if request.method == "GET" and len(parts) > 1:
         # `docker inspect NAME` tries every kind of object in turn, and goes on only after a 404.
         kind, name = parts[0].removesuffix("s"), parts[1]
-        return EngineRefusal(404, f"no such {kind}: {name} (an emulated TPU VM has containers and images)")
-    return EngineRefusal(403, f"{request.method} {request.path} is not available on an emulated TPU VM")
+        return EngineError(404, f"no such {kind}: {name} (an emulated TPU VM has containers and images)")
+    return EngineError(403, f"{request.method} {request.path} is not available on an emulated TPU VM")

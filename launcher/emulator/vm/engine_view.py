@@ -22,15 +22,15 @@ CONTAINER_CA = "/etc/tpu-launch-emulator-ca.pem"
 _LOST_EXIT_CODE = 255  # what an engine reports, after a reboot, for a container whose end it did not see (moby #45800)
 _OUR_LABELS = (LABEL, HOST_LABEL, MACHINE_LABEL, REQUESTED_LABEL)
 
+# Settings of HostConfig that would show a container the workstation, or another container.
+_REFUSED = (
+    "VolumesFrom", "Links", "CgroupParent", "PidMode", "IpcMode", "UTSMode", "UsernsMode", "CgroupnsMode",
+)  # fmt: skip
 # Calls on one container that are passed through.
 CONTAINER_ACTIONS = frozenset((
     "logs", "start", "stop", "kill", "restart", "wait", "attach", "exec", "top", "stats", "archive", "pause", "unpause",
     "resize", "changes", "export", "update",
 ))  # fmt: skip
-
-
-class EngineRefusal(EngineError):
-    """The emulated engine refuses a request."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def create_on_host(
     """Returns the body of containers/create for the workstation's engine, from the host's. `bind` and `volume` map a
     folder or a volume of the host to the workstation's. The container runs `image`, trusts the certificates in the file
     `ca` unless it sets CURL_CA_BUNDLE, and gets the virtual TPU of `tpu_volume` (None: the CPU) if PJRT_DEVICE is TPU.
-    Raises EngineRefusal for a setting that is not emulated, or from `bind`."""
+    Raises EngineError for a setting that is not emulated, or from `bind`."""
     new = copy.deepcopy(body)
     host = new["HostConfig"] = new.get("HostConfig") or {}
     requested = {
@@ -76,14 +76,13 @@ def create_on_host(
     new["Image"] = image
     new["Env"] = container_environment(body.get("Env") or [], HOST_STORAGE, has_tpu=tpu_volume is not None)
     _set_network(new, host, view)
-    shared_memory = _set_namespaces(host, view, bind)
     _set_privileges(host)
-    for key in ("VolumesFrom", "Links", "CgroupParent"):
-        if host.get(key):
-            raise EngineRefusal(400, f"HostConfig.{key} is not supported on an emulated TPU VM")
+    for key in _REFUSED:
+        if host.get(key) and host[key] != "private":
+            raise EngineError(400, f"HostConfig.{key} is not supported on an emulated TPU VM")
     if (host.get("RestartPolicy") or {}).get("Name") in ("always", "unless-stopped"):
-        raise EngineRefusal(400, "a container that restarts with its host is not supported on an emulated TPU VM")
-    host["Binds"] = [*shared_memory, *(_map_bind(text, bind, volume) for text in host.get("Binds") or [])]
+        raise EngineError(400, "a container that restarts with its host is not supported on an emulated TPU VM")
+    host["Binds"] = [_map_bind(text, bind, volume) for text in host.get("Binds") or []]
     if tpu_volume is not None:
         host["Binds"].append(f"{tpu_volume}:{virtual_tpu.MOUNTED_AT}:ro")
     if not any(variable.startswith("CURL_CA_BUNDLE=") for variable in new["Env"]):
@@ -122,20 +121,20 @@ def container_environment(environment: list[str], storage: str, *, has_tpu: bool
 
 def _set_network(new: dict[str, Any], host: dict[str, Any], view: EngineView) -> None:
     """Replaces --network host by the network of the host's container, and drops host name, MAC address and ports, which
-    the engine refuses beside it; leaves bridge and none. Changes `new` and `host`, its HostConfig. Raises EngineRefusal
+    the engine refuses beside it; leaves bridge and none. Changes `new` and `host`, its HostConfig. Raises EngineError
     for DNS settings and added hosts with --network host, published ports without it, and other networks."""
     mode = host.get("NetworkMode") or "default"
     if mode in ("default", "bridge", "none"):
         if any(host.get("PortBindings") or {}) or host.get("PublishAllPorts"):
-            raise EngineRefusal(
+            raise EngineError(
                 400, "publishing ports is not supported on an emulated TPU VM: use --network host, as on a TPU slice"
             )
         return
     if mode != "host":
-        raise EngineRefusal(404, f"network {mode} not found (an emulated TPU VM has host, bridge and none)")
+        raise EngineError(404, f"network {mode} not found (an emulated TPU VM has host, bridge and none)")
     for key in ("ExtraHosts", "Dns", "DnsOptions", "DnsSearch"):
         if host.get(key):
-            raise EngineRefusal(
+            raise EngineError(
                 400, f"HostConfig.{key} together with --network host is not supported on an emulated TPU VM"
             )
     host["NetworkMode"] = f"container:{view.hostname}"
@@ -146,31 +145,13 @@ def _set_network(new: dict[str, Any], host: dict[str, Any], view: EngineView) ->
         host.pop(key, None)
 
 
-def _set_namespaces(host: dict[str, Any], view: EngineView, bind: Callable[[str], str]) -> list[str]:
-    """Replaces, in the HostConfig `host`, "host" in --pid by the emulated host, in --ipc by private (the returned bind
-    shares /dev/shm), in --uts, --userns and --cgroupns by the default. Raises EngineRefusal for another container's."""
-    binds = []
-    if host.get("PidMode") == "host":
-        host["PidMode"] = f"container:{view.hostname}"
-    if host.get("IpcMode") == "host":
-        host["IpcMode"] = "private"
-        binds.append(f"{bind('/dev/shm')}:/dev/shm")
-    for key in ("PidMode", "IpcMode"):
-        if str(host.get(key, "")).startswith("container:") and host[key] != f"container:{view.hostname}":
-            raise EngineRefusal(400, f"HostConfig.{key} of another container is not supported on an emulated TPU VM")
-    for key in ("UTSMode", "UsernsMode", "CgroupnsMode"):
-        if host.get(key) == "host":
-            host[key] = ""
-    return binds
-
-
 def _set_privileges(host: dict[str, Any]) -> None:
     """Changes the HostConfig `host`: privileged containers get all capabilities but SYS_RESOURCE, and no seccomp or
-    AppArmor; memlock limits are dropped. Raises EngineRefusal for devices."""
+    AppArmor; memlock limits are dropped. Raises EngineError for devices."""
     for device in host.get("Devices") or []:
         path = device.get("PathOnHost", "")
         doing = f'gathering device information while adding custom device "{path}"'
-        raise EngineRefusal(400, f"error {doing}: an emulated TPU VM has no devices")
+        raise EngineError(400, f"error {doing}: an emulated TPU VM has no devices")
     if host.pop("Privileged", False):
         host["CapAdd"] = ["ALL"]
         # Many sandboxes and rootless engines lack this capability, and requesting it fails there.
@@ -235,23 +216,23 @@ def present_listing(values: list[dict[str, Any]], view: EngineView, names: list[
 
 def listing_query(query: dict[str, str], view: EngineView) -> tuple[dict[str, str], list[str]]:
     """Splits a host's query into the engine's query, restricted to the host's labels, and the name filters for
-    `present_listing`. Raises EngineRefusal for filters that are not JSON, and for a limit beside a name."""
+    `present_listing`. Raises EngineError for filters that are not JSON, and for a limit beside a name."""
     try:
         # Clients send a filter's values as a list, or as the keys of an object.
         given = json.loads(query.get("filters") or "{}")
         filters = {str(key): [str(item) for item in items] for key, items in given.items()}
     except (ValueError, TypeError, AttributeError):
-        raise EngineRefusal(400, f"invalid filters: {query['filters'][:100]}") from None
+        raise EngineError(400, f"invalid filters: {query['filters'][:100]}") from None
     names = filters.pop("name", [])
     if names and int(query.get("limit") or 0) > 0:
-        raise EngineRefusal(400, "a limit together with a filter by name is not supported on an emulated TPU VM")
+        raise EngineError(400, "a limit together with a filter by name is not supported on an emulated TPU VM")
     filters["label"] = [*filters.get("label", []), *view.labels]
     return {**query, "filters": json.dumps(filters)}, names
 
 
 def resolve_container(name: str, own: list[dict[str, Any]], view: EngineView) -> str:
     """Returns the id of the host's container with a name, an id, or the start of an id (`own`: the engine's listing).
-    Raises EngineRefusal with the engine's own message when none or several match."""
+    Raises EngineError with the engine's own message when none or several match."""
     ids = [str(container["Id"]) for container in own]
     if name in ids:
         return name
@@ -262,8 +243,8 @@ def resolve_container(name: str, own: list[dict[str, Any]], view: EngineView) ->
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise EngineRefusal(400, f"Multiple IDs found with provided prefix: {name}")
-    raise EngineRefusal(404, f"No such container: {name}")
+        raise EngineError(400, f"Multiple IDs found with provided prefix: {name}")
+    raise EngineError(404, f"No such container: {name}")
 
 
 def _strip_prefix(name: str, view: EngineView) -> str:

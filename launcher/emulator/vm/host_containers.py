@@ -9,7 +9,6 @@ Every function may be repeated.
 """
 
 import contextlib
-import ipaddress
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -33,6 +32,9 @@ SHARED = {
 }
 
 
+_REMOVE = {"force": "1", "v": "1"}  # kills a container that runs, and removes its anonymous volumes
+
+
 class HostContainers:
     """The containers, the volumes and the network of one emulator's hosts."""
 
@@ -47,26 +49,30 @@ class HostContainers:
         return f"tpu-launch-{self.emulator}"
 
     def ensure_network(self, subnet: str) -> str:
-        """Creates the network unless it exists, with `subnet` if that is free, else ("" too) with another one. Returns
-        its subnet, which may differ from `subnet`. Raises EngineError when no subnet is free."""
+        """Creates the network unless it exists: with `subnet` if that is free, else ("" too) with one that the engine
+        chooses. Returns its subnet. Raises EngineError when none is free."""
+
+        def create(name: str, **ipam: Any) -> None:
+            body = {"Name": name, "CheckDuplicate": True, "Driver": "bridge", "Labels": {LABEL: self.emulator}}
+            self.engine.call("POST", "/networks/create", body={**body, "IPAM": {"Driver": "default", **ipam}})
+
+        def find(name: str) -> str:
+            return str(self.engine.call("GET", f"/networks/{name}")["IPAM"]["Config"][0]["Subnet"])
+
+        probe = f"{self.network}-probe"
         with contextlib.suppress(EngineError):
-            network = self.engine.call("GET", f"/networks/{self.network}")
-            return str(network["IPAM"]["Config"][0]["Subnet"])
-        error: EngineError | None = None
-        for candidate in ([subnet] if subnet else []) + free_subnets(self.emulator, _routed_subnets()):
-            body = {
-                "Name": self.network,
-                "CheckDuplicate": True,
-                "Driver": "bridge",
-                "IPAM": {"Driver": "default", "Config": [{"Subnet": candidate}]},
-                "Labels": {LABEL: self.emulator},
-            }
-            try:
-                self.engine.call("POST", "/networks/create", body=body)
-                return candidate
-            except EngineError as refused:
-                error = refused
-        raise EngineError(500, f"no free network for the emulated hosts: {error}")
+            return find(self.network)
+        for _ in range(10):
+            if subnet:
+                with contextlib.suppress(EngineError):  # another network has taken it
+                    create(self.network, Config=[{"Subnet": subnet}])
+                    return subnet
+            # The engine knows which subnets are free, but gives containers fixed addresses only in a requested one.
+            _call(self.engine, "DELETE", f"/networks/{probe}")  # of a server that was killed
+            create(probe)
+            subnet = find(probe)
+            _call(self.engine, "DELETE", f"/networks/{probe}")
+        raise EngineError(500, "no free network for the emulated hosts")
 
     def folder(self, host: Host) -> Path:
         """Returns the workstation's folder of the host's control socket."""
@@ -120,27 +126,20 @@ class HostContainers:
         volume = self.engine.call("GET", f"/volumes/{host.hostname}{path.replace('/', '-')}")
         return Path(volume["Mountpoint"])
 
-    def _list_on(self, hostname: str, *states: str) -> list[str]:
-        """Returns the ids of the containers of a host that are in one of these states; without any, of all."""
-        found = self.engine.containers(f"{LABEL}={self.emulator}", f"{HOST_LABEL}={hostname}")
-        return [container["Id"] for container in found if not states or container["State"] in states]
-
     def kill(self, host: Host) -> None:
         """Kills the host, then its containers, with SIGKILL; logs refused kills. Raises EngineError if it can't list
         them."""
-        self._call("POST", f"/containers/{host.hostname}/kill")
+        self._act(host, "kill")
         self.kill_containers(host.hostname)
 
     def kill_containers(self, hostname: str) -> None:
         """Kills the containers that run on a host, not the host; logs what the engine refuses."""
-        alive = self._list_on(hostname, "running", "restarting", "paused")
-        self._call_all("POST", [f"/containers/{container}/kill" for container in alive])
+        self._act_on_containers(hostname, "kill", "running", "restarting", "paused")
 
     def power_off(self, host: Host) -> None:
         """Stops the host as a shutdown does: first its containers (SIGTERM, 10 s later SIGKILL), then itself (5 s)."""
-        running = self._list_on(host.hostname, "running")
-        self._call_all("POST", [f"/containers/{container}/stop" for container in running], {"t": "10"})
-        self._call("POST", f"/containers/{host.hostname}/stop", {"t": "5"})
+        self._act_on_containers(host.hostname, "stop?t=10", "running")
+        self._act(host, "stop?t=5")
 
     def start(self, host: Host) -> None:
         """Starts a host that exists, else raises EngineError. Its containers stay ended, whatever restart policy."""
@@ -148,44 +147,39 @@ class HostContainers:
 
     def hang(self, host: Host) -> None:
         """Pauses all processes of the host and its containers: connections stay open, and nothing answers on them."""
-        for name in (*self._list_on(host.hostname, "running"), host.hostname):
-            self._call("POST", f"/containers/{name}/pause")
+        self._act_on_containers(host.hostname, "pause", "running")
+        self._act(host, "pause")
 
     def wake(self, host: Host) -> None:
         """Continues the processes that `hang` has paused; logs what the engine refuses."""
-        for name in (host.hostname, *self._list_on(host.hostname, "paused")):
-            self._call("POST", f"/containers/{name}/unpause")
+        self._act(host, "unpause")
+        self._act_on_containers(host.hostname, "unpause", "paused")
 
     def cut(self, host: Host) -> None:
         """Disconnects the host from the network: no ssh, no peers. Its processes continue."""
-        self._call("POST", f"/networks/{self.network}/disconnect", body={"Container": host.hostname, "Force": True})
+        body = {"Container": host.hostname, "Force": True}
+        _call(self.engine, "POST", f"/networks/{self.network}/disconnect", body=body)
 
     def join(self, host: Host) -> None:
         """Reconnects the host with the same address, unless it is connected; logs the engine's refusal."""
         endpoint = {"IPAMConfig": {"IPv4Address": host.address}}
-        self._call(
-            "POST", f"/networks/{self.network}/connect", body={"Container": host.hostname, "EndpointConfig": endpoint}
-        )
+        body = {"Container": host.hostname, "EndpointConfig": endpoint}
+        _call(self.engine, "POST", f"/networks/{self.network}/connect", body=body)
 
     def remove(self, host: Host) -> None:
-        """Kills and removes the host, its containers and its volumes; logs what the engine refuses."""
-        self._call("POST", f"/containers/{host.hostname}/kill")
-        names = [*self._list_on(host.hostname), host.hostname]
-        self._call_all("DELETE", [f"/containers/{name}" for name in names], {"force": "1", "v": "1"})
-        own_volumes = filters(label=[f"{LABEL}={self.emulator}", f"{HOST_LABEL}={host.hostname}"])
-        for volume in self.engine.call("GET", "/volumes", {"filters": own_volumes})["Volumes"] or []:
-            self._call("DELETE", f"/volumes/{volume['Name']}", {"force": "1"})
+        """Kills and removes the host, its containers and its volumes. Raises EngineError if some remain."""
+        _call(self.engine, "DELETE", f"/containers/{host.hostname}", _REMOVE)
+        remove_all(self.engine, f"{LABEL}={self.emulator}", f"{HOST_LABEL}={host.hostname}")
 
-    def _call(self, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None) -> None:
-        """Makes a call. Ignores errors that mean "already done" (gone, stopped, not connected) and logs others."""
-        try:
-            self.engine.call(method, path, query, body)
-        except EngineError as error:
-            if error.status not in (304, 404, 409):
-                log.warning("%s", error)
+    def _act(self, host: Host, action: str) -> None:
+        """Does an action of the engine's API on the host's own container; logs the engine's refusal."""
+        _call(self.engine, "POST", f"/containers/{host.hostname}/{action}")
 
-    def _call_all(self, method: str, paths: list[str], query: dict[str, Any] | None = None) -> None:
-        in_parallel(lambda path: self._call(method, path, query), paths)
+    def _act_on_containers(self, hostname: str, action: str, *states: str) -> None:
+        """Does an action on the containers of a host that are in one of these states; logs what the engine refuses."""
+        found = self.engine.containers(f"{LABEL}={self.emulator}", f"{HOST_LABEL}={hostname}")
+        paths = [f"/containers/{each['Id']}/{action}" for each in found if each["State"] in states]
+        in_parallel(lambda path: _call(self.engine, "POST", path), paths)
 
 
 def in_parallel(act: Callable[[T], Any], items: Iterable[T]) -> None:
@@ -194,48 +188,28 @@ def in_parallel(act: Callable[[T], Any], items: Iterable[T]) -> None:
         list(pool.map(act, items))
 
 
-def _routed_subnets() -> list[str]:
-    """Returns the subnets to which the workstation has routes, those of the engine's networks included, as CIDR."""
-    taken = []
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/route").read_text().splitlines()[1:]:
-            _, destination, _, _, _, _, _, mask, *_ = line.split()
-            if destination != "00000000":
-                address = ipaddress.IPv4Address(int.from_bytes(bytes.fromhex(destination)[::-1], "big"))
-                taken.append(f"{address}/{bin(int(mask, 16)).count('1')}")
-    return taken
-
-
-def free_subnets(emulator: str, taken: list[str]) -> list[str]:
-    """Returns those of 64 networks /22 in 10.128.0.0/9 (Google's default network) that overlap with no network in
-    `taken` (CIDR). The emulator's id decides which 64, so that two emulators seldom try the same one."""
-    used = [ipaddress.ip_network(network, strict=False) for network in taken]
-    start = int(emulator, 16) % (128 * 64)
-    candidates = []
-    for offset in range(64):
-        second, block = divmod((start + offset * 131) % (128 * 64), 64)
-        network = ipaddress.ip_network(f"10.{128 + second}.{block * 4}.0/22")
-        if not any(network.overlaps(other) for other in used if other.version == 4):
-            candidates.append(str(network))
-    return candidates
-
-
-def remove_everything(engine: Engine, emulator: str) -> None:
-    """Removes every container, volume and network of an emulator. Lists them again after each removal: the engine may
-    still be creating a container for a server that is gone. Raises EngineError when some remain after 20 passes,
-    OSError when the engine is down."""
-    label = f"{LABEL}={emulator}"
-    containers = HostContainers(engine, emulator, "", Path())
+def remove_all(engine: Engine, *labels: str) -> None:
+    """Removes every container, volume and network that has all `labels` ("key=value"). Lists them again after each
+    removal: the engine may still be creating a container for a server that is gone. Raises EngineError when some remain
+    after 20 passes, OSError when the engine is down."""
+    query = {"filters": filters(label=list(labels))}
     for _ in range(20):
-        names = [f"/containers/{container['Id']}" for container in engine.containers(label)]
-        containers._call_all("DELETE", names, {"force": "1", "v": "1"})
-        volumes = engine.call("GET", "/volumes", {"filters": filters(label=[label])})["Volumes"] or []
-        networks = engine.call("GET", "/networks", {"filters": filters(label=[label])})
-        rest = [f"/volumes/{volume['Name']}" for volume in volumes]
+        containers = [f"/containers/{container['Id']}" for container in engine.containers(*labels)]
+        in_parallel(lambda path: _call(engine, "DELETE", path, _REMOVE), containers)
+        volumes, networks = engine.call("GET", "/volumes", query)["Volumes"], engine.call("GET", "/networks", query)
+        rest = [f"/volumes/{volume['Name']}?force=1" for volume in volumes or []]
         rest += [f"/networks/{network['Id']}" for network in networks]
-        for path in rest:
-            containers._call("DELETE", path)
-        if not names and not rest:
+        in_parallel(lambda path: _call(engine, "DELETE", path), rest)
+        if not containers and not rest:
             return
         time.sleep(0.1)
-    raise EngineError(500, f"not removed in 20 attempts: {', '.join(names + rest)}")
+    raise EngineError(500, f"not removed in 20 attempts: {', '.join(containers + rest)}")
+
+
+def _call(engine: Engine, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None) -> None:
+    """Makes a call. Ignores errors that mean "already done" (gone, stopped, not connected) and logs others."""
+    try:
+        engine.call(method, path, query, body)
+    except EngineError as error:
+        if error.status not in (304, 404, 409):
+            log.warning("%s", error)

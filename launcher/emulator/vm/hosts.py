@@ -21,7 +21,6 @@ from launcher.emulator import faults
 from launcher.emulator.http_server import Disconnected, accept, accept_in_thread
 from launcher.emulator.state import EmulatorState, Host, Node, Store
 from launcher.emulator.vm.engine_client import LABEL, MACHINE_LABEL, EngineError, UnixConnection, filters
-from launcher.emulator.vm.engine_view import EngineRefusal
 from launcher.emulator.vm.host_containers import SHARED, HostContainers
 
 log = logging.getLogger(__name__)
@@ -97,18 +96,18 @@ class Hosts:
                     log.exception("starting %s", host.hostname)
 
     def bind(self, hostname: str, path: str) -> str:
-        """Returns the workstation's path of a host's `path`, whose links it resolves on the host. Raises EngineRefusal
+        """Returns the workstation's path of a host's `path`, whose links it resolves on the host. Raises EngineError
         for one outside of the shared folders, and for a host that is gone."""
         with self.store.read() as state:
             entry = state.find_host(hostname)
         if entry is None:
-            raise EngineRefusal(409, f"host {hostname} is gone")
+            raise EngineError(409, f"host {hostname} is gone")
         real = self._real_path(hostname, path)
         for shared in SHARED:
             if real == shared or real.startswith(shared + "/"):
                 return str(self.containers.volume_folder(entry[1], shared)) + real.removeprefix(shared)
         text = f"an emulated TPU VM shares only {', '.join(SHARED)} with its containers"
-        raise EngineRefusal(400, f"invalid bind source {path}: {text}")
+        raise EngineError(400, f"invalid bind source {path}: {text}")
 
     def _real_path(self, hostname: str, path: str) -> str:
         """Returns a host's path with its symbolic links resolved, by running realpath on the host. The result may lie
