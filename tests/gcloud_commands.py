@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.emulator.api import catalogue, queued_resources
-from launcher.emulator.api import nodes as tpu_api
+from launcher.emulator.api import calls, catalogue
+from launcher.emulator.api.calls import Call
 from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.state import EmulatorState, Operation
 
@@ -63,29 +63,28 @@ class Command:
 
     def call(self, state: EmulatorState, now: float) -> dict[str, Any]:
         """Makes the command's call, and returns the API's answer: for a change, an operation. Raises ApiError."""
-        answer = tpu_api.answer if self.group == "tpu-vm" else queued_resources.answer
-        return answer(state, self._api_call(), now)
+        return calls.answer(state, self._api_call(), now)
 
     def output(self, answer: dict[str, Any]) -> str:
         """Returns what the command prints of an answer with --format=json."""
         return json.dumps(answer.get(_COLLECTIONS[self.group], []) if self.verb == "list" else answer)
 
-    def _api_call(self) -> tpu_api.Call:
+    def _api_call(self) -> Call:
         collection = (*self.parent.split("/"), _COLLECTIONS[self.group])
         resource = (*collection, self.name)
         match self.verb:
             case "list":
-                return tpu_api.Call("GET", collection)
+                return Call("GET", collection)
             case "describe":
-                return tpu_api.Call("GET", resource)
+                return Call("GET", resource)
             case "delete":
-                return tpu_api.Call("DELETE", resource, "", {"force": "true"} if "force" in self.flags else {})
+                return Call("DELETE", resource, "", {"force": "true"} if "force" in self.flags else {})
             case "start" | "stop":
-                return tpu_api.Call("POST", resource, self.verb)
+                return Call("POST", resource, self.verb)
             case "create" if self.group == "tpu-vm":
-                return tpu_api.Call("POST", collection, "", {"nodeId": self.name}, self._node())
+                return Call("POST", collection, "", {"nodeId": self.name}, self._node())
             case "create":
-                return tpu_api.Call("POST", collection, "", {"queuedResourceId": self.name}, self._queued_resource())
+                return Call("POST", collection, "", {"queuedResourceId": self.name}, self._queued_resource())
         raise UnknownCommand(f"{self.group} {self.verb}")
 
     def _node(self) -> dict[str, Any]:

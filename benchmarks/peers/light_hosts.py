@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.emulator.api import calls
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import CODES, ApiError
 from launcher.emulator.control import IMAGE
@@ -256,11 +257,9 @@ def serve_api(state: EmulatorState) -> tuple[int, socket.socket]:
         try:
             with lock:
                 segments = request.segments
-                if segments[0] == "compute":
-                    return json_response(tpu_api.compute_project(segments[3]))
-                value = tpu_api.answer(
-                    state, tpu_api.parse(request.method, segments[1:], request.query, request.json()), time.time()
-                )
+                path = segments[2:] if segments[0] == "compute" else segments[1:]
+                call = calls.parse(request.method, path, request.query, request.json())
+                value = calls.answer(state, call, time.time())
                 finish_pending_operations(state)
                 return json_response(value)
         except ApiError as error:
@@ -282,8 +281,7 @@ def make_node(state: EmulatorState, hosts: int, owner: Owner, host_key: str) -> 
         "runtimeVersion": "tpu-ubuntu2204-base",
         "networkConfig": {"enableExternalIps": True},
     }
-    parent = ("projects", PROJECT, "locations", ZONE, "nodes")
-    tpu_api.answer(state, tpu_api.Call("POST", parent, "", {"nodeId": "rack"}, body), time.time())
+    tpu_api.create(state, f"projects/{PROJECT}/locations/{ZONE}", "rack", body, time.time())
     (node,) = state.nodes.values()
     node.resource |= {"state": "READY", "health": "HEALTHY"}
     finish_pending_operations(state)

@@ -1,6 +1,6 @@
 """The emulator: Google's side of a slice, on one machine.
 
-    api/            the Cloud TPU API, its few neighbours, and what they refuse
+    api/            the Cloud TPU API, its few neighbours, and what they refuse (calls.py: all calls)
     storage.py      Cloud Storage: the JSON API over bucket.py, buckets on disk
     registry.py     Artifact Registry: repositories, the registry's protocol and content
     tls.py          HTTPS under Google's names

@@ -49,23 +49,15 @@ _UPLOAD = re.compile(r"[0-9a-f]{32}")
 # -- repositories
 
 
-def concerns_repositories(segments: list[str]) -> bool:
-    """Returns whether a path is v1/projects/P/locations/L/repositories[/R]."""
-    return [segments[0], *segments[3:6:2]] == ["v1", "locations", "repositories"] and len(segments) in (6, 7)
-
-
 def answer_repositories(
-    state: EmulatorState, method: str, segments: list[str], query: dict[str, str], body: dict[str, Any]
+    state: EmulatorState, method: str, parent: str, rest: list[str], query: dict[str, str], body: dict[str, Any]
 ) -> dict[str, Any]:
-    """Describes or creates a repository for a request with the path `segments`, ["v1", ...]; other calls are not found.
-    Creation is done at once. Returns the response's JSON. Raises ApiError."""
-    parent = "/".join(segments[1:6])
-    match (method, segments[6:]):
+    """Describes or creates a repository for a request below `parent`, projects/P/locations/L/repositories, whose path
+    goes on with `rest`; other calls are not found. Creation is done at once. Returns the response's JSON. Raises
+    ApiError."""
+    match (method, rest):
         case ("GET", [name]):
-            repository = state.repositories.get(f"{parent}/{name}")
-            if repository is None:
-                raise ApiError(catalogue.NOT_FOUND, "Requested entity was not found.")
-            return repository
+            return catalogue.find(state.repositories, f"{parent}/{name}")
         case ("POST", []):
             name = f"{parent}/{query.get('repositoryId', '')}"
             if body.get("format") != "DOCKER":
@@ -73,7 +65,7 @@ def answer_repositories(
             if name in state.repositories:
                 raise ApiError(catalogue.ALREADY_EXISTS, "the repository already exists")
             state.repositories[name] = {"name": name, "format": "DOCKER", "description": body.get("description", "")}
-            operation = f"{'/'.join(segments[1:5])}/operations/{name.rsplit('/', 1)[1]}"
+            operation = name.replace("/repositories/", "/operations/")
             return {"name": operation, "done": True, "response": state.repositories[name]}
     raise ApiError(catalogue.NOT_FOUND, f"{method} is not emulated for repositories")
 

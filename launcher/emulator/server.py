@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.emulator import faults, registry, storage
-from launcher.emulator.api import catalogue, queued_resources, stock
+from launcher.emulator.api import calls, catalogue, queued_resources, stock
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.bucket import Buckets
@@ -150,30 +150,17 @@ class Server:
         return _error(404, "NOT_FOUND", f"the emulator has no {request.path}")
 
     def _api(self, request: HttpRequest) -> HttpResponse:
-        """Answers a call of Cloud TPU, Compute (GET of a project) or Artifact Registry; errors are responses too."""
+        """Answers a call of Cloud TPU, Compute or Artifact Registry; errors are responses too."""
+        segments = request.segments
         try:
-            segments = request.segments
-            if segments[:3] == ["compute", "v1", "projects"] and len(segments) == 4 and request.method == "GET":
-                return json_response(tpu_api.compute_project(segments[3]))
-            if registry.concerns_repositories(segments):
-                with self.store.change() as state:
-                    made = registry.answer_repositories(state, request.method, segments, request.query, request.json())
-                    return json_response(made)
-            locations_only = segments[0] == "v1" and segments[3:4] == ["locations"] and len(segments) <= 5
-            if not (segments[0] in ("v2", "v2alpha1") or locations_only) or len(segments) < 3:
-                raise ApiError(catalogue.NOT_FOUND, f"The requested URL was not found: {request.path}")
-            call = tpu_api.parse(request.method, segments[1:], request.query, request.json())
-            answer = queued_resources.answer if queued_resources.concerns(call) else tpu_api.answer
-            if call.method == "GET" or call.verb == "getGuestAttributes":
-                with self.store.read() as state:
-                    return json_response(answer(state, call, time.time()))
-            with self.store.change() as state:
+            path = segments[2:] if segments[0] == "compute" else segments[1:]
+            call = calls.parse(request.method, path, request.query, request.json())
+            reads = call.method == "GET" or call.verb == "getGuestAttributes"
+            with self.store.read() if reads else self.store.change() as state:
                 try:
-                    return json_response(answer(state, call, time.time()))
+                    return json_response(calls.answer(state, call, time.time()))
                 except ApiError as error:  # answer inside the block: a fault that was used up must be written
                     return json_response(error.as_json(), error.status)
-        except ApiError as error:
-            return json_response(error.as_json(), error.status)
         except ValueError as error:
             text = f"Invalid JSON payload received. {error}"
             return json_response(ApiError(catalogue.INVALID_ARGUMENT, text).as_json(), 400)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from launcher.emulator.api import calls
 from launcher.emulator.api import nodes as tpu_api
-from launcher.emulator.api import queued_resources
+from launcher.emulator.api.calls import Call
 from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.state import EmulatorState, Node, Operation
 from tests.servers import BucketServer
@@ -31,8 +32,7 @@ class Api:
         """Makes a call below ZONE, or below the query's `zone`."""
         parent = ("projects", "p", "locations", query.pop("zone", ZONE))
         self.now += 0.001
-        answer = queued_resources.answer if path[0] == "queuedResources" else tpu_api.answer
-        return answer(self.state, tpu_api.Call(method, parent + path, verb, query, body or {}), self.now)
+        return calls.answer(self.state, Call(method, parent + path, verb, query, body or {}), self.now)
 
     def create(self, name: str = "pod", zone: str = ZONE, **changes: Any) -> Json:
         body = {key: value for key, value in {**BODY, **changes}.items() if value is not None}

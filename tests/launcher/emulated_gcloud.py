@@ -94,8 +94,7 @@ class Cloud:
         """Makes a node that exists already."""
         accelerator = "v4-16" if zone == "us-central2-b" else "v5litepod-8"
         body = {"acceleratorType": accelerator, "runtimeVersion": "tpu-ubuntu2204-base", "labels": dict(labels)}
-        call = tpu_api.Call("POST", ("projects", "p", "locations", zone, "nodes"), "", {"nodeId": name}, body)
-        operation = self.state.operations[tpu_api.answer(self.state, call, self.clock.now)["name"]]
+        operation = tpu_api.create(self.state, f"projects/p/locations/{zone}", name, body, self.clock.now)
         operation.done = state != "CREATING"
         self.state.nodes[operation.target].resource["state"] = state
         if state == "DELETING":

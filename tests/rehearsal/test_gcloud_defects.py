@@ -19,8 +19,8 @@ import pytest
 
 from launcher import shell
 from launcher.config import Config, load
+from launcher.emulator.api import calls
 from launcher.emulator.api import nodes as tpu_api
-from launcher.emulator.api import queued_resources
 from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.http_server import HttpRequest, HttpResponse, json_response
 from launcher.emulator.state import EmulatorState, Store
@@ -37,7 +37,7 @@ from tests.servers import LoopbackServer
 
 GCLOUD = ("gcloud", "compute", "tpus")
 PLACE = ("--project=p", "--zone=us-central2-b")
-NODE = ("projects", "p", "locations", "us-central2-b", "nodes")
+PARENT = "projects/p/locations/us-central2-b"
 
 
 def finish_operations(state: EmulatorState) -> None:
@@ -56,7 +56,7 @@ def asked() -> list[tuple[str, Any]]:
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str, Any]]) -> Iterator[EmulatorState]:
     """A READY slice of two hosts without reachable addresses, behind the emulated API."""
     found = EmulatorState("0badcafe", 0, "", "", 0, 0, subnet="10.200.0.0/22")
-    tpu_api.answer(found, tpu_api.Call("POST", NODE, "", {"nodeId": "demo"}, dict(BODY)), time.time())
+    tpu_api.create(found, PARENT, "demo", dict(BODY), time.time())
     finish_operations(found)
     hostname = found.hosts[0].hostname
     vm, lock = Store(copy.deepcopy(found), None), threading.Lock()  # the VM on which gcloud runs outlives the slice
@@ -73,9 +73,8 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str
             try:
                 said = request.json()
                 asked.append((request.path, said))
-                call = tpu_api.parse(request.method, request.segments[1:], request.query, said)
-                api = queued_resources if queued_resources.concerns(call) else tpu_api
-                return json_response(api.answer(found, call, time.time()))
+                call = calls.parse(request.method, request.segments[1:], request.query, said)
+                return json_response(calls.answer(found, call, time.time()))
             except ApiError as error:
                 return json_response(error.as_json(), error.status)
             finally:

@@ -1,16 +1,8 @@
-"""Nodes and operations of the Cloud TPU API v2, and the Compute call that gcloud makes: pure functions of the state.
-
-`answer(state, call, now)` changes the state and returns Google's answer. Nothing here starts a container: a change
-enters a pending operation into the state, operations.py does its work on the hosts, and `finish_operation` ends it.
-queued_resources.py has the API's other half.
-
-Reference: gcloud 528, generated_clients/apis/tpu/v2/tpu_v2_{client,messages}.py.
-"""
+"""Nodes and operations of the Cloud TPU API v2: pure functions of the state."""
 
 import hashlib
 import ipaddress
 import itertools
-from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.emulator import faults
@@ -24,79 +16,6 @@ PROJECT_NUMBER = "100000000001"
 _NEVER = 1e7  # seconds
 _FIRST_HOST = 10  # of the subnet: the addresses below belong to the network
 _KEPT_OPERATIONS = 200  # how many that have ended are kept
-
-
-@dataclass(frozen=True)
-class Call:
-    """An API call, without its transport."""
-
-    method: str
-    path: tuple[str, ...]  # decoded parts after the version: ("projects", "p", ...), the last without its ":verb"
-    verb: str = ""  # "stop" of nodes/n:stop
-    query: dict[str, str] = field(default_factory=dict)
-    body: dict[str, Any] = field(default_factory=dict)
-
-
-def parse(method: str, segments: list[str], query: dict[str, str], body: dict[str, Any]) -> Call:
-    """Returns the API call of an HTTP request; `segments` are the decoded parts of its path after the version."""
-    head, separator, verb = segments[-1].partition(":")
-    return Call(method, (*segments[:-1], head), verb if separator else "", query, body)
-
-
-def answer(state: EmulatorState, call: Call, now: float) -> dict[str, Any]:
-    """Carries out a call by changing `state` alone: work on hosts is entered as a pending operation. Returns the
-    response's JSON. Raises ApiError, also after a fault was used up."""
-    match call.path:
-        case ("projects", project, "locations"):
-            names = [{"name": f"projects/{project}/locations/{zone}", "locationId": zone} for zone in catalogue.ZONES]
-            return {"locations": names}
-        case ("projects", project, "locations", zone):
-            catalogue.check_zone(zone)
-            return {"name": f"projects/{project}/locations/{zone}", "locationId": zone}
-        case ("projects", project, "locations", zone, *rest):
-            if zone != "-":
-                catalogue.check_zone(zone)
-            return _in_zone(state, call, f"projects/{project}/locations/{zone}", rest, now)
-    raise no_method(call)
-
-
-def _in_zone(state: EmulatorState, call: Call, parent: str, rest: list[str], now: float) -> dict[str, Any]:
-    """Answers for nodes, operations, accelerator types and runtime versions of a zone; "-" is only for lists of nodes,
-    of all zones, and of runtime versions. Raises ApiError."""
-    name = "/".join([parent, *rest])
-    match (call.method, rest, call.verb):
-        case ("GET", ["nodes"], ""):
-            prefix = parent.removesuffix("-") if parent.endswith("/-") else f"{parent}/"
-            nodes = [node_json(node) for full_name, node in sorted(state.nodes.items()) if full_name.startswith(prefix)]
-            return {"nodes": nodes}
-        case ("POST", ["nodes"], ""):
-            return operation_json(_create(state, call, parent, now))
-        case (_, ["nodes", _], _):
-            return _on_node(state, call, catalogue.find(state.nodes, name), now)
-        case ("GET", ["operations", _], ""):
-            return operation_json(catalogue.find(state.operations, name))
-        case ("GET", ["acceleratorTypes" as kind], ""):
-            offered = catalogue.accelerators_in(parent.rsplit("/", 1)[1])
-            return {kind: [_accelerator_json(name, accelerator_type) for accelerator_type in offered]}
-        case ("GET", ["runtimeVersions" as kind], ""):
-            return {kind: [{"name": f"{name}/{each}", "version": each} for each in catalogue.runtime_versions()]}
-    raise no_method(call)
-
-
-def _on_node(state: EmulatorState, call: Call, node: Node, now: float) -> dict[str, Any]:
-    """Carries out a call on one node. Raises ApiError."""
-    match (call.method, call.verb):
-        case ("GET", ""):
-            return node_json(node)
-        case ("DELETE", ""):
-            return operation_json(_delete(state, node, now))
-        case ("PATCH", ""):
-            return operation_json(_update(state, node, call, now))
-        case ("POST", "getGuestAttributes"):
-            return _guest_attributes(node, call.body)
-        case ("POST", "stop" | "start"):
-            return operation_json(_stop_or_start(state, node, call.verb, now))
-    raise no_method(call)
 
 
 def compute_project(project: str) -> dict[str, Any]:
@@ -118,30 +37,38 @@ def service_account() -> str:
 # -- calls
 
 
-def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operation:
-    """Enters a node and its pending creation; a stock-out (injected, or no stock left) makes it fail, without hosts; a
-    stuck fault keeps it from ending. Both faults are used up. Raises ApiError for a bad body or name, a taken name, a
-    fault that refuses it, or a full network."""
-    node_id = call.query.get("nodeId", "")
+def create(state: EmulatorState, parent: str, node_id: str, body: dict[str, Any], now: float) -> Operation:
+    """Enters a node below `parent` and its pending creation; a shortage makes it fail, without hosts; a stuck fault
+    keeps it from ending. Both faults are used up. Raises ApiError for a bad body or name, a taken name, a fault that
+    refuses it, or a full network."""
     catalogue.check_node_name(node_id)
     name = f"{parent}/nodes/{node_id}"
-    zone, project = parent.split("/")[3], parent.split("/")[1]
-    requested = catalogue.check_node(call.body, zone)
+    _, project, _, zone = parent.split("/")
+    requested = catalogue.check_node(body, zone)
     if name in state.nodes:
         raise ApiError(catalogue.ALREADY_EXISTS, f"Resource '{name}' already exists")
     faults.refuse_create(state, requested, zone)
     faults.refuse_change(state)
     hosts = _new_hosts(state, name, requested.hosts, now)
     operation = start_operation(state, "create", name, now, state.create_seconds)
-    kind = (zone, requested.name, stock.capacity_of(state, name, call.body.get("schedulingConfig", {})))
-    operation.failure = faults.stockout(state, zone)
-    if operation.failure is None and not stock.is_left(state, *kind, now):
-        operation.failure = faults.no_capacity(zone)
+    operation.failure = find_shortage(state, name, requested.name, body.get("schedulingConfig", {}), now)
     if faults.take(state, "stuck"):
         operation.ends_at = now + _NEVER
-    resource = _new_resource(call.body, name, requested, zone, project, now)
+    resource = _new_resource(body, name, requested, zone, project, now)
     state.nodes[name] = Node(name, resource, [] if operation.failure else hosts)  # a stock-out makes no VM
     return operation
+
+
+def find_shortage(
+    state: EmulatorState, name: str, accelerator_type: str, scheduling: dict[str, Any], now: float
+) -> dict[str, Any] | None:
+    """Returns why Google would have no hosts for the node `name`, as an operation's error: an injected stock-out, which
+    is used up, or no stock left. None: it has."""
+    zone, capacity = name.split("/")[3], stock.capacity_of(state, name, scheduling)
+    shortage = faults.stockout(state, zone)
+    if shortage is None and not stock.is_left(state, zone, accelerator_type, capacity, now):
+        return faults.no_capacity(zone)
+    return shortage
 
 
 def _new_resource(
@@ -187,7 +114,7 @@ def _new_hosts(state: EmulatorState, name: str, count: int, now: float) -> list[
     return [Host(i, free[i], f"t1v-n-{digest}-w-{i}", _number(f"{name} {i}", now)) for i in range(count)]
 
 
-def _delete(state: EmulatorState, node: Node, now: float) -> Operation:
+def delete(state: EmulatorState, node: Node, now: float) -> Operation:
     """Cancels the node's pending operations and enters its deletion. Raises ApiError if it is being deleted already, or
     for a busy fault."""
     if node.state == "DELETING":
@@ -205,10 +132,10 @@ def start_delete(state: EmulatorState, node: Node, now: float) -> Operation:
     return start_operation(state, "delete", node.name, now, state.update_seconds)
 
 
-def _update(state: EmulatorState, node: Node, call: Call, now: float) -> Operation:
-    """Enters a pending update that replaces all metadata (gcloud adds its ssh key so). Raises ApiError for other
-    fields, bad metadata or a busy fault, and unless the node is READY or STOPPED and no operation on it is pending."""
-    mask = call.query.get("updateMask", "")
+def update(state: EmulatorState, node: Node, mask: str, body: dict[str, Any], now: float) -> Operation:
+    """Enters a pending update that replaces all metadata (gcloud adds its ssh key so). Raises ApiError for a `mask` of
+    other fields, bad metadata or a busy fault, and unless the node is READY or STOPPED and no operation on it is
+    pending."""
     if mask != "metadata":
         raise bad_request(f'update mask "{mask}" is not emulated: only metadata is')
     if node.state not in ("READY", "STOPPED"):
@@ -216,14 +143,14 @@ def _update(state: EmulatorState, node: Node, call: Call, now: float) -> Operati
     if any(operation.target == node.name and not operation.done for operation in state.operations.values()):
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
     faults.refuse_change(state)
-    metadata = call.body.get("metadata", {})
+    metadata = body.get("metadata", {})
     catalogue.check_metadata(metadata)
     operation = start_operation(state, "update", node.name, now, state.update_seconds)
     operation.change = {"metadata": metadata}
     return operation
 
 
-def _stop_or_start(state: EmulatorState, node: Node, verb: str, now: float) -> Operation:
+def stop_or_start(state: EmulatorState, node: Node, verb: str, now: float) -> Operation:
     """Enters a stop of a READY node of one host, or a start of a STOPPED one. Raises ApiError for nodes of several
     hosts, in other states, and for a busy fault."""
     before, during = ("READY", "STOPPING") if verb == "stop" else ("STOPPED", "STARTING")
@@ -239,7 +166,7 @@ def _stop_or_start(state: EmulatorState, node: Node, verb: str, now: float) -> O
     return start_operation(state, verb, node.name, now, state.update_seconds)
 
 
-def _guest_attributes(node: Node, body: dict[str, Any]) -> dict[str, Any]:
+def guest_attributes(node: Node, body: dict[str, Any]) -> dict[str, Any]:
     """Returns the attributes at and below queryPath ("": all) of each worker in workerIds (none, or [""]: all workers);
     a path without any gives an empty list. Raises ApiError for other ids."""
     workers = [worker for worker in body.get("workerIds", []) if worker != ""]
@@ -293,7 +220,7 @@ def operation_json(operation: Operation) -> dict[str, Any]:
     return value
 
 
-def _accelerator_json(parent: str, name: str) -> dict[str, Any]:
+def accelerator_json(parent: str, name: str) -> dict[str, Any]:
     """Returns the accelerator type `name` as the API lists it. `parent`: the full name of the list."""
     accelerator = ACCELERATORS[name]
     config = {"type": catalogue.api_type(accelerator), "topology": accelerator.topology_name}
@@ -352,11 +279,6 @@ def _apply(operation: Operation, node: Node) -> None:
                 host.guest_attributes.clear()
         case _:
             node.resource |= {"state": "READY", "health": "HEALTHY"}
-
-
-def no_method(call: Call) -> ApiError:
-    """Returns the error for a call that the API does not have."""
-    return ApiError(catalogue.NOT_FOUND, f"The requested URL was not found: {call.method} /v2/{'/'.join(call.path)}")
 
 
 def _qualified(name: str, prefix: str) -> str:

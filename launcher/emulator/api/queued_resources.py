@@ -1,8 +1,7 @@
 """Queued resources of the Cloud TPU API v2: requests that wait for capacity, become a node, and outlive it.
 
-`answer` carries out a call, as nodes.answer does. The server calls `advance` periodically: it grants and expires
-requests and notices preempted nodes. nodes.py creates and deletes the nodes. Requests for several nodes (multi-slice)
-are refused.
+The server calls `advance` periodically: it grants and expires requests and notices preempted nodes. nodes.py creates
+and deletes the nodes. Requests for several nodes (multi-slice) are refused.
 
     ACCEPTED -> PROVISIONING -> ACTIVE
     ACCEPTED -> WAITING_FOR_RESOURCES -> PROVISIONING    each try uses up one stock-out that is due
@@ -18,10 +17,9 @@ import re
 from typing import Any
 
 from launcher.emulator import faults
-from launcher.emulator.api import catalogue, stock
+from launcher.emulator.api import catalogue
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import ApiError, bad_request
-from launcher.emulator.api.nodes import Call
 from launcher.emulator.http_server import timestamp
 from launcher.emulator.state import EmulatorState, Operation, QueuedResource
 from training.accelerators import Accelerator
@@ -30,33 +28,6 @@ _LONGEST_RUN = 7 * 24 * 3600.0  # of flex-start
 _TRY_SECONDS = 1.0  # between tries to find capacity
 # Requests in these states have no node and may be deleted without force.
 _NO_NODE = frozenset(("ACCEPTED", "WAITING_FOR_RESOURCES", "FAILED", "SUSPENDED"))
-
-
-def concerns(call: Call) -> bool:
-    """Returns whether a call is about queued resources."""
-    return call.path[4:5] == ("queuedResources",)
-
-
-def answer(state: EmulatorState, call: Call, now: float) -> dict[str, Any]:
-    """Lists, creates, shows or deletes queued resources. Returns the response's JSON. Raises ApiError."""
-    _, project, _, zone, _, *rest = call.path
-    if zone != "-":
-        catalogue.check_zone(zone)
-    parent = f"projects/{project}/locations/{zone}"
-    match (call.method, rest, call.verb):
-        case ("GET", [], ""):
-            prefix = f"projects/{project}/locations/" + ("" if zone == "-" else f"{zone}/")
-            found = [to_json(queued) for name, queued in sorted(state.queued.items()) if name.startswith(prefix)]
-            return {"queuedResources": found}
-        case ("POST", [], ""):
-            return tpu_api.operation_json(_create(state, call, parent, now))
-        case ("GET", [name], ""):
-            return to_json(catalogue.find(state.queued, f"{parent}/queuedResources/{name}"))
-        case ("DELETE", [name], ""):
-            force = call.query.get("force", "").lower() == "true"
-            queued = catalogue.find(state.queued, f"{parent}/queuedResources/{name}")
-            return tpu_api.operation_json(_delete(state, queued, force, now))
-    raise tpu_api.no_method(call)
 
 
 def to_json(queued: QueuedResource) -> dict[str, Any]:
@@ -109,23 +80,18 @@ def _try(state: EmulatorState, queued: QueuedResource, now: float) -> None:
         return
     queued.next_try = now + _TRY_SECONDS
     parent, node_id = queued.node.split("/nodes/")
-    _, project, _, zone = parent.split("/")
-    if (stockout := faults.stockout(state, zone)) is not None:
-        if stockout["code"] == catalogue.INTERNAL:  # Google begins to make the hosts, and gives up
-            queued.state, queued.error = "FAILED", stockout
-        else:
-            queued.state = "WAITING_FOR_RESOURCES"
-        return
     body = dict(queued.resource["tpu"]["nodeSpec"][0]["node"])
     body["schedulingConfig"] = {"spot": "spot" in queued.resource, "reserved": "reservationName" in queued.resource}
-    capacity = stock.capacity_of(state, queued.node, body["schedulingConfig"])
-    kind = (zone, str(body.get("acceleratorType")), capacity)
-    if not stock.is_left(state, *kind, now):
+    accelerator_type = str(body.get("acceleratorType"))
+    shortage = tpu_api.find_shortage(state, queued.node, accelerator_type, body["schedulingConfig"], now)
+    if shortage is not None and shortage["code"] == catalogue.INTERNAL:  # Google begins to make the hosts, and gives up
+        queued.state, queued.error = "FAILED", shortage
+        return
+    if shortage is not None:
         queued.state = "WAITING_FOR_RESOURCES"
         return
-    creation = Call("POST", ("projects", project, "locations", zone, "nodes"), "", {"nodeId": node_id}, body)
     try:
-        tpu_api.answer(state, creation, now)
+        tpu_api.create(state, parent, node_id, body, now)
     except ApiError as error:  # the name was taken meanwhile, or the network is full
         queued.state, queued.error = "FAILED", {"code": error.code, "message": error.message}
         return
@@ -133,16 +99,15 @@ def _try(state: EmulatorState, queued: QueuedResource, now: float) -> None:
     queued.state = "PROVISIONING"
 
 
-def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operation:
+def create(state: EmulatorState, parent: str, queued_id: str, body: dict[str, Any], now: float) -> Operation:
     """Enters an ACCEPTED request; its operation is done at once. Raises ApiError for a bad body or name, a taken one
     (the node's too), or a permission or quota fault."""
     zone = parent.split("/")[3]
-    queued_id = call.query.get("queuedResourceId", "")
     catalogue.check_node_name(queued_id)
     name = f"{parent}/queuedResources/{queued_id}"
     if name in state.queued:
         raise ApiError(catalogue.ALREADY_EXISTS, f"Resource '{name}' already exists")
-    specs = call.body.get("tpu", {}).get("nodeSpec", [])
+    specs = body.get("tpu", {}).get("nodeSpec", [])
     if len(specs) != 1 or "nodeId" not in specs[0]:
         raise ApiError(catalogue.UNIMPLEMENTED, "the emulator has queued resources for one node only: give --node-id")
     spec = specs[0]
@@ -151,19 +116,19 @@ def _create(state: EmulatorState, call: Call, parent: str, now: float) -> Operat
         raise bad_request(
             f"the parent of the node, {spec.get('parent')!r}, is not that of the queued resource, {parent!r}"
         )
-    reservation = call.body.get("reservationName", "")
+    reservation = body.get("reservationName", "")
     if reservation and f"/locations/{zone}/" not in reservation:
         raise bad_request(f'the reservation "{reservation}" is not in {zone}')
-    if "spot" in call.body and "guaranteed" in call.body:
+    if "spot" in body and "guaranteed" in body:
         raise bad_request("only one of spot and guaranteed may be set")
     requested = catalogue.check_node(spec.get("node", {}), zone)
-    _check_model(call.body, requested)
+    _check_model(body, requested)
     node = f"{parent}/nodes/{spec['nodeId']}"
     if node in state.nodes:
         raise ApiError(catalogue.ALREADY_EXISTS, f"Resource '{node}' already exists")
     faults.refuse_create(state, requested, zone)
-    resource = {**call.body, "name": name, "createTime": timestamp(now)}
-    until = _until(call.body.get("queueingPolicy", {}), now)
+    resource = {**body, "name": name, "createTime": timestamp(now)}
+    until = _until(body.get("queueingPolicy", {}), now)
     queued = state.queued[name] = QueuedResource(name, resource, node, "ACCEPTED", until)
     operation = tpu_api.start_operation(state, "create-queued", name, now, 0)
     _end(operation, {"@type": "type.googleapis.com/google.cloud.tpu.v2.QueuedResource", **to_json(queued)}, now)
@@ -197,7 +162,7 @@ def _until(policy: dict[str, Any], now: float) -> float | None:
     return now + float(match.group(1))
 
 
-def _delete(state: EmulatorState, queued: QueuedResource, force: bool, now: float) -> Operation:
+def delete(state: EmulatorState, queued: QueuedResource, force: bool, now: float) -> Operation:
     """Marks a request as DELETING; `advance` removes its node and then it. Raises ApiError if it is DELETING already,
     for a busy fault and, without `force`, while it may have a node."""
     if queued.state == "DELETING":

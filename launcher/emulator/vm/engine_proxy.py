@@ -272,4 +272,5 @@ def _unavailable(request: HttpRequest, parts: list[str]) -> EngineError:
         # `docker inspect NAME` tries every kind of object in turn, and goes on only after a 404.
         kind, name = parts[0].removesuffix("s"), parts[1]
         return EngineError(404, f"no such {kind}: {name} (an emulated TPU VM has containers and images)")
-    return EngineError(403, f"{request.method} {request.path} is not available on an emulated TPU VM")
+    path = "/".join(_split_path(request.path)[1])
+    return EngineError(403, f"{request.method} /{path} is not available on an emulated TPU VM")
