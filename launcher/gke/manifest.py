@@ -91,23 +91,15 @@ def _resolve_image(config: Config, given: str | None) -> str:
 
 def _values(work: Workload) -> dict[str, Any]:
     """Returns the values of jobset.yaml."""
-    config, attempt, gke, slice_ = work.config, work.attempt, work.config.gke, work.config.accelerator
-    fuse, nodes = gke.gcsfuse, gke_nodes(slice_)
+    config, attempt, slice_ = work.config, work.attempt, work.config.accelerator
     return {
-        "name": work.name,
-        "namespace": gke.namespace,
-        "labels": work.labels,
-        "queue": gke.queue,
-        "by_cluster": work.by_cluster,
-        "restarts": gke.restarts,
+        "work": work,
+        "attempt": attempt,
+        "gke": config.gke,
         **{code.name: int(code) for code in Exit},
-        # the slice
-        "accelerator": slice_.name,
-        "hosts": slice_.hosts,
+        "slice": slice_,
         "several_hosts": slice_.hosts > 1,
-        "chips": slice_.chips_per_host,
-        "devices": slice_.devices,
-        "machine_type": nodes.machine_type,
+        "machine_type": gke_nodes(slice_).machine_type,
         "node_selector": workload.node_selector(config),
         "spot": config.slice.capacity == "spot",
         # hosts that find and trust each other
@@ -120,33 +112,19 @@ def _values(work: Workload) -> dict[str, Any]:
         "secret_variable": SECRET_VARIABLE,
         "secret_key": SECRET_KEY,
         "secret": base64.b64encode(attempt.host_secret.encode()).decode(),
-        # the container
+        # the container, its rights and its files
         "container": CONTAINER,
-        "image": attempt.image,
         "command": ["sh", "-c", RAISE_LOCKED_MEMORY, "sh", *map(literal, attempt.command)],
-        "run_id": attempt.run_id,
-        "attempt": str(attempt.number),
+        "attempt_number": str(attempt.number),
         "environment": _environment(config, attempt),
         "progress_variable": FILE_VARIABLE,
         "progress_file": FILE,
         "grace": workload.grace_seconds(config),
-        "cpu": gke.cpu,
-        "memory": gke.memory,
-        # its rights
-        "pod_security": _pod_security(attempt.user or "0", gke.privileged),
-        "as_root": not attempt.user,
-        "privileged": gke.privileged,
-        "service_account": gke.service_account,
-        "needs_token": gke.service_account or fuse,
-        # its files
+        "pod_security": _pod_security(attempt.user or "0", config.gke.privileged),
+        "needs_token": config.gke.service_account or config.gke.gcsfuse,
         "config_folder": CONFIG_FOLDER,
         "files": {name: content.decode() for name, content in attempt.files.items()},
         "shm_size": attempt.shm_size[:-1] + {"k": "Ki", "m": "Mi", "g": "Gi"}[attempt.shm_size[-1]],  # Docker's "16g"
-        "fuse_bucket": fuse and fuse.bucket,
-        "fuse_folder": fuse and fuse.folder,
-        "fuse_options": fuse and fuse.options,
-        "fuse_read_only": fuse and fuse.read_only,
-        "node_cache": gke.node_cache,
         "compile_cache": COMPILE_CACHE_FOLDER,
     }
 

@@ -3,11 +3,12 @@
 Every YAML reader gets the same values: YAML 1.1 and 1.2 differ in what they read as a number, boolean, date or null, so
 a string that is not plainly a word or a path is quoted.
 
-In a template, `$name` at the end of a line is the YAML of a value, elsewhere its text; alone on a line it stands for
-the entries of a mapping or list, if any. A line that ends with `# if name` or `# if not name` is left out unless that
-value is true (or false), with the comment above it, and with the lines below it that are indented further.
+In a template, `$name` or `$name.attribute` at the end of a line is the YAML of a value, elsewhere its text; alone on a
+line it stands for the entries of a mapping or list, if any. A line that ends with `# if name` or `# if not name` is
+left out unless that value is true (or false), with the comment above it, and lines below it that are indented further.
 """
 
+import functools
 import io
 import re
 from collections.abc import Mapping
@@ -16,15 +17,15 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
-_CONDITION = re.compile(r"(.*?) +# if (not )?(\w+)")
-_LAST_VALUE = re.compile(r"([ -]*)(.*)\$(\w+)")
+_CONDITION = re.compile(r"(.*?) +# if (not )?([\w.]+)")
+_LAST_VALUE = re.compile(r"([ -]*)(.*)\$([\w.]+)")
 # Every YAML reader reads it as a string without quotes: it begins like a word or a path.
 _PLAIN = re.compile(r"[A-Za-z/$(][-A-Za-z0-9_./$()@:=+]*")
 _RESERVED_WORDS = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null"))
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str:
-    """Returns the text of a YAML template with `values` in it. Raises KeyError for a name without a value."""
+    """Returns the text of a template with `values` in it. Raises KeyError, AttributeError for a name without one."""
     filled: list[str] = []
     comments: list[str] = []  # above the next line
     left_out: int | None = None  # indentation of the line that was left out last
@@ -35,7 +36,7 @@ def fill(template: str, values: Mapping[str, Any]) -> str:
         left_out = None
         if condition := _CONDITION.fullmatch(line):
             line, negated, name = condition.groups()
-            if bool(values[name]) == bool(negated):
+            if bool(_look_up(name, values)) == bool(negated):
                 left_out = indent
                 comments.clear()
                 continue
@@ -52,7 +53,7 @@ def _fill_line(line: str, values: Mapping[str, Any]) -> list[str]:
     if (match := _LAST_VALUE.fullmatch(line)) is None:
         return [_fill_text(line, values)]
     lead, key, name = match.groups()
-    first, *rest = dump({"x": values[name]}).removesuffix("\n").split("\n")  # rest: indented by two columns
+    first, *rest = dump({"x": _look_up(name, values)}).removesuffix("\n").split("\n")  # rest: indented by two columns
     if key or "-" in lead:
         return [f"{lead}{_fill_text(key, values)}{first[3:]}".rstrip(), *_indent(rest, len(lead))]
     return _indent(rest, len(lead) - 2)
@@ -63,7 +64,13 @@ def _indent(lines: list[str], columns: int) -> list[str]:
 
 
 def _fill_text(line: str, values: Mapping[str, Any]) -> str:
-    return re.sub(r"\$(\w+)", lambda match: str(values[match[1]]), line)
+    return re.sub(r"\$(\w+(\.\w+)*)", lambda match: str(_look_up(match[1], values)), line)
+
+
+def _look_up(name: str, values: Mapping[str, Any]) -> Any:
+    """Returns the value of a name, which may have attributes. Raises KeyError, AttributeError."""
+    first, *attributes = name.split(".")
+    return functools.reduce(getattr, attributes, values[first])
 
 
 def dump(value: Any) -> str:
