@@ -221,9 +221,11 @@ class PodWatch:
             now = self._clock.monotonic()
             if fresh or now - self._asked > _LIST_EVERY / (1 if self._unlisted is None else 5):
                 self._asked = now  # before the call: a watch that ends meanwhile has the pods listed again
-                if (failure := self._list()) is not None:
-                    self._asked = self._clock.monotonic()  # it may come late
-                self._unlisted = failure
+                try:
+                    self._list()
+                    self._unlisted = None
+                except LaunchError as error:
+                    self._asked, self._unlisted = self._clock.monotonic(), error  # it may come late
             if self._unlisted is not None:  # also for other hosts: not each of them asks again
                 raise self._unlisted
             if not self._watching:
@@ -259,12 +261,9 @@ class PodWatch:
         for kill in kills:
             kill()
 
-    def _list(self) -> LaunchError | None:
-        """Lists the pods: records new states, and marks missing pods as gone. Returns kubectl's error, None without."""
-        try:
-            answer = json.loads(self._kubectl.call("get", "pods", "--selector", self._selector, "--output", "json"))
-        except LaunchError as error:
-            return error
+    def _list(self) -> None:
+        """Lists the pods: records new states, and marks missing pods as gone. Raises LaunchError."""
+        answer = json.loads(self._kubectl.call("get", "pods", "--selector", self._selector, "--output", "json"))
         listed = {pod.uid: pod for pod in map(parse, answer["items"])}
         with self._lock:
             missing = [pod for uid, pod in self._pods.items() if uid not in listed]
@@ -272,7 +271,6 @@ class PodWatch:
             self._record_pod(replace(pod, gone=True))
         for pod in listed.values():
             self._record_pod(pod)
-        return None
 
     def _watch(self) -> None:
         """Records all changes until closed, in one `kubectl get --watch` after another. Keeps a denied permission in

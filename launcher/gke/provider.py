@@ -261,29 +261,27 @@ class Gke:
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
         """Returns `kubectl describe`'s output or error by file name, for each pod of the attempt, not only
         `workers`."""
-        files = {}
-        for worker, pod in self._known_pods(container).items():
-            try:
-                files[f"host-{worker}.txt"] = self._kubectl.call("describe", "pod", pod.name)
-            except LaunchError as error:  # the pod may be gone
-                files[f"host-{worker}.txt"] = str(error)
-        return files
+        pods = self._known_pods(container).items()
+        return {f"host-{worker}.txt": self._call_or_say_why("describe", "pod", pod.name) for worker, pod in pods}
 
     def stacks(self, container: str, *, native: bool = False) -> dict[int, str]:
         """Returns by worker the stack traces in running containers, with `native` those of native code too, or
         kubectl's error; {} if pods can't be listed."""
 
         def dump(pod: Pod) -> str:
-            """Returns the stack traces of the processes in the pod's container, or kubectl's error."""
             command = ("exec", pod.name, "--container", CONTAINER, "--", "sh", "-c", DUMP_STACKS)
-            try:
-                return self._kubectl.call(*command, *["native"] * native)
-            except LaunchError as error:
-                return str(error)
+            return self._call_or_say_why(*command, *["native"] * native)
 
         pods = {worker: pod for worker, pod in self._known_pods(container).items() if pod.started and not pod.ended}
         dumps = self._kubectl.machine.threads.map(dump, [*pods.values()], at_once=_LOGS_AT_ONCE)
         return dict(zip(pods, dumps, strict=True))
+
+    def _call_or_say_why(self, *words: str) -> str:
+        """Runs kubectl and returns its output, or its error: the pod may be gone."""
+        try:
+            return self._kubectl.call(*words)
+        except LaunchError as error:
+            return str(error)
 
     def _known_pods(self, container: str) -> Mapping[int, Pod]:
         """Returns an attempt's pods; {}, with a warning, when the cluster does not answer."""

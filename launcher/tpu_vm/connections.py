@@ -285,7 +285,10 @@ class SliceConnections:
 
     def close(self) -> None:
         """Waits for connections that are being opened, and closes all; the next command opens new ones."""
-        self._wait_connected()
+        connecting, self._connecting = self._connecting, None
+        if connecting is not None:
+            with contextlib.suppress(LaunchError):
+                connecting.result()
         with self._lock:
             pool, self._pool, self._unverified = self._pool, None, None
         if pool is not None:
@@ -296,13 +299,29 @@ class SliceConnections:
     def connect_in_background(self) -> None:
         """Starts to connect to all hosts, unless `gcloud_only`; returns at once. The next command retries failures."""
         if not self.gcloud_only:
-            self._connecting = self._machine.threads.submit(lambda: self._open_pool().connect_all())
+            self._connecting = self._machine.threads.submit(lambda: self.pool().connect_all())
 
     def pool(self) -> ConnectionPool:
-        """Returns all hosts' connections, each opened by its host's first command, after waiting for
-        `connect_in_background`. Asks gcloud for the addresses if none are kept. Raises LaunchError if it gives none."""
-        self._wait_connected()
-        return self._open_pool()
+        """Returns all hosts' connections, each opened by its host's first command, at kept addresses or else gcloud's.
+        Raises LaunchError if gcloud fails, and for 5 s afterwards the same without asking: there may be a caller for
+        each host."""
+        clock = self._machine.clock
+        with self._listing:
+            with self._lock:
+                if self._pool is not None:
+                    return self._pool
+                known, failed = self._known, self._unlisted
+            if failed is not None and clock.monotonic() < failed[0] + _ASK_AGAIN_SECONDS:
+                raise failed[1]
+            try:
+                current = known.addresses if known is not None else self._list_addresses()
+            except LaunchError as error:
+                with self._lock:
+                    self._unlisted = clock.monotonic(), error
+                raise
+            with self._lock:
+                self._pool, self._unverified = ConnectionPool(current, self._machine), known
+                return self._pool
 
     def open_pool(self) -> ConnectionPool:
         """Returns `pool` connected to every host that answers, for commands that must not run twice. Asks gcloud for
@@ -387,34 +406,6 @@ class SliceConnections:
                 self._pool = replacement = ConnectionPool(current, self._machine)
             pool.close()
             return replacement
-
-    def _wait_connected(self) -> None:
-        """Waits for connections that are being opened in the background; ignores their failure."""
-        connecting, self._connecting = self._connecting, None
-        if connecting is not None:
-            with contextlib.suppress(LaunchError):
-                connecting.result()
-
-    def _open_pool(self) -> ConnectionPool:
-        """Returns the pool; makes it, unconnected, from kept addresses or else gcloud's. Raises LaunchError if gcloud
-        fails, and for 5 s afterwards the same without asking: there may be a caller for each host."""
-        clock = self._machine.clock
-        with self._listing:
-            with self._lock:
-                if self._pool is not None:
-                    return self._pool
-                known, failed = self._known, self._unlisted
-            if failed is not None and clock.monotonic() < failed[0] + _ASK_AGAIN_SECONDS:
-                raise failed[1]
-            try:
-                current = known.addresses if known is not None else self._list_addresses()
-            except LaunchError as error:
-                with self._lock:
-                    self._unlisted = clock.monotonic(), error
-                raise
-            with self._lock:
-                self._pool, self._unverified = ConnectionPool(current, self._machine), known
-                return self._pool
 
     def _list_addresses(self) -> tuple[Address, ...]:
         """Returns gcloud's addresses of the hosts; keeps them on disk if the slice is READY. Raises LaunchError."""

@@ -191,17 +191,21 @@ def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machi
     retry = Retry(machine, say, f"{leftover.kind} {leftover.name}")
     requested, outcome = False, "gone already"
 
-    def describe(of: OwnedSlice) -> OwnedSlice | None:
-        return retry.call(lambda: _describe(project, of, machine), deadline)
+    def describe(kind: str, name: str) -> OwnedSlice | None:
+        """Returns the node or request of this name in the leftover's zone; None without one."""
+        api, parse = ("tpu-vm", parse_node) if kind == "node" else ("queued-resources", parse_queued)
+        command = [*tpus_command(project, leftover.zone, api, "describe", name), "--format=json"]
+        found = retry.call(lambda: read_resource(machine, command, _SECONDS), deadline)
+        return None if found is None else parse(found)
 
     def look() -> Look | None:
         """Returns the leftover's state and its deletion; None, and sets `outcome`, when nothing is to be deleted."""
         nonlocal requested, outcome
-        began = machine.clock.monotonic()
-        request = _request_of(leftover, describe)
+        began, is_node = machine.clock.monotonic(), leftover.kind == "node"
+        request = describe("queued resource", leftover.request) if is_node and leftover.request else None
         # A deletion with force would take along the node of a request's name.
-        node = describe(replace(leftover, kind="node")) if leftover.kind != "node" else None
-        current = describe(leftover)
+        node = None if is_node else describe("node", leftover.name)
+        current = describe(leftover.kind, leftover.name)
         if current is None or (requested and (_is_another(leftover, current) or current.state == "DELETING")):
             return None
         if reason := _why_changed(leftover, current, machine.clock.time()):
@@ -214,18 +218,11 @@ def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machi
         if machine.clock.monotonic() - began > _FRESH_SECONDS:
             return description, None  # the first description may be out of date
         requested, outcome = True, "deleted"
-        return description, delete_command(project, replace(current, request=request.name if request else ""))
+        is_its_own = request is not None and not _changed_labels(leftover, request)
+        return description, delete_command(project, replace(current, request=leftover.request if is_its_own else ""))
 
     delete_until_gone(machine, say, look, deadline)
     return outcome
-
-
-def _describe(project: str, listed: OwnedSlice, machine: Workstation) -> OwnedSlice | None:
-    """Returns the node or request that has the name of a listed one now; None when there is none."""
-    kind, parse = ("tpu-vm", parse_node) if listed.kind == "node" else ("queued-resources", parse_queued)
-    command = [*tpus_command(project, listed.zone, kind, "describe", listed.name), "--format=json"]
-    resource = read_resource(machine, command, _SECONDS)
-    return None if resource is None else parse(resource)
 
 
 def _is_another(listed: OwnedSlice, current: OwnedSlice) -> bool:
@@ -233,25 +230,17 @@ def _is_another(listed: OwnedSlice, current: OwnedSlice) -> bool:
     return (listed.uid, listed.created) != (current.uid, current.created)
 
 
+def _changed_labels(listed: OwnedSlice, current: OwnedSlice) -> list[str]:
+    """Returns which labels that tell the owner differ."""
+    return [label for label in (LABEL, OWNER, ACCOUNT) if listed.labels.get(label) != current.labels.get(label)]
+
+
 def _why_changed(listed: OwnedSlice, current: OwnedSlice, now: float) -> str:
     """Returns why the slice of the listed name must not be deleted now; "" when nothing changed since the list."""
     if _is_another(listed, current):
         return "it was recreated since it was listed"
-    for label in (LABEL, OWNER, ACCOUNT):
-        if listed.labels.get(label) != current.labels.get(label):
-            return f"its label {label} changed since it was listed"
+    if changed := _changed_labels(listed, current):
+        return f"its label {changed[0]} changed since it was listed"
     if current.state == "DELETING":
         return "it is being deleted"
     return "" if current.why_leftover(now) else f"it is {current.state} and no leftover any more"
-
-
-def _request_of(node: OwnedSlice, describe: Callable[[OwnedSlice], OwnedSlice | None]) -> OwnedSlice | None:
-    """Returns the request that a node came from, if it still exists with the same owner's labels; else, and for a
-    request itself, None. `describe`: asks the API, and may raise LaunchError."""
-    if node.kind != "node" or not node.request:
-        return None
-    request = describe(replace(node, kind="queued resource", name=node.request))
-    same = request is not None and all(
-        request.labels.get(key) == node.labels.get(key) for key in (LABEL, OWNER, ACCOUNT)
-    )
-    return request if same else None

@@ -76,9 +76,9 @@ def test_a_node_from_the_queue_goes_with_its_request() -> None:
     found = inventory.parse_node(node(queuedResource=f"{PARENT}/queuedResources/q"))
     assert inventory.delete_command("p", found)[3:6] == ["queued-resources", "delete", "q"]
     request = inventory.parse_queued(queued("ACTIVE"))
-    assert inventory._request_of(found, lambda _: request) is request
+    assert inventory._changed_labels(found, request) == []
     request = replace(request, labels={**OURS, "tpu-launch-owner": "bob"})
-    assert inventory._request_of(found, lambda _: request) is None, "one of another owner stays"
+    assert inventory._changed_labels(found, request) == ["tpu-launch-owner"], "one of another owner stays"
     assert inventory.delete_command("p", inventory.parse_node(node()))[3:6] == ["tpu-vm", "delete", "n"]
 
 
