@@ -266,7 +266,7 @@ def _first_sentence(command: click.Command) -> str:
 
 
 def _option_table(command: click.Command) -> list[str]:
-    context = click.Context(command)
+    context = click.Context(command, show_default=True)  # as the group's
     rows = []
     for item in parameters(command):
         if isinstance(item, click.Option):

@@ -49,7 +49,6 @@ class Answers:
     "--capacity",
     type=click.Choice(["on-demand", "spot", "reserved"]),
     default="on-demand",
-    show_default=True,
     help="spot: cheap, and can be taken away at any time.",
 )
 @click.option("--bucket", help="Data and checkpoints: writes the trainer's sections too.")

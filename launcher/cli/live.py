@@ -29,15 +29,13 @@ def _parse_host(_context: click.Context, _option: click.Parameter, value: str) -
 def _host_option(default: str) -> Callable[[Function], Function]:
     """Returns the decorator that adds --host, a worker index or `all`, which becomes None."""
     text = "This host, by worker index."
-    return click.option("--host", metavar="N|ALL", callback=_parse_host, default=default, show_default=True, help=text)
+    return click.option("--host", metavar="N|ALL", callback=_parse_host, default=default, help=text)
 
 
 def _timeout_option(most: int, help: str) -> Callable[[Function], Function]:
     """Returns the decorator that adds --timeout, 1 to `most` seconds (default: 600), with this help."""
     seconds = click.IntRange(1, most)
-    return click.option(
-        "--timeout", "seconds", type=seconds, default=600, show_default=True, metavar="SECONDS", help=help
-    )
+    return click.option("--timeout", "seconds", type=seconds, default=600, metavar="SECONDS", help=help)
 
 
 @click.command("exec", context_settings={"ignore_unknown_options": True})
@@ -75,7 +73,7 @@ def exec_(config: Config, run_id: str | None, host: int | None, seconds: int, co
 @click.command()
 @run_option
 @host_option
-@click.option("--port", type=PORT, default=8888, show_default=True, help="On the host; the next free one.")
+@click.option("--port", type=PORT, default=8888, help="On the host; the next free one.")
 @local_port_option
 @configured
 def notebook(config: Config, run_id: str | None, host: int, port: int, local_port: int | None) -> None:
@@ -100,7 +98,7 @@ def notebook(config: Config, run_id: str | None, host: int, port: int, local_por
 
 @click.command()
 @run_option
-@click.option("--steps", type=click.IntRange(1, 1000), default=5, show_default=True, help="How many.")
+@click.option("--steps", type=click.IntRange(1, 1000), default=5, help="How many.")
 @_host_option("0")
 @_timeout_option(24 * 3600, "How long to wait for the steps.")
 @configured
@@ -148,13 +146,7 @@ def explain(config: Config, run_id: str | None) -> None:
 @click.command()
 @click.option("--once", is_flag=True, help="Print one frame and end.")
 @click.option(
-    "--every",
-    "seconds",
-    type=click.FloatRange(1.0, 3600.0),
-    default=5.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Between two looks.",
+    "--every", "seconds", type=click.FloatRange(1.0, 3600.0), default=5.0, metavar="SECONDS", help="Between two looks."
 )
 @click.option(
     "--columns", type=click.IntRange(40, 1000), help="Of the frame.  [default: those of the terminal, 80 without one]"

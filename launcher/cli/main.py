@@ -60,7 +60,7 @@ def _print_version(context: click.Context, _option: click.Parameter, wanted: boo
 
 @click.group(
     commands=[LazyCommand(name, f"launcher.cli.{place}", text) for name, place, text in COMMANDS],
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True},
 )
 @click.option("--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud.")
 @click.option(

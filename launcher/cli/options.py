@@ -43,7 +43,7 @@ _emulated_option = click.option(
     "--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud."
 )
 _provider_option = click.option(
-    "--provider", type=click.Choice(list(PROVIDERS)), default=DEFAULT, show_default=True, help="Where the hosts are."
+    "--provider", type=click.Choice(list(PROVIDERS)), default=DEFAULT, help="Where the hosts are."
 )
 dry_run_option = click.option("--dry-run", is_flag=True, help="Print the commands, as `plan` does, and do nothing.")
 run_option = click.option(
@@ -92,7 +92,7 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
 
     functools.update_wrapper(wrapped, function)
     run_file = click.option(
-        *file_flags, "path", type=click.Path(), default=str(DEFAULT_FILE), show_default=True, metavar="FILE",
+        *file_flags, "path", type=click.Path(), default=str(DEFAULT_FILE), metavar="FILE",
         help="The run's YAML file, or gs://bucket/runs/ID.",
     )  # fmt: skip
     decorated: Any = click.pass_context(wrapped)
@@ -133,10 +133,7 @@ def emulation(emulated: bool) -> Iterator[None]:
 
 def file_option(help: str, default: Path | None = None) -> Callable[[Function], Function]:
     """Returns the decorator that adds -f FILE, with `help` and `default`, to a command, which gets it as `path`."""
-    shown = default is not None
-    return click.option(
-        "-f", "--file", "path", type=click.Path(path_type=Path), default=default, show_default=shown, help=help
-    )
+    return click.option("-f", "--file", "path", type=click.Path(path_type=Path), default=default, help=help)
 
 
 def _require_support(command: str, provider: str, emulated: bool) -> None:

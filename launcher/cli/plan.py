@@ -58,9 +58,7 @@ def estimate(config: Config, as_json: bool) -> None:
 
 
 @click.command()
-@click.option(
-    "--accelerator", "accelerators", metavar="TYPE,...", default="", help="v3-8,v4-32,...  [default: the file's]"
-)
+@click.option("--accelerator", "accelerators", metavar="TYPE,...", help="v3-8,v4-32,...  [default: the file's]")
 @click.option(
     "--max-batch",
     is_flag=True,
@@ -75,7 +73,7 @@ def estimate(config: Config, as_json: bool) -> None:
 @configured
 def preflight(
     config: Config,
-    accelerators: str,
+    accelerators: str | None,
     max_batch: bool,
     as_json: bool,
     vocabulary: int | None,
@@ -93,7 +91,7 @@ def preflight(
 
     stand_ins = {"--vocabulary": vocabulary, "--sequence-length": sequence_length, "--labels": labels}
     more = [part for flag, value in stand_ins.items() if value is not None for part in (flag, str(value))]
-    names = [name.strip() for name in accelerators.split(",") if name.strip()]
+    names = [name.strip() for name in (accelerators or "").split(",") if name.strip()]
     results = checks.check(config, home(), names, max_batch=max_batch, more=more, say=terminal.say)
     if as_json:
         terminal.dump({"fits": all(result["fits"] for result in results), "accelerators": results})

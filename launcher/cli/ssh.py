@@ -23,9 +23,7 @@ from launcher.tpu_vm.host_scripts import EXECUTION_MARK, render
 _DAYS = 7 * 24 * 3600.0
 _TUNNEL_SECONDS = 120.0
 
-host_option = click.option(
-    "--host", type=click.IntRange(0), default=0, show_default=True, help="The host, by worker index."
-)
+host_option = click.option("--host", type=click.IntRange(0), default=0, help="The host, by worker index.")
 local_port_option = click.option(
     "--local-port", type=PORT, help="Here, on 127.0.0.1.  [default: the same, or a free one]"
 )

@@ -40,10 +40,7 @@ from training import storage
 )
 @click.option("--project", help="With --manifest: the project of the supervisor and of the slices.")
 @click.option(
-    "--zone",
-    default="us-central1-a",
-    show_default=True,
-    help="With --manifest: the VM's zone; the Cloud Run job is in its region.",
+    "--zone", default="us-central1-a", help="With --manifest: the VM's zone; the Cloud Run job is in its region."
 )
 @click.argument("url", metavar="gs://bucket/runs[/ID]")
 @click.pass_context
