@@ -250,19 +250,13 @@ def accelerator(name: str) -> Accelerator:
     sizes that exist, or gives the name that was meant."""
     if name in ACCELERATORS:
         return ACCELERATORS[name]
-    prefix = name.rsplit("-", 1)[0]
+    prefix, number = name.rsplit("-", 1)[0], name.rsplit("-", 1)[-1]
     if prefix == "v5e":
-        raise UnknownAccelerator(
-            f"accelerator type {name!r}: Cloud TPU calls v5e slices v5litepod-N; did you mean "
-            f"v5litepod-{name.rsplit('-', 1)[-1]}?"
-        )
-    if prefix == "tpu7x":
-        raise UnknownAccelerator(
-            f"accelerator type {name!r}: TPU7x is not offered through the Cloud TPU API, only through GKE or Compute "
-            "Engine"
-        )
-    sizes = [known for known in ACCELERATORS if known.rsplit("-", 1)[0] == prefix]
-    if sizes:
-        raise UnknownAccelerator(f"accelerator type {name!r} does not exist; {prefix} has {', '.join(sizes)}")
-    families = ", ".join(dict.fromkeys(f"{generation.prefix}-N" for generation in GENERATIONS))
-    raise UnknownAccelerator(f"accelerator type {name!r} does not exist; known families: {families}")
+        why = f": Cloud TPU calls v5e slices v5litepod-N; did you mean v5litepod-{number}?"
+    elif prefix == "tpu7x":
+        why = ": TPU7x is not offered through the Cloud TPU API, only through GKE or Compute Engine"
+    elif sizes := [known for known in ACCELERATORS if known.rsplit("-", 1)[0] == prefix]:
+        why = f" does not exist; {prefix} has {', '.join(sizes)}"
+    else:
+        why = f" does not exist; known families: {', '.join(f'{each.prefix}-N' for each in GENERATIONS)}"
+    raise UnknownAccelerator(f"accelerator type {name!r}{why}")

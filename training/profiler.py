@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from training import storage as default_storage
 from training.errors import BadInput, TrainError
 from training.machine import SYSTEM, Machine, Thread
-from training.storage import Storage, join
+from training.storage import Storage, StorageError, join
 
 _DELIVERY_SECONDS = 10.0  # longest time that the end of an attempt waits for the upload of a profile
 _POLL_SECONDS = 0.2
@@ -91,8 +91,8 @@ class Profiler:
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 (folder / "request.json").unlink(missing_ok=True)
-                _write(folder / "trainer", str(os.getpid()))
-            except OSError as error:
+                default_storage.write(str(folder / "trainer"), str(os.getpid()).encode())
+            except (OSError, StorageError) as error:
                 self._folder = None
                 warn(f"this run can't be profiled: {error}")
 
@@ -181,8 +181,8 @@ class Profiler:
     def _answer(self, name: str, answer: dict[str, Any]) -> None:
         """Writes the answer for `request` to read, unless that fails."""
         assert self._folder
-        with contextlib.suppress(OSError):
-            _write(self._folder / f"{name}.json", json.dumps(answer))
+        with contextlib.suppress(StorageError):
+            default_storage.write(str(self._folder / f"{name}.json"), json.dumps(answer).encode())
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def request(folder: Path, name: str, steps: int, seconds: float, machine: Machin
     if answered.exists():
         raise BadInput(f"profile {name} exists already: give another name")
     draft = folder / f"{name}.draft"
-    _write(draft, json.dumps({"name": name, "steps": steps}))
+    draft.write_text(json.dumps({"name": name, "steps": steps}), encoding="utf-8")
     try:
         os.link(draft, path)
     except FileExistsError:
@@ -246,10 +246,3 @@ def _checked_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name) or name in ("trainer", "request"):
         raise BadInput(f"invalid name of a profile {name!r}: use at most 64 letters, digits, `_`, `-` and `.`")
     return name
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file atomically."""
-    partial = path.with_name(f".{path.name}-{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

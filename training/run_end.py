@@ -12,21 +12,16 @@ import google_crc32c
 
 from training import storage as default_storage
 from training.backends.protocol import Backend
-from training.checkpoint.format import step_folder
 from training.checkpoint.snapshot import in_batches
 from training.checkpoint.tensors import key_in_part, whole
-from training.checkpoint.writer import CheckpointWriter
-from training.distributed.cluster import device_kind
 from training.errors import StopRequested, TrainError
 from training.models import export
-from training.models.flops import WorkCounter, mfu, peak_flops
 from training.models.hub import BackgroundUploader
 from training.progress import Evaluations, Progress
 from training.run_setup import Run
 from training.storage import join
 from training.telemetry import report
 from training.telemetry.console import format_summary, warn
-from training.telemetry.metrics import finite_or_none
 from training.telemetry.writer import MetricsWriter, join_thread
 
 
@@ -95,57 +90,6 @@ def export_seconds(run: Run, backend: Backend) -> float:
     weights, plus rendezvous.start_seconds."""
     size = sum(spec.size for name, spec in backend.tensor_specs().items() if name.startswith(export.PREFIX))
     return run.config.rendezvous.start_seconds + default_storage.transfer_seconds(run.model_folder, size)
-
-
-def build_summary(
-    run: Run,
-    backend: Backend,
-    progress: Progress,
-    evaluations: Evaluations,
-    checkpoints: CheckpointWriter,
-    work: WorkCounter,
-    *,
-    checksum: str,
-    skipped: int,
-    hub: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """Returns the values of summary.json. `checksum`: of the weights; `skipped`: rows of all hosts that replaced
-    damaged records; `hub`: the result of the upload, if there was one."""
-    config, cluster = run.config, run.cluster
-    count, compile_seconds = backend.compilations()
-    step_seconds, seconds = run.step_seconds(), run.timer.report()
-    figures, examples = finite_or_none(evaluations.figures), progress.trained * config.train.global_batch_size
-    return {
-        "run_id": cluster.run_id,
-        "attempt": cluster.attempt,
-        "hosts": len(cluster.all_addresses),
-        "devices": backend.devices,
-        "precision": run.precision,
-        "steps": progress.step,
-        "first_loss": progress.first_loss,
-        "last_loss": progress.last_loss,
-        **{f"eval_{name}": figures.get(name) for name in run.task.figure_names},
-        "best": evaluations.best,
-        "examples_per_second": examples / step_seconds if step_seconds else 0.0,
-        "tokens_per_second": round(work.tokens / step_seconds, 1) if step_seconds else 0.0,
-        "mfu": mfu(work.flops, step_seconds, peak_flops(cluster.accelerator_type, device_kind())),
-        "checkpoint": join(checkpoints.folder, step_folder(progress.step)),
-        "committed_step": checkpoints.committed,
-        "model": run.model_folder if config.export.at_end else None,
-        "hub": hub,
-        "compilations": count,
-        "compile_seconds": round(compile_seconds, 3),
-        **backend.counters(),
-        "preflight": backend.preflight(),
-        "checkpoint_blocked_seconds": round(checkpoints.blocked_seconds, 3),
-        "host_fallbacks": backend.fallbacks(),
-        "skipped_records": skipped,
-        "skipped_steps": progress.skipped,
-        "not_finite": [f"eval_{name}" for name in evaluations.nonfinite],
-        "final_weights_crc32c": checksum,
-        "goodput": round(seconds.get("step", 0.0) / seconds["total"], 4),
-        "seconds": seconds,
-    }
 
 
 def write_summary(run: Run, evaluations: Evaluations, summary: dict[str, Any]) -> None:

@@ -23,12 +23,12 @@ from training.checkpoint.format import step_folder
 from training.checkpoint.reader import Restored, checkpoint_name, restore
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig
-from training.distributed.cluster import Cluster
+from training.distributed.cluster import Cluster, device_kind
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import LostPeer, NonFinite, StopRequested, TrainError
 from training.evaluate import evaluate_all
-from training.models.flops import WorkCounter
+from training.models.flops import WorkCounter, mfu, peak_flops
 from training.models.hub import BackgroundUploader
 from training.optim.schedule import learning_rate
 from training.profiler import Profiler
@@ -38,7 +38,7 @@ from training.run_setup import Dependencies, Run
 from training.telemetry import console
 from training.telemetry.console import warn
 from training.telemetry.host_progress import HostProgress, PhaseTimer
-from training.telemetry.metrics import AttemptInfo, MetricsLog
+from training.telemetry.metrics import AttemptInfo, MetricsLog, finite_or_none
 from training.telemetry.progress_line import ProgressLine
 from training.telemetry.report import NonFiniteStep, write_nonfinite
 from training.telemetry.writer import HURRIED_SECONDS, MetricsWriter
@@ -319,7 +319,7 @@ class Trainer:
         best = self.evaluations.best if config.train.early_stopping else None
         result_step = int(best["step"]) if best else self.progress.step
         seconds = self.checkpoints.meeting_seconds
-        checksum, skipped = run_end.compare_weights(run, self.backend, self.progress.replaced, seconds)
+        checksum, replaced = run_end.compare_weights(run, self.backend, self.progress.replaced, seconds)
         if run.cluster.is_first and config.export.at_end:
             run_end.export_model(run, self.backend, None if result_step == self.progress.step else result_step)
         if any(run.rendezvous.meet("exported", run.shutdown.requested, run_end.export_seconds(run, self.backend))):
@@ -329,14 +329,51 @@ class Trainer:
             run.rendezvous.set_phase("waiting for the upload to the Hub")
             with run.timer.phase("upload"):
                 hub = self.background.uploader.finish(result_step, is_hurried=run.is_hurried)
-        summary = run_end.build_summary(
-            run, self.backend, self.progress, self.evaluations, self.checkpoints, self.work,
-            checksum=checksum, skipped=skipped, hub=hub,
-        )  # fmt: skip
+        summary = self.build_summary(checksum, replaced, hub)
         if self.background.log:
             self.background.log.finish(_FINISH_SECONDS, is_hurried=run.is_hurried)
             run_end.write_summary(run, self.evaluations, summary)
         return summary
+
+    def build_summary(self, checksum: str, replaced: int, hub: dict[str, Any] | None) -> dict[str, Any]:
+        """Returns the values of summary.json. `checksum`: of the weights; `replaced`: rows of all hosts that replaced
+        damaged records; `hub`: the result of the upload, if there was one."""
+        run, progress, cluster = self.run, self.progress, self.run.cluster
+        count, compile_seconds = self.backend.compilations()
+        step_seconds, seconds = run.step_seconds(), run.timer.report()
+        examples = progress.trained * run.config.train.global_batch_size
+        figures = finite_or_none(self.evaluations.figures)
+        return {
+            "run_id": cluster.run_id,
+            "attempt": cluster.attempt,
+            "hosts": len(cluster.all_addresses),
+            "devices": self.backend.devices,
+            "precision": run.precision,
+            "steps": progress.step,
+            "first_loss": progress.first_loss,
+            "last_loss": progress.last_loss,
+            **{f"eval_{name}": figures.get(name) for name in run.task.figure_names},
+            "best": self.evaluations.best,
+            "examples_per_second": examples / step_seconds if step_seconds else 0.0,
+            "tokens_per_second": round(self.work.tokens / step_seconds, 1) if step_seconds else 0.0,
+            "mfu": mfu(self.work.flops, step_seconds, peak_flops(cluster.accelerator_type, device_kind())),
+            "checkpoint": self._checkpoint_url(progress.step),
+            "committed_step": self.checkpoints.committed,
+            "model": run.model_folder if run.config.export.at_end else None,
+            "hub": hub,
+            "compilations": count,
+            "compile_seconds": round(compile_seconds, 3),
+            **self.backend.counters(),
+            "preflight": self.backend.preflight(),
+            "checkpoint_blocked_seconds": round(self.checkpoints.blocked_seconds, 3),
+            "host_fallbacks": self.backend.fallbacks(),
+            "skipped_records": replaced,
+            "skipped_steps": progress.skipped,
+            "not_finite": [f"eval_{name}" for name in self.evaluations.nonfinite],
+            "final_weights_crc32c": checksum,
+            "goodput": round(seconds.get("step", 0.0) / seconds["total"], 4),
+            "seconds": seconds,
+        }
 
     def judge(self, error: NonFinite) -> TrainError:
         """Records that a step or a state was not finite, as `record`, and returns the error that ends the attempt."""

@@ -33,7 +33,7 @@ PLACES = (
     ("training.backends.protocol:PendingReport", "result", 6),
     ("training.checkpoint.writer:CheckpointWriter", "save", 2),
     ("training.backends.torch_xla.backend:TorchXla", "evaluate", 2),
-    ("training.run_end", "build_summary", 1),
+    ("training.trainer:Trainer", "build_summary", 1),
 )
 
 

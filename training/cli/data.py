@@ -18,6 +18,7 @@ from training.data.prepare.pack import PackingProgress
 from training.data.prepare.tokenizer_training import Algorithm, train_tokenizer, write_tokenizer
 from training.errors import BadInput
 from training.registry import TASKS
+from training.telemetry.console import Console
 
 CORPUS = f"builtin:pydoc, a file or folder ({' '.join(KINDS)}; local or gs://), or datasets:NAME[:CONFIG[:SPLIT]]"
 _PERCENT = click.FloatRange(0, 100)
@@ -171,19 +172,16 @@ class _ProgressLine:
 
     def __init__(self) -> None:
         self._began = self._printed = time.monotonic()
-        self._in_place = sys.stderr.isatty()
+        self._console, self._pause = Console(True, sys.stderr), 0.2 if sys.stderr.isatty() else 10
 
     def __call__(self, url: str, progress: PackingProgress) -> None:
         """Prints the counts of `url` so far, unless the last line is too recent."""
         now = time.monotonic()
-        if now - self._printed < (0.2 if self._in_place else 10):
+        if now - self._printed < self._pause:
             return
         self._printed = now
-        text = (
-            f"{url}: {progress.documents} documents, {progress.records} records, {progress.shards} shards, "
-            f"{now - self._began:.0f} s"
-        )
-        click.echo(f"\r{text}\x1b[K" if self._in_place else text, err=True, nl=not self._in_place)
+        counts = f"{progress.documents} documents, {progress.records} records, {progress.shards} shards"
+        self._console.progress(f"{url}: {counts}, {now - self._began:.0f} s")
 
 
 @click.group()

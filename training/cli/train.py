@@ -44,6 +44,7 @@ def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: 
     failure.
     """
     from training.config import load
+    from training.distributed.rendezvous import join
     from training.distributed.shutdown import install_signal_handlers
     from training.telemetry.host_progress import PhaseTimer
 
@@ -54,7 +55,8 @@ def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: 
         if run_id:
             os.environ["TPU_LAUNCH_RUN_ID"] = run_id
         _start_chip_processes(settings.backend)
-        cluster, rendezvous = _join_cluster(settings, shutdown)
+        cluster = _discover(settings.backend)
+        rendezvous = join(cluster, shutdown, settings.rendezvous)
     stop_seconds = settings.checkpoint.stop_seconds
     shutdown.limit(stop_seconds, lambda: exit_overdue(rendezvous, stop_seconds))
 
@@ -81,6 +83,7 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
     tpu-train evaluate runs/local/model -c run.yaml --json
     """
     from training.config import load
+    from training.distributed.rendezvous import join
     from training.distributed.shutdown import install_signal_handlers
     from training.telemetry.console import format_figures
 
@@ -89,7 +92,8 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
     _start_chip_processes(settings.backend)
     out = os.fdopen(os.dup(1), "w")  # for the figures alone: libraries print to standard output too
     os.dup2(2, 1)
-    cluster, rendezvous = _join_cluster(settings, shutdown)
+    cluster = _discover(settings.backend)
+    rendezvous = join(cluster, shutdown, settings.rendezvous)
 
     with ending_process(rendezvous), _program_host(settings, cluster, rendezvous, shutdown) as host:
         if host:
@@ -210,16 +214,6 @@ def _discover(backend: str) -> Cluster:
 
     cluster = discover()
     return torch_tpu.cluster_of_rank(cluster, os.environ) if backend == torch_tpu.RUNTIME else cluster
-
-
-def _join_cluster(config: TrainerConfig, shutdown: ShutdownRequest) -> tuple[Cluster, Rendezvous]:
-    """Reads this host's cluster, and connects to host 0, for rendezvous.start_seconds at most; returns both. Raises
-    BadInput for a cluster that contradicts itself or has no shared secret, StopRequested if asked to stop, LostPeer if
-    host 0 does not answer, TrainError if it refuses or can't listen."""
-    from training.distributed.rendezvous import join
-
-    cluster = _discover(config.backend)
-    return cluster, join(cluster, shutdown, config.rendezvous)
 
 
 def _program_host(
