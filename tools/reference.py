@@ -336,7 +336,10 @@ def events_page() -> str:
         "|---|---|---|",
     ]
     for name, kind in KINDS.items():
-        texts = {name: text for base in kind.__mro__[-2::-1] for name, text in member_texts(base).items()}
+        texts = {}
+        for base in kind.__mro__[-2::-1]:
+            comments = re.findall(r"^    (\w+): [^#\n]+  # (.+)$", inspect.getsource(base), re.MULTILINE)
+            texts |= member_texts(base) | dict(comments)
         names = [item.name for item in dataclasses.fields(kind) if item.name != "attempt"]
         details = [f"`{item}`: {texts[item]}" if item in texts else f"`{item}`" for item in names]
         lines.append(_row(f"`{name}`", _docstring(kind), "<br>".join(details)))

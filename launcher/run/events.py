@@ -5,7 +5,7 @@ ledgers are kept.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from launcher.run.verdict import Cause, Kind, Verdict
@@ -25,12 +25,11 @@ KINDS: dict[str, type["RunEvent"]] = {}
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Base of all kinds."""
+    """Base of all kinds. The comment behind a field is its text in the reference."""
 
     kind: ClassVar[str]
 
-    attempt: int
-    """Number of the attempt that the event belongs to, from 0."""
+    attempt: int  # number of the attempt that the event belongs to, from 0
 
     def __init_subclass__(cls, kind: str | None = None) -> None:
         """Sets the class's `kind`, and registers the class in KINDS; a base of several kinds has none."""
@@ -43,8 +42,7 @@ class RunEvent:
 class HostEvent(RunEvent):
     """Base of the kinds that concern one host."""
 
-    host: int
-    """Worker index."""
+    host: int  # worker index
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,10 @@ class EndEvent(RunEvent):
 
     outcome: str = ""
     """finished, saved, failed, bad input, host lost, connection lost, preempted, slice deleted, stalled, stopped,
-    not started, or vanished."""
+    not started, or vanished"""
     cause: Cause | None = None
-    """The first cause: worker (-1: no single host), what, exit_code, oom_killed, time (the host's clock)."""
-    symptoms: tuple[str, ...] = ()
-    """Failures of other hosts that followed from the first cause."""
+    """the first cause: worker (-1: no single host), what, exit_code, oom_killed, time (the host's clock)"""
+    symptoms: tuple[str, ...] = ()  # failures of other hosts that followed from the first cause
 
     @property
     def verdict(self) -> Verdict | None:
@@ -70,32 +67,22 @@ class EndEvent(RunEvent):
 class AttemptBegan(RunEvent, kind="attempt"):
     """An attempt is about to be started on all hosts."""
 
-    image: str = ""
-    """The image that hosts run: REPOSITORY@sha256:... or an image id."""
-    command: tuple[str, ...] = ()
-    """Program and arguments."""
-    overlay: str = ""
-    """SHA-256 of the overlay's archive; empty without one."""
-    overlay_target: str = ""
-    """The folder of the container over which the overlay is laid."""
-    preflight: str = ""
-    """Hashes of the programs that preflight compiled, separated by commas; empty without preflight."""
-    slice: str = ""
-    """Type, capacity and zone of the slice; empty where the platform chooses hosts."""
-    dollars_an_hour: float | None = None
-    """Its list price; null when it is not known."""
+    image: str = ""  # the image that hosts run: REPOSITORY@sha256:... or an image id
+    command: tuple[str, ...] = ()  # program and arguments
+    overlay: str = ""  # SHA-256 of the overlay's archive; empty without one
+    overlay_target: str = ""  # the folder of the container over which the overlay is laid
+    preflight: str = ""  # hashes of the programs that preflight compiled, separated by commas; empty without preflight
+    slice: str = ""  # type, capacity and zone of the slice; empty where the platform chooses hosts
+    dollars_an_hour: float | None = None  # its list price; null when it is not known
 
 
 @dataclass(frozen=True)
 class Started(RunEvent, kind="started"):
     """The containers were started on all hosts."""
 
-    image_id: str = ""
-    """The image id that all hosts reported."""
-    slice_created: str = ""
-    """When the slice was created (RFC 3339), as the API said; empty where that is not known."""
-    address: str = ""
-    """Address of the slice's host 0."""
+    image_id: str = ""  # the image id that all hosts reported
+    slice_created: str = ""  # when the slice was created (RFC 3339), as the API said; empty where that is not known
+    address: str = ""  # address of the slice's host 0
 
 
 @dataclass(frozen=True)
@@ -107,26 +94,22 @@ class Judged(EndEvent, kind="judged"):
 class Ended(EndEvent, kind="ended"):
     """The attempt is over."""
 
-    last_lines: tuple[str, ...] = ()
-    """The last log lines of the host that is the first cause."""
-    step_seconds: float | None = None
-    """Median seconds of its last steps; null where it told none."""
+    last_lines: tuple[str, ...] = ()  # the last log lines of the host that is the first cause
+    step_seconds: float | None = None  # median seconds of its last steps; null where it told none
 
 
 @dataclass(frozen=True)
 class Requested(RunEvent, kind="requested"):
     """`tpu-launch run` was asked to start or resume the run. Stops that were requested before no longer count."""
 
-    stops: int
-    """How many stops had been requested by then. A stop beyond that number counts, wherever its line is."""
+    stops: int  # how many stops had been requested by then; one beyond that number counts, wherever its line is
 
 
 @dataclass(frozen=True)
 class Supervised(RunEvent, kind="supervised"):
     """A process took the lease of the run: events of the supervisor before it are refused from here on."""
 
-    holder: str
-    """Name of the supervisor's machine, and a number that no other supervisor has."""
+    holder: str  # name of the supervisor's machine, and a number that no other supervisor has
 
 
 @dataclass(frozen=True)
@@ -134,30 +117,24 @@ class RunStopRequested(RunEvent, kind="stop"):
     """The run was stopped (`tpu-launch stop`, `down`, the end of its budget). No attempt follows until the next
     `tpu-launch run`."""
 
-    grace: int = 30
-    """Seconds between SIGTERM and SIGKILL."""
-    by_budget: bool = False
-    """Whether run.budget is spent: the slice is deleted too."""
-    slice_created: str = ""
-    """When that slice was created (RFC 3339): another one of its name is left alone. Empty where that is not known."""
+    grace: int = 30  # seconds between SIGTERM and SIGKILL
+    by_budget: bool = False  # whether run.budget is spent: the slice is deleted too
+    slice_created: str = ""  # when that slice was created (RFC 3339; empty: not known); another one is left alone
 
 
 @dataclass(frozen=True)
 class HostStopped(HostEvent, kind="stopped"):
     """A host was told to end its container because the attempt had failed."""
 
-    ok: bool
-    """Whether its container has ended."""
-    detail: str
-    """The problem, if there was one."""
+    ok: bool  # whether its container has ended
+    detail: str  # the problem, if there was one
 
 
 @dataclass(frozen=True)
 class HostOutOfReach(HostEvent, kind="host out of reach"):
     """A host stopped answering."""
 
-    problem: str
-    """Why the host could not be reached."""
+    problem: str  # why the host could not be reached
 
 
 @dataclass(frozen=True)
@@ -169,58 +146,44 @@ class HostBack(HostEvent, kind="host back"):
 class StragglerFound(HostEvent, kind="straggler"):
     """A host takes longer than the others in a part of the step, over several windows of half a minute."""
 
-    part: str
-    """data_wait, dispatch, save, or a part of the program's own."""
-    factor: float
-    """Its seconds, as a multiple of the others' median."""
-    step: int
-    """Step of the host when it was found."""
+    part: str  # data_wait, dispatch, save, or a part of the program's own
+    factor: float  # its seconds, as a multiple of the others' median
+    step: int  # step of the host when it was found
 
 
 @dataclass(frozen=True)
 class StragglerGone(HostEvent, kind="no straggler"):
     """A host that was a straggler is as fast as the others again."""
 
-    part: str
-    """As in `straggler`."""
+    part: str  # as in `straggler`
 
 
 @dataclass(frozen=True)
 class HostEnded(HostEvent, kind="host ended"):
     """The container of a host ended, or is gone."""
 
-    exit_code: int | None
-    """Exit code of the container; null when the container is gone, or the host rebooted under it."""
-    oom: bool
-    """Whether the kernel killed the container for lack of memory."""
-    what: str
-    """How the container ended, in words."""
-    finished_at: str = ""
-    """When it ended (RFC 3339, the host's clock); empty when that is not known."""
+    exit_code: int | None  # exit code of the container; null when the container is gone, or the host rebooted under it
+    oom: bool  # whether the kernel killed the container for lack of memory
+    what: str  # how the container ended, in words
+    finished_at: str = ""  # when it ended (RFC 3339, the host's clock); empty when that is not known
 
 
 @dataclass(frozen=True)
 class Recovering(RunEvent, kind="recover"):
     """Another attempt will follow. It counts against a retry budget of the run."""
 
-    after: str
-    """How the previous attempt ended: an outcome as in `ended`."""
-    reason: str
-    """Which retry of which budget follows."""
-    delay: float
-    """Seconds to wait first."""
+    after: str  # how the previous attempt ended: an outcome as in `ended`
+    reason: str  # which retry of which budget follows
+    delay: float  # seconds to wait first
 
 
 @dataclass(frozen=True)
 class RoundFailed(RunEvent, kind="not recovered yet"):
     """A round of a recovery (make the slice READY, start the attempt on all hosts) failed; another round follows."""
 
-    problem: str
-    """First line of the error."""
-    reason: str
-    """The next step, and why."""
-    delay: float
-    """Seconds to wait first."""
+    problem: str  # first line of the error
+    reason: str  # the next step, and why
+    delay: float  # seconds to wait first
 
 
 @dataclass(frozen=True)
@@ -228,75 +191,58 @@ class RecoveryGivenUp(RunEvent, kind="not recovered"):
     """A recovery was given up after a failed round, or the slice was deleted because run.budget is spent: no attempt
     follows until the next `tpu-launch run`."""
 
-    problem: str
-    """First line of the error."""
-    reason: str
-    """Why no other round follows."""
+    problem: str  # first line of the error
+    reason: str  # why no other round follows
 
 
 @dataclass(frozen=True)
 class Recovered(RunEvent, kind="recovered"):
     """The attempt after a recovery has started."""
 
-    seconds: Mapping[str, float]
-    """Seconds since the end of the previous attempt, by phase: delay (with failed rounds), slice, start."""
+    seconds: Mapping[str, float]  # since the previous attempt ended, by phase: delay (with failed rounds), slice, start
 
 
 @dataclass(frozen=True)
 class SliceReplaced(RunEvent, kind="replaced"):
     """The slice is deleted in order to be recreated: one host failed repeatedly, or hosts could not be contacted."""
 
-    host: int
-    """Worker index of the failing host; -1: no single host."""
-    reason: str
-    """How often that host was the first cause, or why the hosts can't be used."""
-    slice_created: str = ""
-    """As in `stop`."""
+    host: int  # worker index of the failing host; -1: no single host
+    reason: str  # how often that host was the first cause, or why the hosts can't be used
+    slice_created: str = ""  # as in `stop`
 
 
 @dataclass(frozen=True)
 class PostMortemWritten(RunEvent, kind="post-mortem"):
     """A post-mortem archive of logs and state was written."""
 
-    path: str
-    """Path of the archive."""
+    path: str  # path of the archive
 
 
 @dataclass(frozen=True)
 class Orphaned(RunEvent, kind="orphaned"):
     """The attempt ended, and on some hosts its container may still exist: they could not be reached."""
 
-    container: str
-    """Name of the container, the same on every host."""
-    hosts: tuple[int, ...]
-    """Worker indices."""
+    container: str  # name of the container, the same on every host
+    hosts: tuple[int, ...]  # worker indices
 
 
 @dataclass(frozen=True)
 class Reaped(RunEvent, kind="reaped"):
     """Orphaned containers of an attempt were removed."""
 
-    hosts: tuple[int, ...]
-    """Worker indices."""
+    hosts: tuple[int, ...]  # worker indices
 
 
 @dataclass(frozen=True)
 class Entry:
     """One line of a ledger."""
 
-    time: str
-    """RFC 3339, UTC, clock of the machine that recorded it."""
+    time: str  # RFC 3339, UTC, clock of the machine that recorded it
     event: RunEvent
 
     def document(self) -> dict[str, Any]:
         """Builds the JSON object of this line: `time`, `event` (the kind's name) and the event's fields."""
-        document: dict[str, Any] = {"time": self.time, "event": self.event.kind}
-        for item in fields(self.event):
-            value = getattr(self.event, item.name)
-            if isinstance(value, Cause):
-                value = vars(value)
-            document[item.name] = list(value) if isinstance(value, tuple) else value
-        return document
+        return {"time": self.time, "event": self.event.kind, **asdict(self.event)}
 
 
 def from_document(document: Mapping[str, Any]) -> Entry:

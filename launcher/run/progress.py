@@ -7,8 +7,6 @@ A straggler is found by windows: what a host's seconds by part grew between two 
 the result is left out: there every host but the slow one waits. All but `HostsProgress` is pure.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -32,7 +30,7 @@ _SEEN_STEPS = 16  # whose median seconds are computed
 WINDOW_SECONDS = 30.0  # at least between the lines of a window
 WINDOWS = 3  # in a row that begin, or end, a straggler
 _FACTOR, _SHARE = 1.5, 0.1  # of the others' median; of the step's seconds
-_NOT_OWN = ("result",)
+_WAIT = "result"  # the part in which a host waits for the others
 _COLUMNS = 200
 
 
@@ -121,33 +119,39 @@ class Straggler:
     factor: float  # its seconds, as a multiple of the others' median
     step: int  # at the end of the window
 
+    @property
+    def place(self) -> tuple[int, str]:
+        return self.worker, self.part
+
     def __str__(self) -> str:
         return f"host {self.worker} takes {self.factor:.1f} times the others' time in {self.part.replace('_', ' ')}"
 
 
-def compare(before: Mapping[int, ProgressLine], now: Mapping[int, ProgressLine]) -> Straggler | None:
-    """Returns the host slowest by far in one part of its steps between two sets of lines, the begin and end of a
-    window; None if none was, or fewer than two made steps. Waiting for results does not count."""
+def seconds_a_step(before: Mapping[int, ProgressLine], now: Mapping[int, ProgressLine]) -> dict[int, dict[str, float]]:
+    """Returns by host the seconds a step that each part took between two sets of lines, the begin and end of a window,
+    of hosts that tell parts, made steps and did not restart."""
+    shares = {}
+    for worker, line in now.items():
+        old = before.get(worker, line)  # a host that is new has made no step
+        grown = {name: seconds - old.seconds.get(name, 0.0) for name, seconds in line.seconds.items()}
+        if grown and line.step > old.step and all(seconds >= 0 for seconds in grown.values()):
+            shares[worker] = {name: seconds / (line.step - old.step) for name, seconds in grown.items()}
+    return shares
+
+
+def find_straggler(shares: Mapping[int, Mapping[str, float]], lines: Mapping[int, ProgressLine]) -> Straggler | None:
+    """Returns the host slowest by far in one part of its steps, by the `shares` that `seconds_a_step` returns for the
+    window that ends with `lines`; None if none was, or fewer than two made steps."""
     found: list[tuple[float, Straggler]] = []
-    if len(shares := _seconds_a_step(before, now)) < 2:
-        return None
-    for part in sorted({name for parts in shares.values() for name in parts} - set(_NOT_OWN)):
+    for part in sorted({name for parts in shares.values() for name in parts} - {_WAIT}) if len(shares) > 1 else ():
         slowest = max(shares, key=lambda worker: shares[worker].get(part, 0.0))
         own = shares[slowest].get(part, 0.0)
         others = statistics.median(parts.get(part, 0.0) for worker, parts in shares.items() if worker != slowest)
         excess = own - others
         if own >= _FACTOR * others and excess > _SHARE * sum(shares[slowest].values()):
             factor = own / others if others > own / 1000 else 1000.0
-            found.append((excess, Straggler(slowest, part, factor, now[slowest].step)))
+            found.append((excess, Straggler(slowest, part, factor, lines[slowest].step)))
     return max(found, key=lambda each: each[0], default=(0.0, None))[1]
-
-
-def own_seconds(before: Mapping[int, ProgressLine], now: Mapping[int, ProgressLine]) -> dict[int, float]:
-    """Returns the seconds that a step took each host in a window, without waiting for the others."""
-    return {
-        worker: round(sum(seconds for name, seconds in parts.items() if name not in _NOT_OWN), 4)
-        for worker, parts in _seconds_a_step(before, now).items()
-    }
 
 
 def draw_hosts(windows: Sequence[Mapping[str, Any]]) -> str:
@@ -167,53 +171,6 @@ def draw_hosts(windows: Sequence[Mapping[str, Any]]) -> str:
     return svg.standalone(svg.heat_map("A step on each host, without waiting for others", steps, rows))
 
 
-def _seconds_a_step(before: Mapping[int, ProgressLine], now: Mapping[int, ProgressLine]) -> dict[int, dict[str, float]]:
-    """Returns by host the seconds a step that each part took between two sets of lines, the begin and end of a window,
-    of hosts that tell parts, made steps and did not restart."""
-    shares = {}
-    for worker, line in now.items():
-        old = before.get(worker, line)  # a host that is new has made no step
-        grown = {name: seconds - old.seconds.get(name, 0.0) for name, seconds in line.seconds.items()}
-        if grown and line.step > old.step and all(seconds >= 0 for seconds in grown.values()):
-            shares[worker] = {name: seconds / (line.step - old.step) for name, seconds in grown.items()}
-    return shares
-
-
-@dataclass(frozen=True)
-class Watch:
-    """The windows of an attempt so far."""
-
-    current: Straggler | None = None  # the straggler that was reported and has not ended
-    window: Mapping[int, ProgressLine] | None = None
-    begun: float = 0.0
-    recent: tuple[Straggler | None, ...] = ()  # the straggler of each of the last windows, None without one
-
-    def observe(
-        self, lines: Mapping[int, ProgressLine], now: float
-    ) -> tuple[Watch, Straggler | None, Straggler | None]:
-        """Returns the next watch, and the straggler that has begun and the one that has ended now, or None. The first
-        `lines` begin a window; later ones end it if 30 s have passed and two hosts made steps since, else the watch
-        stays. A straggler begins when the last 3 windows show it, and ends when none of them does. `now`: monotonic."""
-        if (window := self.window) is None:
-            return Watch(self.current, dict(lines), now, self.recent), None, None
-        moved = sum(worker not in window or line.step != window[worker].step for worker, line in lines.items())
-        if now - self.begun < WINDOW_SECONDS or moved < min(2, len(lines)):
-            return self, None, None
-        recent = (*self.recent, compare(window, lines))[-WINDOWS:]
-        current = self.current
-        begun = ended = None
-        if current is not None and len(recent) == WINDOWS and not any(_is_same(current, each) for each in recent):
-            current, ended = None, current
-        elif current is None and (last := recent[-1]) is not None and len(recent) == WINDOWS:
-            current = begun = last if all(_is_same(last, each) for each in recent) else None
-        return Watch(current, dict(lines), now, recent), begun, ended
-
-
-def _is_same(one: Straggler, other: Straggler | None) -> bool:
-    """Returns whether both are the same host in the same part of a step."""
-    return other is not None and (one.worker, one.part) == (other.worker, other.part)
-
-
 class HostsProgress:
     """The progress of an attempt."""
 
@@ -224,8 +181,11 @@ class HostsProgress:
         self.stepped = float("-inf")
         """When a host was last seen to do another training step, by the monotonic clock."""
 
-        self._stragglers = Watch()
         self._kept_step = -1  # of the progress that was last kept
+        self._window: Mapping[int, ProgressLine] = {}  # the lines with which the window began
+        self._window_begun = 0.0
+        self._recent: list[Straggler | None] = []  # of each of the last windows, None without one
+        self._straggler: Straggler | None = None  # the one that was reported and has not ended
 
     def draw(self) -> None:
         """Writes hosts-<attempt>.svg, a heat map of hosts-<attempt>.jsonl; does nothing if it can't read or write."""
@@ -264,20 +224,36 @@ class HostsProgress:
         if worker == min(self.views) and line.step != self._kept_step:
             self._kept_step = line.step
             self._ledger.keep_progress(self._attempt, line)
-        self._record_stragglers(now)
+        self._end_window(now)
         return view.moved == now
 
-    def _record_stragglers(self, now: float) -> None:
-        """Records and says that a straggler begins or ends; at a window's end keeps each host's seconds a step."""
-        lines, window = self.lines, self._stragglers.window
-        self._stragglers, begun, ended = self._stragglers.observe(lines, now)
-        if window and window is not self._stragglers.window and (seconds := own_seconds(window, lines)):
-            self._ledger.keep_hosts(self._attempt, max(line.step for line in lines.values()), seconds)
-        if begun is not None:
-            number = self._attempt
-            found = events.StragglerFound(number, begun.worker, begun.part, round(begun.factor, 2), begun.step)
-            self._ledger.note(found, self._say)
-            self._say(f"{begun}, since about step {begun.step:,}")
-        if ended is not None:
-            self._ledger.note(events.StragglerGone(self._attempt, ended.worker, ended.part), self._say)
-            self._say(f"host {ended.worker} is as fast as the others again in {ended.part.replace('_', ' ')}")
+    def _end_window(self, now: float) -> None:
+        """Does nothing until 30 s have passed and two hosts made steps since the window began. Then keeps each host's
+        seconds a step without waits for others, and records and says that a straggler begins (the last 3 windows show
+        it) or ends (none of them does)."""
+        lines, window = self.lines, self._window
+        moved = sum(worker not in window or line.step != window[worker].step for worker, line in lines.items())
+        if window and (now - self._window_begun < WINDOW_SECONDS or moved < min(2, len(lines))):
+            return
+        self._window, self._window_begun = lines, now
+        if not window:
+            return
+        shares = seconds_a_step(window, lines)
+        own = {worker: sum(parts[name] for name in parts if name != _WAIT) for worker, parts in shares.items()}
+        if own:
+            rounded = {worker: round(seconds, 4) for worker, seconds in own.items()}
+            self._ledger.keep_hosts(self._attempt, max(line.step for line in lines.values()), rounded)
+        found, current = find_straggler(shares, lines), self._straggler
+        self._recent = [*self._recent, found][-WINDOWS:]
+        places = {each and each.place for each in self._recent}
+        if len(self._recent) < WINDOWS:
+            return
+        if current is None and found is not None and len(places) == 1:
+            self._straggler = found
+            event = events.StragglerFound(self._attempt, *found.place, round(found.factor, 2), found.step)
+            self._ledger.note(event, self._say)
+            self._say(f"{found}, since about step {found.step:,}")
+        elif current is not None and current.place not in places:
+            self._straggler = None
+            self._ledger.note(events.StragglerGone(self._attempt, *current.place), self._say)
+            self._say(f"host {current.worker} is as fast as the others again in {current.part.replace('_', ' ')}")

@@ -16,12 +16,11 @@ from launcher.run.progress import (
     HostsProgress,
     ProgressView,
     Straggler,
-    Watch,
-    compare,
     describe_limits,
     draw_hosts,
+    find_straggler,
     judge_stall,
-    own_seconds,
+    seconds_a_step,
     update,
 )
 from training.telemetry.progress_line import ProgressLine
@@ -152,7 +151,7 @@ class Hosts:
                 seconds[name] += 30 * amount * (1 + rng.uniform(-noise, noise))
             seconds["result"] += 0 if more else 30 * 0.5
             self.progress.views[worker] = update(None, ProgressLine(self.step, seconds=dict(seconds)), 0.0)
-        self.progress._record_stragglers(float(self.step))
+        self.progress._end_window(float(self.step))
 
 
 def test_a_straggler_is_told_once_when_it_begins_and_once_when_it_ends() -> None:
@@ -174,14 +173,17 @@ def test_a_run_that_stands_still_ends_no_straggler() -> None:
     hosts = Hosts(2)
     for _ in range(WINDOWS + 1):
         hosts.window({1: ("dispatch", 3.0)})
-    watch = hosts.progress._stragglers
-    lines = watch.window or {}
+    progress = hosts.progress
+    window, begun, views = progress._window, progress._window_begun, dict(progress.views)
     for number in range(1, 2 * WINDOWS):
-        watch, _, ended = watch.observe(lines, hosts.step + 40.0 * number)
-        assert ended is None, "no host made a step, so none is as fast as the others again"
+        progress._end_window(hosts.step + 40.0 * number)
+        assert progress._window is window, "no host made a step, so none is as fast as the others again"
     assert hosts.told == ["straggler 1 dispatch"]
-    assert watch.observe(dict.fromkeys(lines, ProgressLine(9999)), watch.begun + 29.0)[0] is watch
-    assert watch.observe({**lines, 2: ProgressLine(0)}, 1e9)[0] is watch, "a host that joins makes no window"
+    progress.views = dict.fromkeys(views, update(None, ProgressLine(9999), 0.0))
+    progress._end_window(begun + 29.0)
+    progress.views = {**views, 2: update(None, ProgressLine(0), 0.0)}
+    progress._end_window(1e9)
+    assert progress._window is window, "a host that joins makes no window"
 
 
 def test_a_straggler_is_one_host_in_several_windows_from_the_first_on() -> None:
@@ -196,7 +198,7 @@ def test_a_straggler_takes_half_as_long_again_as_the_others_and_a_tenth_of_the_s
         before = {worker: ProgressLine(10, seconds={"save": 7.0, "dispatch": 7.0}) for worker in range(3)}
         takes = [others, own, others, 99.0]
         now = {worker: ProgressLine(18, seconds={"save": 7.0 + takes[worker], "dispatch": 12.0}) for worker in range(4)}
-        return compare(before, now)
+        return find_straggler(seconds_a_step(before, now), now)
 
     assert find(4.0, 6.0) == Straggler(1, "save", 1.5, 18)
     assert find(0.0, 6.0) == Straggler(1, "save", 1000.0, 18)
@@ -211,11 +213,12 @@ def test_hosts_that_differ_by_a_third_or_for_one_window_are_no_stragglers() -> N
 
 
 def test_hosts_that_do_not_step_or_started_again_make_no_window() -> None:
-    lines = {worker: ProgressLine(5, seconds={"data_wait": 9.0 * worker}) for worker in range(2)}
-    watch = Watch()
+    hosts = Hosts(2)
+    for worker in range(2):
+        hosts.progress.views[worker] = update(None, ProgressLine(5, seconds={"data_wait": 9.0 * worker}), 0.0)
     for now in range(0, 400, 31):
-        watch, begun, _ = watch.observe(lines, float(now))
-        assert begun is None
+        hosts.progress._end_window(float(now))
+    assert hosts.told == []
     assert str(Straggler(5, "data_wait", 1.83, 12_400)) == "host 5 takes 1.8 times the others' time in data wait"
 
 
@@ -239,9 +242,13 @@ def test_a_long_step_of_all_hides_no_straggler_in_the_heat_map_and_noise_is_fain
     assert max(map(float, re.findall(r'opacity="(\S+)"', noise))) < 0.2
 
 
-def test_a_host_that_waits_for_others_has_no_seconds_of_its_own() -> None:
+def test_only_hosts_that_made_steps_since_have_seconds_a_step() -> None:
     before = {worker: ProgressLine(10, seconds={"dispatch": 1.0 + worker}) for worker in (0, 1, 2, 3)}
     waits = ProgressLine(20, seconds={"dispatch": 6.0, "result": 20.0})
     now = {0: waits, 1: ProgressLine(20, seconds={"dispatch": 27.0})}
     now |= {2: ProgressLine(20, seconds={"dispatch": 1.0}), 3: before[3], 4: waits}  # started again, stands still, new
-    assert own_seconds(before, now) == {0: 0.5, 1: 2.5}
+    assert seconds_a_step(before, now) == {0: {"dispatch": 0.5, "result": 2.0}, 1: {"dispatch": 2.5}}
+    hosts = Hosts(2)
+    for _ in range(2):
+        hosts.window()
+    assert hosts.ledger.keep_hosts.call_args.args == (0, 60, {0: 0.5, 1: 0.5}), "without waits for results"
