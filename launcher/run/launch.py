@@ -173,10 +173,8 @@ def attach(request: RunRequest, context: Context) -> Outcome:
             session.provider.withdraw_unused()
             if state.phase is Phase.STARTING and observe_phase(session) is Phase.INTERRUPTED:
                 raise StartInterrupted(ledger.run_id, state.attempt)
-            missing = session.unknown_secrets() if session.provider.capabilities.sends_secrets else []
-            if missing:
-                text = specification.describe_missing(session.specification, missing)
-                session.say(f": {text}; no other attempt starts without them")
+            if missing := session.describe_missing_secrets():
+                session.say(f": {missing}; no other attempt starts without them")
             return run_attempts(session, state.attempt)
 
 

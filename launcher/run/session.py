@@ -152,6 +152,13 @@ class Session:
         known = self.secret_values()
         return [name for name in self.specification.secrets if name not in known]
 
+    def describe_missing_secrets(self) -> str:
+        """Returns a sentence that says which secrets the next attempt would lack, and where they were looked for; ""
+        for none, and where the platform has them."""
+        missing = self.unknown_secrets() if self.provider.capabilities.sends_secrets else []
+        places = " and ".join(filter(None, ("the environment", self.specification.env_file)))
+        return f"values of secrets are missing (looked in {places}): {', '.join(missing)}" if missing else ""
+
 
 def open_session(context: Context, ledger: Ledger, given: Mapping[str, str] | None = None) -> Session:
     """Returns a run's session with a provider, which the caller closes. `given`: values of secrets, by name. Raises

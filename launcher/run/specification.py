@@ -36,49 +36,29 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class OverlaySection(Section):
     """Files that are laid over the image's own."""
 
-    digest: str
-    """SHA-256 of the archive, in hexadecimal; part of its file's name."""
-
-    target: str
-    """The folder of the container over which the files are laid."""
+    digest: str  # SHA-256 of the archive, in hexadecimal; part of its file's name
+    target: str  # the folder of the container over which the files are laid
 
 
 class Specification(Section):
     """The content of specification.yaml."""
 
     format: Literal[1] = 1
-
-    run: str
-    """The run's id."""
-
-    provider: str
-    """Name of the provider."""
-
-    file: str
-    """Absolute path of the configuration's YAML file, to whose folder its relative paths refer."""
-
-    configuration: dict[str, Any]
-    """The resolved document: the file, and every `--set`."""
-
-    command: list[str] | None = None
-    """The command that runs in the containers; None for the trainer."""
-
-    image: str | None = None
-    """The image that hosts run: REPOSITORY@sha256:... or an image id; None until the first attempt begins."""
-
+    run: str  # the run's id
+    provider: str  # name of the provider
+    file: str  # absolute path of the configuration's YAML file, to whose folder its relative paths refer
+    configuration: dict[str, Any]  # the resolved document: the file, and every `--set`
+    command: list[str] | None = None  # the command that runs in the containers; None for the trainer
+    image: str | None = None  # that hosts run: REPOSITORY@sha256:... or an image id; None until the first attempt
     secrets: list[str] = []
     """Names of environment variables whose values only the command may see: `run.secrets`, and those of `env_file`."""
 
-    env_file: str | None = None
-    """Absolute path of the `--env-file`, where later attempts look for values first."""
-
+    env_file: str | None = None  # absolute path of the `--env-file`, where later attempts look for values first
     overlay: OverlaySection | None = None
-
-    preflight: list[str] = []
-    """Hashes of the programs that preflight compiled for this configuration."""
-
-    left_out: list[str] = []
-    """Accelerator types of slice.candidates on which the step does not fit, as preflight found."""
+    preflight: list[str] = []  # hashes of the programs that preflight compiled for this configuration
+    left_out: list[
+        str
+    ] = []  # accelerator types of slice.candidates on which preflight found that the step does not fit
 
     def config(self) -> Config:
         """Returns the configuration of every attempt. Raises BadInput when this version can't read it."""
@@ -224,14 +204,6 @@ class SecretSource:
             recorded = read_env_file(Path(specification.env_file))
         known = {**self.environment, **recorded, **self.given}
         return {name: known[name] for name in specification.secrets if name in known}
-
-
-def describe_missing(specification: Specification, missing: Iterable[str]) -> str:
-    """Returns a sentence that says which secrets are missing, and where they were looked for."""
-    places = "the environment"
-    if specification.env_file is not None:
-        places += f" and {specification.env_file}"
-    return f"values of secrets are missing (looked in {places}): {', '.join(missing)}"
 
 
 def read_env_file(path: Path) -> dict[str, str]:

@@ -121,10 +121,9 @@ def require_ready(config: Config, provider: Provider) -> None:
 def require_inputs(session: Session) -> None:
     """Raises BadInput if the next attempt would lack a secret or its overlay, or the overlay was changed."""
     spec = session.specification
-    if session.provider.capabilities.sends_secrets and (missing := session.unknown_secrets()):
+    if missing := session.describe_missing_secrets():
         raise BadInput(
-            f"run {spec.run}: attempt {session.ledger.state.attempt + 1} is not started: "
-            f"{specification.describe_missing(spec, missing)}; "
+            f"run {spec.run}: attempt {session.ledger.state.attempt + 1} is not started: {missing}; "
             "nothing is lost: export them, then resume the run with the same `tpu-launch run` command"
         )
     specification.read_overlay(session.ledger.folder, spec)

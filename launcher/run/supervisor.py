@@ -74,13 +74,12 @@ def take_over(ledger: Ledger, context: Context) -> Outcome | None:
                 last = [event for event in ledger.events() if event.attempt == ledger.state.attempt]
                 budget.take_down(session, "" if ledger.state.recovering else last_slice_created(last))
                 return None
-            missing = session.unknown_secrets() if session.provider.capabilities.sends_secrets else []
-            if missing:
+            if missing := session.describe_missing_secrets():
                 first = next(event.holder for event in ledger.events() if isinstance(event, events.Supervised))
                 session.say(
-                    f": {specification.describe_missing(session.specification, missing)}; no other attempt starts "
-                    f"without them: {ledger.record.user} set them on {first.partition(':')[0]} and can continue there "
-                    "with `tpu-launch run`; or set them in this process's environment, from Secret Manager"
+                    f": {missing}; no other attempt starts without them: {ledger.record.user} set them on "
+                    f"{first.partition(':')[0]} and can continue there with `tpu-launch run`; or set them in this "
+                    "process's environment, from Secret Manager"
                 )
             attempt, verdict = _last_attempt(session)
             if attempt is None:
