@@ -221,23 +221,18 @@ class Recovery:
         if settle:
             session.say(f": saved without a stop: waiting up to {SETTLE_SECONDS:.0f} s for the slice's state")
         deadline = self.clock.monotonic() + (SETTLE_SECONDS if settle else 0.0)
-        missing = 0
         while True:
             try:
-                slice_state = session.provider.describe()
+                slice_state = session.describe_slice(self.clock.sleep, doubted="DELETING")
             except LaunchError:
                 if self.clock.monotonic() >= deadline:
                     raise
-                missing = 0
             else:
-                missing = missing + 1 if slice_state is None or slice_state.state == "DELETING" else 0
-                self.in_use = slice_state is not None and slice_state.ready
-                if not missing and not self.in_use:
+                if slice_state is None or slice_state.state == "DELETING":
+                    raise SliceDeleted(SLICE_DELETED.what)
+                self.in_use = slice_state.ready
+                if not self.in_use or self.clock.monotonic() >= deadline:
                     return
-            if missing > 1:  # one answer may be stale
-                raise SliceDeleted(SLICE_DELETED.what)
-            if not missing and self.clock.monotonic() >= deadline:
-                return
             self.clock.sleep(_SETTLE_POLL_SECONDS)
 
     def _try(self) -> int:
