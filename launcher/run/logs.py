@@ -241,9 +241,9 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
     workers = session.choose_workers(host)
     files = {worker: ledger.log_file(number, worker) for worker in workers}
     offsets = dict.fromkeys(workers, 0)
+    clock, say = context.machine.clock, context.output.say
     fetcher = _Fetcher(session, number, files)
-    answered = context.machine.clock.monotonic()
-    try:
+    with contextlib.closing(session.provider):
         while True:
             with contextlib.suppress(LaunchError):
                 ledger.pull()
@@ -257,23 +257,19 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
             if fetcher.more or (fetcher.containers_ended and ledger.state.has_ended(number)):
                 continue
             if fetcher.containers_ended:
-                context.output.say(
+                say(
                     f"run {ledger.run_id}: its containers have ended, and no tpu-launch watches the run: "
                     "`tpu-launch run --attach` says how it ended and goes on as the file says"
                 )
                 return
-            now = context.machine.clock.monotonic()
-            answered = answered if fetcher.silent else now
-            if now - answered > _SILENCE_SECONDS:
-                context.output.say(
+            if clock.monotonic() - fetcher.answered > _SILENCE_SECONDS:
+                say(
                     f"run {ledger.run_id}: no host that may go on writing has answered for "
                     f"{_SILENCE_SECONDS / 60:.0f} minutes, and nothing watches the run: `tpu-launch status` looks at "
                     "the slice, `tpu-launch run` goes on with the run"
                 )
                 return
-            context.machine.clock.sleep(_FOLLOW_EVERY)
-    finally:
-        session.provider.close()
+            clock.sleep(_FOLLOW_EVERY)
 
 
 def _emit_from(path: Path, offset: int, worker: int, output: Output) -> int:
@@ -294,7 +290,9 @@ class _Fetcher:
         self._problems = dict.fromkeys(files, "")
         self._next_page: dict[int, str] = {}  # time from which on a host's last observation had no room for lines
         self.containers_ended = False  # whether the last fetch found no running container on any host
-        self.silent = False  # whether no host that may go on writing answered the last fetch
+        self.answered = session.machine.clock.monotonic()
+        """When a host that may go on writing last answered, or another process may have fetched its lines."""
+
         self._conflicts = 0  # fetches in a row that found the run's lock held
 
     @property
@@ -303,20 +301,21 @@ class _Fetcher:
         return bool(self._next_page)
 
     def fetch(self) -> None:
-        """Appends each host's new lines to its file, and updates `more`, `containers_ended` and `silent`. While another
-        process holds the run's lock, fetches nothing; after a minute of that, sets `silent` to False."""
+        """Appends each host's new lines to its file, and updates `more`, `containers_ended` and `answered`. While
+        another process holds the run's lock, fetches nothing; after a minute of that, it counts as an answer."""
         pages, self._next_page, self.containers_ended = self._next_page, {}, False
         try:
             with self._session.ledger.supervising(patience=0.0):
                 running = [worker for worker in self._files if self._fetch_from(worker, pages.get(worker))]
-                self.containers_ended = not running
-                self.silent, self._conflicts = all(self._problems[worker] for worker in running), 0
+                self.containers_ended, self._conflicts = not running, 0
+                is_answered = not all(self._problems[worker] for worker in running)
         except LaunchError as error:
             if error.exit_code is not Exit.CONFLICT:
                 raise
             self._conflicts += 1
-            if self._conflicts > _SUPERVISOR_CONFLICTS:  # another `logs` would let go of the lock
-                self.silent = False
+            is_answered = self._conflicts > _SUPERVISOR_CONFLICTS  # another `logs` would let go of the lock
+        if is_answered:
+            self.answered = self._session.machine.clock.monotonic()
 
     def _fetch_from(self, worker: int, page: str | None) -> bool:
         """Appends a page of a host's new lines to its file, from the time `page` on (None: from the file's newest), and

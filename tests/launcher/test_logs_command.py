@@ -122,8 +122,9 @@ def test_hosts_are_silent_only_while_none_answers(tmp_path: Path) -> None:
     files = {worker: terminal.ledger.log_file(0, worker) for worker in (0, 1)}
     fetcher = logs._Fetcher(open_session(terminal.context, terminal.ledger), 0, files)
     for silent in (False, True):
+        answered = fetcher.answered
         fetcher.fetch()
-        assert fetcher.silent == silent
+        assert (fetcher.answered == answered) == silent
 
 
 def test_following_an_attempt_ends_although_the_next_one_has_begun(tmp_path: Path) -> None:
