@@ -14,7 +14,7 @@ from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import is_held
 from launcher.images import local, overlays
 from launcher.provider import Overlay, Provider
-from launcher.run import budget, events, specification
+from launcher.run import budget, events, specification, start
 from launcher.run.ledger import Ledger
 from launcher.run.recovery import Recovery, Retries, decide, describe_bill, spent_so_far
 from launcher.run.session import (
@@ -32,14 +32,6 @@ from launcher.run.session import (
     supervising,
 )
 from launcher.run.specification import SecretSource, Specification
-from launcher.run.start import (
-    end_interrupted_start,
-    observe_open_attempt,
-    observe_phase,
-    require_inputs,
-    require_ready,
-    start_attempt,
-)
 from launcher.run.state import Phase
 from launcher.run.stop import stop_before_restart
 from launcher.run.supervise import StartInterrupted, supervise
@@ -122,22 +114,22 @@ def run(request: RunRequest, context: Context) -> Outcome:
             slice_is_known = provider.known_ready()
             if ledger.state.phase.is_open:
                 if not slice_is_known and provider.describe() is None:
-                    require_ready(config, provider)
+                    start.require_ready(config, provider)
                 outcome = resume_open_attempt(open_session(context, ledger, variables))
                 if outcome is not None:
                     return outcome
             provider.connect()
             ledger.append(events.Requested(ledger.state.attempt + 1, known))
             if ledger.state.stop_requested:  # meanwhile
-                raise RunStopped.of(ledger.run_id)
+                raise RunStopped(ledger.run_id)
             if not slice_is_known and ledger.state.recovering is None:
-                require_ready(config, provider)
+                start.require_ready(config, provider)
             kept = specification.read(ledger.folder)
             spec = specification.resume(kept, requested)
             if overlay is not None:
                 specification.write_overlay(ledger.folder, overlay)
             session = Session(context, ledger, spec, config, provider, secrets)
-            require_inputs(session)  # before an image is built
+            start.require_inputs(session)  # before an image is built
             budget.require_left(session)
             spec = spec.model_copy(update={"image": _choose_image(request, context, kept, spec)})
             specification.write(ledger.folder, spec)
@@ -171,7 +163,7 @@ def attach(request: RunRequest, context: Context) -> Outcome:
         session = open_session(context, ledger, given)
         with contextlib.closing(session.provider):
             session.provider.withdraw_unused()
-            if state.phase is Phase.STARTING and observe_phase(session) is Phase.INTERRUPTED:
+            if state.phase is Phase.STARTING and start.observe_phase(session) is Phase.INTERRUPTED:
                 raise StartInterrupted(ledger.run_id, state.attempt)
             if missing := session.describe_missing_secrets():
                 session.say(f": {missing}; no other attempt starts without them")
@@ -208,7 +200,7 @@ def run_attempts(
                 _say_stopped(session)
                 raise
         elif attempt is None:
-            attempt, verdict = start_attempt(session)
+            attempt, verdict = start.start_attempt(session)
         if verdict is None:
             verdict = supervise(session, attempt)
         following = _recover(session, attempt, verdict)
@@ -227,14 +219,14 @@ def resume_open_attempt(session: Session) -> Outcome | None:
     started, as after one that failed unwatched and beyond its budget."""
     number = session.ledger.state.attempt
     with contextlib.closing(session.provider):
-        phase = observe_open_attempt(session)
+        phase = start.observe_open_attempt(session)
         if phase is None:
             return None
         session.say(f": attempt {number} is there already; attaching to it")
         try:
             outcome = run_attempts(session, number)
         except StartInterrupted:  # reported by a host that could not be reached before
-            end_interrupted_start(session)
+            start.end_interrupted_start(session)
             return None
     if phase is not Phase.EXITED or outcome.attempt != number or outcome.verdict.kind is Kind.FINISHED:
         return outcome
@@ -258,7 +250,7 @@ def _recover(session: Session, attempt: int, verdict: Verdict) -> int | None:
         return None
     for line in explain(verdict):
         session.say(f", attempt {attempt}: {line}")
-    require_inputs(session)
+    start.require_inputs(session)
     delay = f" in {decision.delay:.0f} s" if decision.delay else ""
     session.say(f": starting again ({decision.reason}){delay}")
     try:
@@ -308,7 +300,7 @@ def _require_startable(request: RunRequest, ledger: Ledger, known_stops: int) ->
             exit_code=Exit.CONFLICT,
         )
     if ledger.state.stops > known_stops:
-        raise RunStopped.of(ledger.run_id)
+        raise RunStopped(ledger.run_id)
     if is_held(deletion_mark(request.config)):
         raise LaunchError(
             f"slice {request.config.slice.name} is being deleted by another tpu-launch on this machine: wait for its "

@@ -64,8 +64,7 @@ class RunRecord:
     bucket: str = ""
     """URL of the launcher's folder of the run in its bucket; empty where the ledger is on this machine only."""
     user: str = ""
-    account: str = ""
-    """The owner (launcher.workstation) in the labels of the run's slices; empty without a bucket."""
+    account: str = ""  # the owner (launcher.workstation) in the labels of the run's slices; empty without a bucket
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,7 @@ class Cursor:
     recent: Counter[str] = field(default_factory=Counter)
     """How often each line of the overlap, and the last line, was delivered."""
 
-    last: str | None = None
-    """The line that was delivered last; not the newest after a host's clock stepped back."""
-
+    last: str | None = None  # the line that was delivered last; not the newest after a host's clock stepped back
     open: frozenset[str] = frozenset()  # times of lines that have begun and not ended
     cut: frozenset[str] = frozenset()  # times of lines that were cut: their other parts are not delivered
 

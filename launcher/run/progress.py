@@ -178,9 +178,7 @@ class HostsProgress:
         self._ledger, self._attempt, self._say = ledger, attempt, say
         self.views: dict[int, ProgressView] = {}  # by worker; only of hosts that report progress
 
-        self.stepped = float("-inf")
-        """When a host was last seen to do another training step, by the monotonic clock."""
-
+        self.stepped = float("-inf")  # when a host was last seen to do another training step, by the monotonic clock
         self._kept_step = -1  # of the progress that was last kept
         self._window: Mapping[int, ProgressLine] = {}  # the lines with which the window began
         self._window_begun = 0.0

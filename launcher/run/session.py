@@ -36,10 +36,8 @@ class RunStopped(LaunchError):
 
     exit_code = Exit.STOPPED
 
-    @classmethod
-    def of(cls, run_id: str) -> RunStopped:
-        """Returns the error that says that the run was stopped, and which command resumes it."""
-        return cls(f"run {run_id} was stopped (`tpu-launch stop` or `down`); `tpu-launch run` resumes it")
+    def __init__(self, run_id: str) -> None:
+        super().__init__(f"run {run_id} was stopped (`tpu-launch stop` or `down`); `tpu-launch run` resumes it")
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ class Session:
         this process's lease, if it has one, is fresh; ends this process when another one has the lease."""
         self.ledger.confirm()
         if self.ledger.state.stop_requested:
-            raise RunStopped.of(self.ledger.run_id)
+            raise RunStopped(self.ledger.run_id)
 
     def container(self, attempt: int) -> str:
         return container_name(self.ledger.run_id, attempt)

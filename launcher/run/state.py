@@ -46,11 +46,8 @@ class RunState:
     outcome: str | None = None
     """How the last attempt ended ("finished", "host lost", ...); None while it is open, and before the first."""
     stops: int = 0  # how many stops were requested in the whole run
-    acknowledged_stops: int = 0
-    """How many of them had been requested when `tpu-launch run` was last asked for."""
-    orphans: tuple[events.Orphaned, ...] = ()
-    """Containers that may still be on hosts, and that were not removed since."""
-
+    acknowledged_stops: int = 0  # how many of them had been requested when `tpu-launch run` was last asked for
+    orphans: tuple[events.Orphaned, ...] = ()  # containers that may still be on hosts, and that were not removed since
     recovering: events.Recovering | None = None
     """The recovery that was begun, and has neither started an attempt on all hosts nor been given up or stopped."""
 

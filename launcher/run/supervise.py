@@ -180,8 +180,7 @@ class _Supervision:
                 self._receive()
                 now = self.clock.monotonic()
                 self._forgive_standstill(now)  # before anything is judged by that time
-                self._describe_slice_if_unreachable()
-                self._warn_if_unreachable()
+                self._ask_about_unreachable(now)
                 self._stop_if_budget_is_spent(now)
                 stop_requested = self.ledger.state.stop_requested
                 if stop_requested and not self.stopping:
@@ -345,18 +344,14 @@ class _Supervision:
             ended_away=ended_away,
         )  # fmt: skip
 
-    def _describe_slice_if_unreachable(self) -> None:
-        """Asks the API for the slice's state, in a task, if a host is unreachable, but not again within 15 s."""
-        now = self.clock.monotonic()
-        unreachable = any(not view.reachable for view in self.views.values())
-        if unreachable and now - self.slice_described > _DESCRIBE_SLICE_EVERY:
+    def _ask_about_unreachable(self, now: float) -> None:
+        """While a host is unreachable, asks the API for the slice's state every 15 s, in a task; while all are, says so
+        every 30 s, with host 0's problem."""
+        reachable = [view.reachable for view in self.views.values()]
+        if not all(reachable) and now - self.slice_described > _DESCRIBE_SLICE_EVERY:
             self.slice_described = now
             self.threads.start(self._describe_slice)
-
-    def _warn_if_unreachable(self) -> None:
-        """Says every 30 seconds, while no host answers, that none does, with host 0's problem."""
-        now = self.clock.monotonic()
-        if any(view.reachable for view in self.views.values()):
+        if any(reachable):
             self.warned = now
         elif now - self.warned > _WARN_EVERY:
             self.warned = now

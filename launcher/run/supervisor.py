@@ -105,8 +105,7 @@ class _Child:
     result: Future[Result] | None = None
     pause: float = _FIRST_PAUSE
     next_start: float = 0.0  # monotonic clock
-    settled: int = 0
-    """Generation of the run's lease when nothing was left to do, or a program was missing here."""
+    settled: int = 0  # generation of the run's lease when nothing was left to do, or a program was missing here
     over: bool = False  # the run has finished; the supervisor no longer looks at it
     problem: str = ""  # the last one that was said
 
