@@ -20,9 +20,9 @@ or nothing) but may lose or flip what it holds. Therefore:
 * Only the newest start of a run commits: host 0 looks for later claims before and after it writes the manifest
   (`training.distributed.agreement`). A host that was suspended between look and write may commit a step of an older
   attempt. The newest start keeps that checkpoint if it is complete, and replaces it otherwise.
-* A manifest names its parts and slices with their crc32c, and carries a crc32c of itself. Restoring verifies what each
-  host reads, whole parts or single slices, and that the slices of each tensor hold every element exactly once;
-  otherwise it falls back to an older checkpoint.
+* A manifest names its parts and slices with their crc32c, and carries a crc32c of itself. Restoring verifies the
+  slices that each host reads, and that those of each tensor hold every element exactly once; otherwise it falls back to
+  an older checkpoint.
 * Deletion removes the manifest first: a half-deleted checkpoint is not a checkpoint.
 * Only safetensors and JSON: reading executes nothing.
 """
@@ -204,21 +204,18 @@ def _check_values(manifest: Manifest) -> None:
     for part in manifest.parts:
         if not isinstance(part.name, str) or "/" in part.name or part.name in ("", ".", "..", MANIFEST):
             raise ValueError(f"a part can't be named {part.name!r:.80}")
-    for key, number in (
-        *((key, getattr(manifest, key)) for key in ("step", "attempt", "hosts")),
-        *((f"size of {part.name}", part.size) for part in manifest.parts),
-        *((f"crc32c of {part.name}", part.crc32c) for part in manifest.parts),
-        *((f"size of {name}", tensor.spec.size) for name, tensor in manifest.tensors.items()),
-        *((f"crc32c of {name}", each.crc32c) for name, tensor in manifest.tensors.items() for each in tensor.slices),
-    ):
+    tensors = manifest.tensors.values()
+    numbers = [manifest.step, manifest.attempt, manifest.hosts, *(tensor.spec.size for tensor in tensors)]
+    numbers += [each.crc32c for tensor in tensors for each in tensor.slices]
+    numbers += [number for part in manifest.parts for number in (part.size, part.crc32c)]
+    for number in numbers:
         if type(number) is not int or number < 0:
-            raise TypeError(f"{key} is {number!r:.80}")
-    for key, value, kind in (
-        *((key, getattr(manifest, key), dict) for key in ("identity", "state", "config")),
-        *((key, getattr(manifest, key), str) for key in ("code", "run_id")),
-    ):
-        if not isinstance(value, kind):
-            raise TypeError(f"{key} is {value!r:.80}")
+            raise TypeError(f"{number!r:.80} is no whole number")
+    objects = (manifest.identity, manifest.state, manifest.config)
+    for kind, values in ((dict, objects), (str, (manifest.code, manifest.run_id))):
+        for value in values:
+            if not isinstance(value, kind):
+                raise TypeError(f"{value!r:.80} is no {kind.__name__}")
 
 
 def _load_tensor(name: str, value: Mapping[str, Any], parts: int) -> StoredTensor:
@@ -257,13 +254,11 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def render(body: Mapping[str, Any]) -> str:
-    """Formats a manifest's JSON for people: keys sorted, and one line for each tensor."""
-    tensors = body["tensors"]
-    rows = [f"  {json.dumps(name)}: {json.dumps(tensors[name], sort_keys=True)}" for name in sorted(tensors)]
-    table = "{\n" + ",\n".join(rows) + "\n }" if rows else "{}"
-    text = json.dumps({**body, "tensors": None}, indent=1, sort_keys=True)
-    head, key, tail = text.rpartition('\n "tensors": null')
-    return head + key.removesuffix("null") + table + tail + "\n"
+    """Formats a manifest's JSON for people: keys sorted, and one line for each tensor, of which there are some."""
+    others = {name: value for name, value in body.items() if name != "tensors"}
+    tensors = sorted(body["tensors"].items())
+    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value, sort_keys=True)}" for name, value in tensors)
+    return json.dumps(others, indent=1, sort_keys=True).removesuffix("\n}") + f',\n "tensors": {{\n{rows}\n }}\n}}\n'
 
 
 def list_folders(folder: str, storage: Storage = default_storage) -> dict[int, set[str]]:

@@ -4,9 +4,9 @@ All hosts try the same checkpoint, the next in host 0's list, and meet afterward
 sends all of them to the one before. A checkpoint of another model or other data is not damaged but refused: continuing
 from it would be a mistake, not a recovery.
 
-Reading is planned from the manifest alone, not from the headers of the parts: the slices that the host needs are read
-once, in ranges, and copied into its tensors. A tensor that is one slice is passed on without a copy; a tensor of
-several is assembled first, and kept in memory until its last slice has been read.
+Reading is planned from the manifest alone, which implies the headers of the parts: the slices that the host needs are
+read once, in ranges, and copied into its tensors once their checksums are right. A tensor that is one slice is passed
+on without a copy; a tensor of several is assembled first, and kept in memory until its last slice has been read.
 
 Failure model: parts may be missing, short or flipped at any byte (raised as Damaged, so the next checkpoint is tried),
 and another start of the run may commit or delete checkpoints meanwhile (`_candidates` lists again).
@@ -167,7 +167,7 @@ def load_tensors(
 ) -> None:
     """Passes the slice of each tensor of a checkpoint that `choose` returns (None: skips the tensor) to `load_state`,
     some at a time; their bytes are valid until `load_state` returns. Raises Damaged when what it read is not what was
-    committed. The caller must then discard the tensors loaded so far: a part's checksum is known only at its end."""
+    committed; the caller must then discard the tensors loaded so far."""
     urls = [_part_url(folder, manifest.step, part, storage) for part in manifest.parts]
     plans = form.slices_by_part(manifest.tensors, len(manifest.parts))
     specs = {name: tensor.spec for name, tensor in manifest.tensors.items()}
@@ -184,8 +184,12 @@ def read_part(folder: str, step: int, part: Part, storage: Storage = default_sto
     """Reads a whole part into memory. Raises Damaged if it is missing, of another size, or has another checksum."""
     data = memoryview(bytearray(part.size))
     ranges = [(start, min(start + _RANGE, part.size)) for start in range(0, max(part.size, 1), _RANGE)]
+    checksum = 0
     for start, chunk in _read_ranges(_part_url(folder, step, part, storage), part, ranges, storage, SYSTEM.threads):
+        checksum = crc32c(chunk, checksum)
         data[start : start + len(chunk)] = chunk
+    if checksum != part.crc32c:
+        raise Damaged(f"part {part.name} has crc32c {checksum:08x} instead of {part.crc32c:08x}")
     return data
 
 
@@ -224,29 +228,29 @@ class _TensorAssembler:
 def _load_part(
     url: str, part: Part, plan: Sequence[PartSlice], assembly: _TensorAssembler, storage: Storage, threads: Threads
 ) -> None:
-    """Reads the slices of a part that `assembly` needs once, in ranges that end between tensors, verifies each, and
-    adds them; if these are all, reads the whole part and verifies its checksum, at the end. Raises Damaged."""
-    _, places, size = plan_file([(entry.key, entry.spec) for entry in plan])
+    """Reads the slices of a part that `assembly` needs, and if there are any or the part is empty, its header: once, in
+    ranges that end between tensors. Verifies each, and adds the slices. Raises Damaged."""
+    head, places, size = plan_file([(entry.key, entry.spec) for entry in plan])
     if size != part.size or len(places) != len(plan):
         raise Damaged(f"part {part.name} has {part.size} bytes, but the tensors that the manifest lists in it {size}")
-    needed = [(entry, places[entry.key]) for entry in plan if assembly.needs(entry)]
-    reads_all = len(needed) == len(plan)
-    ranges = [(0, 0)] if reads_all else []
-    for _, place in needed:
-        start, end = ranges[-1] if ranges else (-1, -1)
-        if (end != place.start and not reads_all) or place.start - start >= _RANGE:
-            ranges.append((place.start, place.stop))
-        else:
+    waiting = deque((entry, places[entry.key]) for entry in plan if assembly.needs(entry))
+    if plan and not waiting:
+        return
+    ranges = [(0, len(head))]
+    for _, place in waiting:
+        start, end = ranges[-1]
+        if end == place.start and place.start - start < _RANGE:
             ranges[-1] = start, place.stop
-    if reads_all:
-        ranges = [(start, end) for (start, _), (end, _) in zip(ranges, [*ranges[1:], (part.size, 0)], strict=True)]
-    waiting = deque(needed)
+        else:
+            ranges.append((place.start, place.stop))
     for start, chunk in _read_ranges(url, part, ranges, storage, threads):
+        if not start and chunk[: len(head)] != head:
+            raise Damaged(f"part {part.name} has another header than the manifest implies")
         entries: list[tuple[PartSlice, memoryview]] = []
         while waiting and waiting[0][1].stop <= start + len(chunk):
             entry, place = waiting.popleft()
             data = chunk[place.start - start : place.stop - start]
-            if not reads_all and crc32c(data) != entry.stored.crc32c:
+            if crc32c(data) != entry.stored.crc32c:
                 raise Damaged(f"part {part.name}: the slice {entry.stored.box} of {entry.name} has a wrong crc32c")
             entries.append((entry, data))
         assembly.add(entries)
@@ -267,12 +271,11 @@ def _read_ranges(
     url: str, part: Part, ranges: Sequence[tuple[int, int]], storage: Storage, threads: Threads
 ) -> Iterator[tuple[int, memoryview]]:
     """Yields (start, bytes) of a part's ranges, (start, end), each valid until the next; threads read ahead. Raises
-    Damaged, at the end at the latest, for a missing or short part or, if the ranges are all of it, a wrong checksum."""
+    Damaged for a missing or short part."""
     starts, sizes = [start for start, _ in ranges], [end - start for start, end in ranges]
     readers = min(_READERS_REMOTE if is_remote(url) else _READERS, len(sizes))
     # Reuse buffers for the following ranges: fresh memory is slow.
     buffers = [allocate(max(sizes, default=0)) for _ in range(readers)]
-    checksum = 0
 
     def begin(number: int) -> Future[int]:
         """Starts to read range `number` into its buffer."""
@@ -283,9 +286,7 @@ def _read_ranges(
         for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
             if readings.popleft().result() != size:
                 raise Damaged(f"part {part.name} ends within its bytes {start} to {start + size}")
-            chunk = buffers[number % len(buffers)][:size]
-            checksum = crc32c(chunk, checksum)
-            yield start, chunk
+            yield start, buffers[number % len(buffers)][:size]
             if number + len(buffers) < len(starts):
                 readings.append(begin(number + len(buffers)))
     except NotFound:
@@ -293,8 +294,6 @@ def _read_ranges(
     finally:
         for reading in readings:  # wait: the threads write into `buffers`
             reading.exception()
-    if sum(sizes) == part.size and checksum != part.crc32c:
-        raise Damaged(f"part {part.name} has crc32c {checksum:08x} instead of {part.crc32c:08x}")
 
 
 def require_identity(folder: str, manifest: Manifest, identity: Mapping[str, Any]) -> None:

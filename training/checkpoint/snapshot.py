@@ -11,13 +11,13 @@ same ones.
 
 import contextlib
 import mmap
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
 from training.checkpoint.tensors import TensorSpec
+from training.machine import SYSTEM
 
 _FLOATS: dict[str, type[np.floating]] = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 _BATCH_BYTES = 64 << 20  # the memory that a copy takes beside the state
@@ -68,34 +68,26 @@ class Snapshot:
         pair. Without pairs everything counts as copied. `clock` returns seconds, for `blocked_seconds`."""
         self.blocked_seconds = 0.0  # that `wait_before_mutation` has waited
         self._clock = clock
-        self._pairs = list(pairs)
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint-copy", daemon=True)
-        if self._pairs:
-            self._thread.start()
-
-    def _run(self) -> None:
-        """Copies the pairs, the last first, and drops each; keeps an error for `wait`."""
-        try:
-            while self._pairs:
-                buffer, array = self._pairs.pop()
-                buffer[...] = array
-        except BaseException as error:
-            self._error = error
-            self._pairs.clear()
+        waiting = list(pairs)
+        self._copying = SYSTEM.threads.submit(_copy, waiting) if waiting else None
 
     def wait(self) -> None:
         """Waits until everything is copied. Raises the copying thread's error."""
-        if self._thread.ident is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
+        if self._copying:
+            self._copying.result()
 
     def wait_before_mutation(self) -> None:
         """Waits like `wait`, and adds the time to `blocked_seconds`. A backend calls it before it changes the state."""
         began = self._clock()
         self.wait()
         self.blocked_seconds += self._clock() - began
+
+
+def _copy(pairs: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Copies the array of each (buffer, array) pair into its buffer, the last first, and drops the pair."""
+    while pairs:
+        buffer, array = pairs.pop()
+        buffer[...] = array
 
 
 def in_batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:

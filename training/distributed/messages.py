@@ -26,10 +26,6 @@ def _is_whole(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 31
 
 
-def _is_long_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _is_text(value: Any) -> bool:
     """Returns whether a value is a string of at most TEXT_CHARACTERS."""
     return isinstance(value, str) and len(value) <= TEXT_CHARACTERS
@@ -45,17 +41,9 @@ def _is_seconds(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value <= 3660 * 86400.0
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_payload(_value: Any) -> bool:
-    """Returns True: a payload is any value that `decode` accepts."""
-    return True
-
-
-def _are_payloads(value: Any) -> bool:
-    return isinstance(value, list)
+def _is_a(kind: type) -> Callable[[Any], bool]:
+    """Returns a check for values of just this type; `object`: any value that `decode` accepts."""
+    return lambda value: kind is object or type(value) is kind
 
 
 Kinds = Mapping[str, Mapping[str, Callable[[Any], bool]]]
@@ -70,7 +58,7 @@ HELLO: Kinds = {
         "run_id": _is_text,
         "attempt": _is_whole,
         "hosts": _is_whole,
-        "exchange": _is_flag,
+        "exchange": _is_a(bool),
         "nonce": _is_digest,
         "proof": _is_digest,
     }
@@ -78,21 +66,21 @@ HELLO: Kinds = {
 """A host's first line."""
 
 ANSWER: Kinds = {
-    "welcome": {"welcome": _is_flag, "proof": _is_digest},
-    "refused": {"refused": _is_text, "final": _is_flag, "proof": _is_digest},
+    "welcome": {"welcome": _is_a(bool), "proof": _is_digest},
+    "refused": {"refused": _is_text, "final": _is_a(bool), "proof": _is_digest},
 }
 """Host 0's answer to a hello with a valid proof."""
 
 FROM_HOST: Kinds = {
     "phase": {"phase": _is_text},
-    "arrive": {"arrive": _is_text, "payload": _is_payload, "seconds": _is_seconds},
-    "goodbye": {"goodbye": _is_whole, "reason": _is_text, "overdue": _is_flag},
+    "arrive": {"arrive": _is_text, "payload": _is_a(object), "seconds": _is_seconds},
+    "goodbye": {"goodbye": _is_whole, "reason": _is_text, "overdue": _is_a(bool)},
 }
 
 FROM_SERVER: Kinds = {
-    "complete": {"complete": _is_text, "payloads": _are_payloads},
-    "lost": {"lost": _is_long_text, "code": _is_whole},
-    "news": {"news": _is_long_text, "host_0": _is_text},
+    "complete": {"complete": _is_text, "payloads": _is_a(list)},
+    "lost": {"lost": _is_a(str), "code": _is_whole},
+    "news": {"news": _is_a(str), "host_0": _is_text},
 }
 
 

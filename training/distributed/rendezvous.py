@@ -162,7 +162,7 @@ def join(
 
     try:
         connection, lines = _connect(cluster, RENDEZVOUS, limits.start_seconds, check, machine, limits.lost_seconds)
-        connection.settimeout(limits.lost_seconds)
+        connection.settimeout(None)  # the kernel's limit applies, also to a host 0 that takes no bytes
     except BaseException:
         if server:
             server.close(0)
@@ -207,8 +207,8 @@ class RendezvousClient(Rendezvous):
         machine.threads.start(self._report_phases, name="rendezvous-phase")
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
-        """As `Rendezvous.meet`; `seconds` None: those of the constructor. Waits ANSWER_MARGIN more for host 0's answer.
-        `name`: new for each barrier, since one that all hosts have passed returns its old payloads at once."""
+        """As `Rendezvous.meet`; `seconds` None: those of the constructor. Waits ANSWER_MARGIN more for host 0's
+        answer."""
         wait = self._seconds if seconds is None else seconds
         self._post({"phase": self._phase}, {"arrive": name, "payload": payload, "seconds": wait})
         deadline = self._clock() + wait + ANSWER_MARGIN
@@ -315,9 +315,9 @@ class RendezvousClient(Rendezvous):
             while True:
                 for line in lines.feed(data):
                     self._handle(*decode(line, FROM_SERVER))
-                data = self._receive()
-                if not data:
-                    break
+                if not (data := self._socket.recv(1 << 16)):
+                    raise ConnectionResetError
+        except OSError:
             gone = f"host 0 is gone: its connection broke in phase {self._phase_of_host_0!r}"
         except Malformed as error:
             gone = f"host 0 sent a malformed message: {error}"
@@ -326,16 +326,6 @@ class RendezvousClient(Rendezvous):
         if self._cluster.is_first:
             gone = "this host, host 0, has lost its network"
         self._handle("lost", {"lost": gone, "code": int(Exit.LOST_PEER)})
-
-    def _receive(self) -> bytes:
-        """Waits for bytes from host 0, without limit. Returns b"" if the connection ended or broke."""
-        while True:
-            try:
-                return self._socket.recv(1 << 16)
-            except OSError as error:
-                if not isinstance(error, TimeoutError) or error.errno is not None:
-                    return b""
-                # It is the socket's own time-out: the kernel's "connection timed out" has an errno.
 
     def _handle(self, kind: str, message: Message) -> None:
         """Records a message from host 0 and wakes waiters; after "lost", a thread ends the process if it is stuck."""

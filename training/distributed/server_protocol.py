@@ -3,8 +3,7 @@ thread and a clock.
 
 `BarrierState` has the hosts of an attempt and its barriers. Every event (a host connects, reports its phase, arrives at
 a barrier, leaves, its connection breaks, time passes) is a method that returns the messages to send, as (worker,
-message); a message to several hosts is one object. Repeated messages are harmless: an arrival counts once, a completed
-barrier always answers with the same payloads, and a lost attempt stays lost.
+message); a message to several hosts is one object. An arrival counts once, and a lost attempt stays lost.
 
 `ServerProtocol` turns bytes into these events and messages into bytes. A connection is a number that the caller
 chooses; it is pending until its handshake (`handshake.py`) is complete. Every event (opened, received, closed, time
@@ -16,7 +15,6 @@ All hosts receive one summary of all phases, at most once a second, so what a ho
 the number of hosts."""
 
 import hmac
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,7 +38,6 @@ NEWS_CHARACTERS = 2000
 HANDSHAKE_SECONDS = 5.0  # then host 0 closes the connection of a peer without a proof
 SPARE_CONNECTIONS = 64  # pending connections that host 0 keeps, beyond one for each host
 DESCRIBED = 16  # missing hosts whose last phase a message says; it only numbers the others
-REMEMBERED = 256  # completed barriers whose answers are kept for repeated arrivals
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,6 @@ class BarrierState:
         self.identity = identity
         self.members: dict[int, Member] = {}
         self.barriers: dict[str, Barrier] = {}
-        self.completed: OrderedDict[str, list[Any]] = OrderedDict()
         self.lost: str | None = None  # why the attempt is over
         self.lost_code = Exit.LOST_PEER  # of the other hosts; SAVED if the first host to leave was asked to stop
         self._left: tuple[str, Exit] | None = None  # of the first orderly exit: why and with which code others end
@@ -136,13 +132,11 @@ class BarrierState:
 
     def arrive(self, worker: int, name: str, payload: Any, seconds: float, now: float) -> Outgoing:
         """Records that `worker` waits at barrier `name`, whose deadline the `seconds` of the first to arrive set.
-        Returns the messages to send: none while hosts are missing; all payloads, to all hosts, or to one that arrives
-        after that; "lost", to this host if the attempt is over, to all if a host has left."""
+        Returns the messages to send: none while hosts are missing; then all payloads, to all hosts, and the barrier's
+        name is free again; "lost", to this host if the attempt is over, to all if a host has left."""
         self.members[worker].last_heard = now
         if self.lost:
             return [(worker, self.lost_message())]
-        if name in self.completed:
-            return [(worker, {"complete": name, "payloads": self.completed[name]})]
         if self._left:  # that host will never arrive
             return self._end_attempt(*self._left)
         barrier = self.barriers.setdefault(name, Barrier(now + seconds, seconds))
@@ -150,10 +144,8 @@ class BarrierState:
         if len(barrier.payloads) < self.identity.hosts:
             return []
         del self.barriers[name]
-        self.completed[name] = [barrier.payloads[number] for number in range(self.identity.hosts)]
-        while len(self.completed) > REMEMBERED:
-            self.completed.popitem(last=False)
-        return self._to_all({"complete": name, "payloads": self.completed[name]})
+        payloads = [barrier.payloads[number] for number in range(self.identity.hosts)]
+        return self._to_all({"complete": name, "payloads": payloads})
 
     def leave(self, worker: int, code: int, reason: str, overdue: bool = False) -> Outgoing:
         """Records that `worker` exits with `code`, and returns the messages to send. A failure ends the attempt for all

@@ -86,8 +86,7 @@ def stat(url: str) -> Stat | None:
 def listing(folder: str) -> list[Stat]:
     """Lists all objects below a folder, sorted by URL, but those named like a folder (`a/`); [] if there is none.
     Raises NoBucket."""
-    bucket, name = split_remote(folder)
-    prefix = name.rstrip("/") + "/" if name.strip("/") else ""
+    bucket, prefix = _folder(folder)
 
     def attempt(timeout: tuple[float, float], _: float) -> list[Stat]:
         blobs = _client().list_blobs(bucket, prefix=prefix, timeout=timeout, retry=None)
@@ -98,13 +97,11 @@ def listing(folder: str) -> list[Stat]:
 
 def folders(folder: str) -> list[str]:
     """Returns the names of the direct subfolders, sorted; [] if there is none. Raises NoBucket."""
-    bucket, name = split_remote(folder)
-    prefix = name.rstrip("/") + "/" if name.strip("/") else ""
+    bucket, prefix = _folder(folder)
 
     def attempt(timeout: tuple[float, float], _: float) -> list[str]:
         found = _client().list_blobs(bucket, prefix=prefix, delimiter="/", timeout=timeout, retry=None)
-        for _blob in found:  # the prefixes are known when all pages were read
-            pass
+        list(found)  # the prefixes are known when all pages were read
         return [each[len(prefix) :].rstrip("/") for each in found.prefixes]
 
     return sorted(_retry(folder, "listing", attempt))
@@ -293,6 +290,8 @@ def _final_error(url: str, activity: str, error: Exception, pinned: bool) -> Exc
     bucket = split_remote(url)[0]
     if isinstance(error, StorageError | api.RequestRangeNotSatisfiable):
         return error
+    if _is_transient(error):
+        return None
     if isinstance(error, api.NotFound):
         if pinned and (present := stat(url)):
             return Changed(f"{url} was replaced (generation {present.generation}) while it was in use: start again")
@@ -308,15 +307,14 @@ def _final_error(url: str, activity: str, error: Exception, pinned: bool) -> Exc
             f"{url}: no Google credentials: run `gcloud auth application-default login`, or give the TPU's service "
             f"account access to gs://{bucket}"
         )
-    if isinstance(error, auth.GoogleAuthError) and not _is_transient(error):
+    if isinstance(error, auth.GoogleAuthError):
         return StorageError(
             f"{url}: {activity} it failed because Google's credentials were refused: {_cause(error)}. Run `gcloud auth "
             "application-default login` again, or check the service account of this host"
         )
-    code = error.code if isinstance(error, api.GoogleAPICallError) else None
-    if code is not None and code not in (408, 429) and code < 500:
-        return StorageError(f"{url}: {activity} it was refused: {code} {_answer(error)[0]}")
-    return None if _is_transient(error) else error
+    if isinstance(error, api.GoogleAPICallError):
+        return StorageError(f"{url}: {activity} it was refused: {error.code} {_answer(error)[0]}")
+    return error
 
 
 def _refusal(url: str, activity: str, error: Any) -> StorageError:
@@ -345,8 +343,7 @@ def _answer(error: Any) -> tuple[str, str]:
 
 
 def _is_transient(error: Exception) -> bool:
-    """Returns whether a retry may help: after broken connections, server errors and passing failures of credentials.
-    Any GoogleAPICallError counts: `_final_error` looks at its code first."""
+    """Returns whether a retry may help: after broken connections, server errors and passing failures of credentials."""
     import requests
     import urllib3
     from google.api_core import exceptions as api
@@ -357,11 +354,11 @@ def _is_transient(error: Exception) -> bool:
         # Credentials of a VM turn the metadata server's TransportError into a RefreshError.
         broken_transport = (auth.TransportError, auth.TimeoutError, auth.ResponseError)
         return error.retryable or isinstance(error, broken_transport) or isinstance(error.__cause__, broken_transport)
-    if isinstance(error, storage.InvalidResponse):
-        status = getattr(error.response, "status_code", 500)
-        return status in (308, 408, 429) or status >= 500
+    if isinstance(error, storage.InvalidResponse | api.GoogleAPICallError):
+        code = error.code if isinstance(error, api.GoogleAPICallError) else getattr(error.response, "status_code", None)
+        return code is None or code in (308, 408, 429) or code >= 500
     broken = (OSError, requests.exceptions.RequestException, urllib3.exceptions.HTTPError, storage.DataCorruption)
-    return isinstance(error, (api.GoogleAPICallError, *broken))
+    return isinstance(error, broken)
 
 
 def _cause(error: Exception) -> str:
@@ -386,6 +383,12 @@ def _object(url: str) -> tuple[str, str]:
     if not name:
         raise StorageError(f"{url} names a bucket, not an object")
     return bucket, name
+
+
+def _folder(url: str) -> tuple[str, str]:
+    """Splits a folder's URL into bucket and the prefix of its objects' names; "": all. Raises BadInput."""
+    bucket, name = split_remote(url)
+    return bucket, name.rstrip("/") + "/" if name.strip("/") else ""
 
 
 def _stat(url: str, blob: Any) -> Stat:

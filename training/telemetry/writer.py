@@ -42,7 +42,6 @@ class MetricsWriter:
         """Starts the thread, which calls `open_log` for its log, again after a failure, and `warn` for warnings."""
         self._open_log, self._warn, self._clock = open_log, warn, machine.clock.monotonic
         self._log: MetricsLog | None = None  # the thread's
-        self._is_flushed = True  # the thread's
         self._failure: str | None = None  # of the last try
         self._waiting: deque[tuple[int, Values]] = deque()
         self._lost = 0  # lines for which there was no room
@@ -106,15 +105,12 @@ class MetricsWriter:
         try:
             if self._log is None:
                 self._log = self._open_log()
-            if not self._is_flushed:
-                self._log.flush()
+            self._log.flush()  # what an earlier flush left, before it takes more
             with self._changed:
                 lines, self._waiting = self._waiting, deque()
             for step, values in lines:
                 self._log.log(step, values)
-            self._is_flushed = False
             self._log.flush()
-            self._is_flushed = True
             if is_ending:
                 self._log.finish(self._failed)
         except Exception as error:  # a tracker may raise anything, and must not end the run
