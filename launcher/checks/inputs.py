@@ -105,14 +105,28 @@ def _starting_model(config: Config, trainer: TrainerConfig) -> dict[str, Any]:
 
 
 def _require_bucket(project: str, name: str, place: str, say: Callable[[str], None]) -> str:
-    """Returns a bucket's location, in lower case; "" if the account may only list its objects, or, after a line to
-    `say`, may do neither. Raises BadInput if the bucket does not exist or credentials are invalid, LaunchError if Cloud
-    Storage gives no answer in 30 s a request. `place` begins the messages: where the file names it."""
+    """Returns a bucket's location, in lower case; "" if the account may only list its objects, as a Storage Object
+    User, or, after a line to `say`, may do neither. Raises BadInput if the bucket does not exist or credentials are
+    invalid, LaunchError if Cloud Storage gives no answer in 30 s a request. `place` begins the messages: where the file
+    names it."""
     from google.api_core import exceptions
     from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, RefreshError
+    from google.cloud import storage
+    from google.cloud.storage.retry import DEFAULT_RETRY
 
+    limits: dict[str, Any] = {"timeout": _REQUEST_SECONDS, "retry": DEFAULT_RETRY.with_timeout(_SECONDS)}
     try:
-        location = _find_location(project, name)
+        client = storage.Client(project=project)
+        try:
+            return str(client.get_bucket(name, **limits).location or "").lower()
+        except exceptions.Forbidden:
+            next(iter(client.list_blobs(name, max_results=1, fields="items(name)", **limits)), None)
+            return ""
+    except exceptions.NotFound:
+        raise BadInput(
+            f"{place}: bucket gs://{name} does not exist: "
+            f"create it with `gcloud storage buckets create gs://{name}`, or correct the name"
+        ) from None
     except (DefaultCredentialsError, RefreshError) as error:
         raise BadInput(
             f"{place}: gs://{name} can't be checked without valid credentials ({error}): "
@@ -130,30 +144,3 @@ def _require_bucket(project: str, name: str, place: str, say: Callable[[str], No
             f"{place}: Cloud Storage does not answer about gs://{name} within {_SECONDS:.0f} s ({cause}): "
             "is this machine online?"
         ) from None
-    if location is None:
-        raise BadInput(
-            f"{place}: bucket gs://{name} does not exist: "
-            f"create it with `gcloud storage buckets create gs://{name}`, or correct the name"
-        )
-    return location
-
-
-def _find_location(project: str, name: str) -> str | None:
-    """Returns where a bucket is, in lower case; None if it does not exist; "" where the account may only list objects,
-    as a Storage Object User. Raises google.api_core's and google.auth's errors, Forbidden if it may do neither."""
-    from google.api_core.exceptions import Forbidden, NotFound
-    from google.cloud import storage
-    from google.cloud.storage.retry import DEFAULT_RETRY
-
-    limits: dict[str, Any] = {"timeout": _REQUEST_SECONDS, "retry": DEFAULT_RETRY.with_timeout(_SECONDS)}
-    client = storage.Client(project=project)
-    try:
-        bucket = client.lookup_bucket(name, **limits)
-        return None if bucket is None else str(bucket.location or "").lower()
-    except Forbidden:
-        pass
-    try:
-        next(iter(client.list_blobs(name, max_results=1, fields="items(name)", **limits)), None)
-    except NotFound:
-        return None
-    return ""

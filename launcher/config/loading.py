@@ -188,20 +188,15 @@ def _from_document(document: Document, command: tuple[str, ...]) -> Config:
     has_trainer = any(key in document.value for key in TRAINER_SECTIONS)
     run = root.run.model_copy(update={"command": list(command)}) if command else root.run
     trainer = from_document(document) if has_trainer and not run.command else None
-    if trainer and root.image.backend not in (None, trainer.backend):
-        raise ConfigError(
-            f"{document.locate('image.backend')}: this image is of {root.image.backend}, "
-            f"and `backend` is {trainer.backend}: remove image.backend"
-        )
     config = Config(document, root.project, root.zone, root.slice, root.image, run, trainer, root.gke)
     _check_secrets(config)
-    _check_candidates(config)
-    _check_torch_tpu(config)
+    for key, text in itertools.chain(_slice_mistakes(config), _backend_mistakes(config)):
+        raise ConfigError(f"{document.locate(key)}: {text}")
     return config
 
 
-def _check_candidates(config: Config) -> None:
-    """Raises ConfigError for a capacity without its keys, or a candidate's type that Cloud TPU or the batch
+def _slice_mistakes(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields key and message for capacities without their keys, and for candidates' types that Cloud TPU or the batch
     excludes."""
     for candidate in config.all_candidates:
         capacity = candidate.capacity
@@ -209,38 +204,33 @@ def _check_candidates(config: Config) -> None:
         if capacity == "reserved" and config.slice.reservation is not None:
             needed = ["queued"]
         if lacking := [f"slice.{key}" for key in needed if getattr(config.slice, key) is None]:
-            place = config.document.locate("slice.capacity")
-            raise ConfigError(f"{place}: {capacity} needs {' and '.join(lacking)}")
-    if not config.slice.candidates:
-        return
-    place = config.document.locate("slice.candidates")
-    for name in dict.fromkeys(candidate.accelerator_type for candidate in config.candidates):
+            yield "slice.capacity", f"{capacity} needs {' and '.join(lacking)}"
+    for name in dict.fromkeys(item.accelerator_type for item in config.candidates) if config.slice.candidates else ():
         size = accelerator(name)
         if not size.zones(Api.CLOUD_TPU):
-            raise ConfigError(f"{place}: the Cloud TPU API has no {name}")
-        mistake = batch_mistake(config.trainer, size.hosts, size.devices) if config.trainer else None
-        if mistake:
-            raise ConfigError(f"{place}: {name}: {mistake}")
+            yield "slice.candidates", f"the Cloud TPU API has no {name}"
+        elif config.trainer and (mistake := batch_mistake(config.trainer, size.hosts, size.devices)):
+            yield "slice.candidates", f"{name}: {mistake}"
+
+
+def _backend_mistakes(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields key and message for an image of another backend than the trainer's, and, if the backend or `--runtime` is
+    torch-tpu, for possible slices and an image that can't run it."""
+    trainer, image, runtime = config.trainer, config.image, torch_tpu.RUNTIME
+    if trainer and image.backend not in (None, trainer.backend):
+        mistake = f"this image is of {image.backend}, and `backend` is {trainer.backend}: remove image.backend"
+        yield "image.backend", mistake
+    words = [word for argument in config.run.command or () for word in argument.split("=")]
+    wanted = ("--runtime", runtime) in itertools.pairwise(words)
+    for candidate in config.all_candidates if wanted or config.backend == runtime else ():
+        if reason := torch_tpu.find_unsupported(accelerator(candidate.accelerator_type)):
+            yield "slice.accelerator_type", reason
+    if wanted and config.backend != runtime and not (image.dockerfile or image.reference or image.base):
+        yield "run.command", f"--runtime {runtime} needs image.backend: {runtime}"
 
 
 def _as_list(value: str | Sequence[str]) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
-
-
-def _check_torch_tpu(config: Config) -> None:
-    """Raises ConfigError if the backend or `--runtime` is torch-tpu, and a possible slice or the image can't run it."""
-    words = [word for argument in config.run.command or () for word in argument.split("=")]
-    wanted = ("--runtime", torch_tpu.RUNTIME) in itertools.pairwise(words)
-    document, image = config.document, config.image
-    if not wanted and config.backend != torch_tpu.RUNTIME:
-        return
-    for candidate in config.all_candidates:
-        if reason := torch_tpu.find_unsupported(accelerator(candidate.accelerator_type)):
-            raise ConfigError(f"{document.locate('slice.accelerator_type')}: {reason}")
-    if wanted and config.backend != torch_tpu.RUNTIME and not (image.dockerfile or image.reference or image.base):
-        raise ConfigError(
-            f"{document.locate('run.command')}: --runtime {torch_tpu.RUNTIME} needs image.backend: {torch_tpu.RUNTIME}"
-        )
 
 
 def _check_secrets(config: Config) -> None:

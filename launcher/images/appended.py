@@ -30,7 +30,7 @@ from launcher.images.layers import (
     make_layers,
     read_image,
 )
-from launcher.images.registry import Registry, blob_of
+from launcher.images.registry import Blob, Registry
 from launcher.images.repositories import Reference, find_credentials, parse_reference, require_repository
 from launcher.images.specification import ImageSpec, compute_tag
 
@@ -138,7 +138,7 @@ def _push(
                     "give this account the right to read it, or set image.repository to the repository of image.base"
                 )
     document, config = append_layers(base, layers)
-    for blob in (*(layer.blob for layer in layers), blob_of(config)):
+    for blob in (*(layer.blob for layer in layers), Blob(config)):
         registry.upload(target.path, blob)
     registry.write_manifest(target.path, tag, document)
     return document.digest

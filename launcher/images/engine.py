@@ -7,6 +7,7 @@ credentials and caches out of image layers: clients before 23 have it built in, 
 import functools
 import os
 import re
+import shutil
 from pathlib import Path
 
 from launcher import shell
@@ -80,9 +81,8 @@ def _candidates(search_path: str) -> list[str]:
     """Returns every `docker` on the search path, in order; a client with two names (/bin is /usr/bin) counts once."""
     clients: dict[Path, str] = {}
     for folder in search_path.split(os.pathsep):
-        path = Path(folder or ".", "docker")
-        if path.is_file() and os.access(path, os.X_OK):
-            clients.setdefault(path.resolve(), str(path))
+        if found := shutil.which("docker", path=folder or "."):
+            clients.setdefault(Path(found).resolve(), found)
     return list(clients.values())
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from launcher.errors import BadInput
 from launcher.images.build_context import Entry, hash_file, read_entry
-from launcher.images.registry import DOCKER_MANIFEST, INDEXES, OCI_MANIFEST, Blob, ManifestDocument, blob_of, sha256
+from launcher.images.registry import DOCKER_MANIFEST, INDEXES, OCI_MANIFEST, Blob, ManifestDocument, sha256
 
 LARGE_BYTES = 4 * 2**20
 _MOST_LARGE = 16  # layers of one file; the other large files share one more layer
@@ -50,7 +50,7 @@ class Layer:
     @functools.cached_property
     def blob(self) -> Blob:
         """The compressed archive, as a registry stores it."""
-        return blob_of(gzip.compress(self.archive, compresslevel=_LEVEL, mtime=0))
+        return Blob(gzip.compress(self.archive, compresslevel=_LEVEL, mtime=0))
 
 
 def make_layers(entries: Sequence[Entry], folder: str, title: str) -> list[Layer]:
@@ -101,7 +101,7 @@ def _make_archive(entries: Sequence[Entry], folder: str) -> tuple[bytes, dict[st
 def _tar_entry(path: PurePosixPath, kind: bytes, mode: int) -> tarfile.TarInfo:
     """Returns an archive's entry, of root and with time 0. `kind`: a type of tarfile's."""
     entry = tarfile.TarInfo(str(path))
-    entry.type, entry.mode, entry.mtime, entry.uid, entry.gid = kind, mode, 0, 0, 0
+    entry.type, entry.mode = kind, mode
     return entry
 
 
@@ -194,7 +194,7 @@ def append_layers(base: BaseImage, layers: Sequence[Layer]) -> tuple[ManifestDoc
         }
     )
     layer_type = _OCI_LAYER if base.media_type == OCI_MANIFEST else _DOCKER_LAYER
-    entries = [{"mediaType": layer_type, "size": layer.blob.size, "digest": layer.blob.digest} for layer in layers]
+    entries = [{"mediaType": layer_type, "size": len(layer.blob.data), "digest": layer.blob.digest} for layer in layers]
     fields = {
         **base.manifest,
         "config": {**base.manifest["config"], "size": len(extended_config), "digest": sha256(extended_config)},

@@ -12,8 +12,8 @@ must still present its own certificate: for a tunnel, or an emulated slice's reg
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import io
 import json
 import os
 import re
@@ -24,7 +24,6 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 from urllib.parse import quote, unquote, urlencode, urljoin, urlsplit
 
 from launcher.errors import BadInput, Exit, LaunchError
@@ -51,9 +50,11 @@ Content = bytes | Iterable[bytes]
 class Blob:
     """Bytes that a registry stores under their digest."""
 
-    digest: str  # sha256:...
-    size: int
-    open: Callable[[], BinaryIO]  # opens the bytes for reading from the start
+    data: bytes
+
+    @functools.cached_property
+    def digest(self) -> str:
+        return sha256(self.data)
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,6 @@ class ManifestDocument:
 def sha256(data: bytes) -> str:
     """Returns the digest "sha256:..."."""
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
-
-
-def blob_of(data: bytes) -> Blob:
-    return Blob(sha256(data), len(data), lambda: io.BytesIO(data))
 
 
 class _PassingError(Exception):
@@ -174,7 +171,7 @@ class Registry:
         Raises LaunchError."""
         if self.has_blob(path, blob.digest):
             return
-        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(blob.size)}
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(len(blob.data))}
 
         def send() -> RegistryResponse:
             """Begins an upload and sends the blob; returns the last response."""
@@ -183,15 +180,14 @@ class Registry:
                 return begun
             url = urljoin(begun.url, begun.header("location"))
             url += f"{'&' if '?' in url else '?'}{urlencode({'digest': blob.digest}, safe=':')}"
-            with blob.open() as file:
-                return self._request("PUT", url, headers, self._count_sent(file, blob.size))
+            return self._request("PUT", url, headers, self._count_sent(blob.data))
 
         self._repeat(send, (201,))
 
-    def _count_sent(self, file: BinaryIO, length: int) -> Iterator[bytes]:
-        """Yields `length` bytes of a file in blocks and adds them to `bytes_sent`."""
-        while length and (block := file.read(min(_BLOCK, length))):
-            length -= len(block)
+    def _count_sent(self, data: bytes) -> Iterator[bytes]:
+        """Yields the data in blocks and adds them to `bytes_sent`."""
+        for begin in range(0, len(data), _BLOCK):
+            block = data[begin : begin + _BLOCK]
             self.bytes_sent += len(block)
             yield block
 

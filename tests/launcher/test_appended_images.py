@@ -19,7 +19,7 @@ from launcher.emulator.http_server import HttpRequest
 from launcher.errors import BadInput
 from launcher.images import appended, local, overlays, repositories
 from launcher.images.layers import LARGE_BYTES
-from launcher.images.registry import ManifestDocument, Registry, blob_of, sha256
+from launcher.images.registry import Blob, ManifestDocument, Registry, sha256
 from launcher.images.repositories import RegistryCredentials, find_credentials
 from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.script_host import write_program
@@ -60,12 +60,12 @@ def push_base(name: str, labels: dict[str, str] | None = None, folder: str = "/h
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as files:
         files.addfile(tarfile.TarInfo("base-file"))
-    layer = blob_of(gzip.compress(archive.getvalue(), mtime=0))
+    layer = Blob(gzip.compress(archive.getvalue(), mtime=0))
     settings = {"WorkingDir": folder, "Labels": labels or {}}
     rootfs = {"type": "layers", "diff_ids": [sha256(archive.getvalue())]}
     fields = {"os": "linux", "architecture": "amd64", "config": settings, "rootfs": rootfs}
-    described = blob_of(json.dumps(fields).encode())
-    entries = [{"digest": blob.digest, "size": blob.size} for blob in (described, layer)]
+    described = Blob(json.dumps(fields).encode())
+    entries = [{"digest": blob.digest, "size": len(blob.data)} for blob in (described, layer)]
     body = json.dumps({"schemaVersion": 2, "mediaType": MANIFEST, "config": entries[0], "layers": entries[1:]})
     with Registry(reference.host, find_credentials, writes=reference.path) as registry:
         for blob in (described, layer):

@@ -15,7 +15,7 @@ from launcher.emulator.http_server import Disconnected, HttpRequest, HttpRespons
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import registry, repositories
 from launcher.images.layers import BaseImage, append_layers, choose_platform, read_image
-from launcher.images.registry import ADDRESS, ManifestDocument, Registry, blob_of
+from launcher.images.registry import ADDRESS, Blob, ManifestDocument, Registry
 from launcher.images.repositories import RegistryCredentials, from_docker_settings
 from launcher.provider import Attempt
 from launcher.tpu_vm.host_scripts import start_script
@@ -49,7 +49,7 @@ def test_an_interrupted_upload_begins_again(server: RegistryServer) -> None:
         raise Disconnected("for this test")
 
     server.before = fail
-    blob = blob_of(os.urandom(100_000))
+    blob = Blob(os.urandom(100_000))
     with session() as registry:
         registry.upload("p/images/code", blob)
         assert registry.has_blob("p/images/code", blob.digest)
@@ -91,7 +91,7 @@ def test_only_the_registrys_own_host_gets_an_authorization(server: RegistryServe
         assert not registry.has_blob("p/images/code", "sha256:" + "1" * 64)  # has a token from now on
         ask = {
             "redirect": lambda: registry.require_manifest("p/images/code", "v1"),
-            "upload": lambda: registry.upload("p/images/code", blob_of(b"layer")),
+            "upload": lambda: registry.upload("p/images/code", Blob(b"layer")),
         }
         with pytest.raises(LaunchError, match=r"refuses these credentials \(401\)"):
             ask[way]()
