@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import json
 import os
 import re
@@ -21,9 +22,10 @@ import ssl
 import time
 import traceback
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import quote, unquote, urlencode, urljoin, urlsplit
 
 from launcher.errors import BadInput, Exit, LaunchError
@@ -37,13 +39,12 @@ ADDRESS = "TPU_LAUNCH_REGISTRY_ADDRESS"
 _SECONDS = 60.0  # for a connection, and between two pieces of a response
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5
-_BLOCK = 2**20
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 20.0  # seconds, between tries
 _PASSING = (408, 429, 500, 502, 503, 504)
 _STRICT = re.compile("Key Identifier|not marked critical|key usage")  # OpenSSL, about a breach of RFC 5280
 _LARGEST_DOCUMENT = 8 * 2**20  # manifests and configurations
 
-Content = bytes | Iterable[bytes]
+Content = bytes | BinaryIO  # what is sent in blocks has its Content-Length among the headers
 
 
 @dataclass(frozen=True)
@@ -180,16 +181,10 @@ class Registry:
                 return begun
             url = urljoin(begun.url, begun.header("location"))
             url += f"{'&' if '?' in url else '?'}{urlencode({'digest': blob.digest}, safe=':')}"
-            return self._request("PUT", url, headers, self._count_sent(blob.data))
+            self.bytes_sent += len(blob.data)
+            return self._request("PUT", url, headers, io.BytesIO(blob.data))
 
         self._repeat(send, (201,))
-
-    def _count_sent(self, data: bytes) -> Iterator[bytes]:
-        """Yields the data in blocks and adds them to `bytes_sent`."""
-        for begin in range(0, len(data), _BLOCK):
-            block = data[begin : begin + _BLOCK]
-            self.bytes_sent += len(block)
-            yield block
 
     # -- requests
 
@@ -353,7 +348,7 @@ class Transport:
         self, method: str, url: str, headers: Mapping[str, str], body: Content = b"", *, registry: bool = True
     ) -> RegistryResponse:
         """Sends one request and reads its whole response; follows redirects of GET and HEAD, without Authorization to
-        other servers. `body`: bytes, or pieces whose Content-Length is among the headers; `registry`: whether
+        other servers. `registry`: whether
         TPU_LAUNCH_REGISTRY_ADDRESS applies to the server. Raises OSError."""
         for _ in range(_MOST_REDIRECTS + 1):
             response = self._send(method, url, headers, body, registry=registry)
