@@ -14,6 +14,8 @@ import enum
 import math
 from dataclasses import dataclass
 
+from training.errors import BadInput
+
 GIB = 2**30
 
 
@@ -153,6 +155,7 @@ def gke_nodes(slice_: Accelerator) -> GkeNodes:
 _V2_TOPOLOGIES = "2x2 4x4 8x8 8x16 16x16"  # there is no v2-16, v3-16 or v2-64
 _V4_TOPOLOGIES = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x4x12 4x8x8 8x8x8 8x8x12 8x8x16 8x16x16"
 _V5E_TOPOLOGIES = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16"
+_V5E_ZONES = ("us-central1-a", "us-south1-a", "us-west1-c", "us-west4-a", "europe-west4-b", "asia-southeast1-b")
 _V6E_ZONES = (
     *("us-central1-b", "us-east1-d", "us-east5-a", "us-east5-b", "us-south1-ai1b"),
     *("europe-west4-a", "asia-northeast1-b", "southamerica-west1-a"),
@@ -170,60 +173,36 @@ _FIGURES = {
 
 GENERATIONS: tuple[Generation, ...] = (
     Generation(
-        "v2",
-        *_FIGURES["v2"],
-        topologies=_V2_TOPOLOGIES,
-        offers=(
+        "v2", *_FIGURES["v2"], topologies=_V2_TOPOLOGIES, gke=None, offers=(
             Offer(("us-central1-b", "us-central1-c", "europe-west4-a", "asia-east1-c"), (Api.CLOUD_TPU,), largest=8),
             Offer(("us-central1-a", "europe-west4-a"), (Api.CLOUD_TPU,), smallest=32),
         ),
-        gke=None,
     ),
     Generation(
-        "v3",
-        *_FIGURES["v3"],
-        topologies=f"{_V2_TOPOLOGIES} 4x8 16x32 32x32",
-        offers=(
+        "v3", *_FIGURES["v3"], topologies=f"{_V2_TOPOLOGIES} 4x8 16x32 32x32", offers=(
             Offer(("us-central1-a", "us-central1-b", "europe-west4-a"), largest=8),
             Offer(("europe-west4-a",), smallest=32),
         ),
-        gke=GkeNodes("tpu-v3-slice", "ct3p-hightpu-4t"),
-        gke_one_host=GkeNodes("tpu-v3-device", "ct3-hightpu-4t"),
+        gke=GkeNodes("tpu-v3-slice", "ct3p-hightpu-4t"), gke_one_host=GkeNodes("tpu-v3-device", "ct3-hightpu-4t"),
     ),
     Generation(
-        "v4",
-        *_FIGURES["v4"],
-        topologies=_V4_TOPOLOGIES,
-        offers=(Offer(("us-central2-b",)),),
+        "v4", *_FIGURES["v4"], topologies=_V4_TOPOLOGIES, offers=(Offer(("us-central2-b",)),),
         gke=GkeNodes("tpu-v4-podslice", "ct4p-hightpu-{chips}t"),
     ),
     Generation(
-        "v5e",
-        *_FIGURES["v5e"],
-        runtime_version="v2-alpha-tpuv5-lite",
-        topologies=_V5E_TOPOLOGIES,
-        offers=(
-            Offer(("us-central1-a", "us-south1-a", "us-west1-c", "us-west4-a", "europe-west4-b", "asia-southeast1-b")),
-        ),
-        gke=GkeNodes("tpu-v5-lite-podslice", "ct5lp-hightpu-{chips}t"),
+        "v5e", *_FIGURES["v5e"], topologies=_V5E_TOPOLOGIES, offers=(Offer(_V5E_ZONES),),
+        gke=GkeNodes("tpu-v5-lite-podslice", "ct5lp-hightpu-{chips}t"), runtime_version="v2-alpha-tpuv5-lite",
     ),
     Generation(
-        "v5p",
-        *_FIGURES["v5p"],
-        runtime_version="v2-alpha-tpuv5",
-        topologies=f"{_V4_TOPOLOGIES} 4x4x20 4x8x12 4x4x28",
+        "v5p", *_FIGURES["v5p"], topologies=f"{_V4_TOPOLOGIES} 4x4x20 4x8x12 4x4x28",
         offers=(Offer(("us-central1-a", "us-east5-a", "europe-west4-b")),),
-        gke=GkeNodes("tpu-v5p-slice", "ct5p-hightpu-{chips}t"),
+        gke=GkeNodes("tpu-v5p-slice", "ct5p-hightpu-{chips}t"), runtime_version="v2-alpha-tpuv5",
     ),
     Generation(
-        "v6e",
-        *_FIGURES["v6e"],
-        runtime_version="v2-alpha-tpuv6e",
-        topologies=_V5E_TOPOLOGIES,
-        offers=(Offer(_V6E_ZONES),),
-        gke=GkeNodes("tpu-v6e-slice", "ct6e-standard-{chips}t"),
+        "v6e", *_FIGURES["v6e"], topologies=_V5E_TOPOLOGIES, offers=(Offer(_V6E_ZONES),),
+        gke=GkeNodes("tpu-v6e-slice", "ct6e-standard-{chips}t"), runtime_version="v2-alpha-tpuv6e",
     ),
-)
+)  # fmt: skip
 
 
 def _list_sizes(generation: Generation) -> list[Accelerator]:
@@ -241,7 +220,7 @@ def _list_sizes(generation: Generation) -> list[Accelerator]:
 ACCELERATORS = {slice_.name: slice_ for generation in GENERATIONS for slice_ in _list_sizes(generation)}
 
 
-class UnknownAccelerator(ValueError):
+class UnknownAccelerator(BadInput, ValueError):
     """Raised for an accelerator type that does not exist; the message names the sizes that do."""
 
 

@@ -426,9 +426,14 @@ def mesh_mistake(fsdp: int, devices: int) -> str | None:
 
 def accelerator_name(document: Document) -> str | None:
     """Returns slice.accelerator_type as the file has it, which may be no known type; None without one."""
-    section = document.value.get("slice")
-    name = section.get("accelerator_type") if isinstance(section, dict) else None
+    name = _section(document, "slice").get("accelerator_type")
     return name if isinstance(name, str) else None
+
+
+def _section(document: Document, name: str) -> dict[str, Any]:
+    """Returns a section of the launcher's, which checks it; {} for one that is missing or no section."""
+    section = document.value.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def _is_used(config: TrainerConfig, key: str) -> bool:
@@ -443,23 +448,18 @@ def _is_used(config: TrainerConfig, key: str) -> bool:
 def _contradictions(config: TrainerConfig, document: Document) -> Iterator[Mistake]:
     """Yields (key, message) for each mistake between right keys, or with the launcher's slice and secrets."""
     unused = {**TASKS[config.task].unused_keys, **BACKENDS[config.backend].unused_keys}
-    yield from _model_mistakes(config.model)
-    yield from _task_mistakes(config)
+    yield from _model_mistakes(config)
     yield from ((key, message) for key, message in unused.items() if _is_used(config, key))
     yield from _place_mistakes(config)
-    yield from _evaluation_mistakes(config)
     yield from _training_mistakes(config)
-    yield from _slice_mistakes(config, accelerator_name(document))
-    sections = {name: document.value.get(name) for name in ("slice", "run", "gke")}
-    named = [section.get("secrets") for section in (sections["run"], sections["gke"]) if isinstance(section, dict)]
-    secrets = [name for names in named if isinstance(names, list | dict) for name in names]  # the launcher checks them
-    if config.hub is not None and isinstance(sections["slice"], dict) and "HF_TOKEN" not in secrets:
-        yield "hub", "uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: gke.secrets)"
+    yield from _slice_mistakes(config, document)
 
 
-def _model_mistakes(model: Model) -> Iterator[Mistake]:
-    """Yields a mistake unless exactly one of name, path and config is given, for heads that do not divide the hidden
-    size, and for sizes beside a path or config."""
+def _model_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
+    """Yields mistakes of the network's choice: not exactly one of name, path and config; heads that do not divide the
+    hidden size; sizes beside a path or config; a config without model_type or one architecture; a network without the
+    task's head; a task that TensorFlow lacks; LoRA without model.path or beside train.freeze."""
+    entry, model = TASKS[config.task], config.model
     if sum(value is not None for value in (model.name, model.path, model.config)) != 1:
         yield "model", "give either model.name (for example bert-base) or model.path, a folder to start from"
     elif model.name is not None:
@@ -472,12 +472,6 @@ def _model_mistakes(model: Model) -> Iterator[Mistake]:
         if given:
             own = "model.path" if model.path is not None else "model.config"
             yield f"model.{given[0]}", f"{own} brings its own sizes; remove {', '.join(given)}"
-
-
-def _task_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields mistakes: a model.config without model_type or one architecture, or whose network lacks the task's head;
-    an encoder's name for causal-lm; a task that TensorFlow lacks; LoRA without model.path or beside train.freeze."""
-    entry, model = TASKS[config.task], config.model
     if model.config is not None:
         named = model.config.get("architectures")
         if not isinstance(model.config.get("model_type"), str) or not isinstance(named, list) or len(named) != 1:
@@ -518,10 +512,12 @@ def _plain(place: str) -> str:
     return place.rstrip("/") if place.startswith(REMOTE) else os.path.normpath(place)
 
 
-def _evaluation_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
+def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
     """Yields mistakes: evaluation.every without data; checkpoint.best or train.early_stopping without evaluation.every,
-    by an unknown metric, or by different ones; a mode of checkpoint.best that keeps the worst."""
-    every, best, stopping = config.evaluation.every, config.checkpoint.best, config.train.early_stopping
+    by an unknown metric, or by different ones; a mode of checkpoint.best that keeps the worst; a scan that the backend
+    lacks or `remat: none` excludes; too long a warm-up."""
+    train = config.train
+    every, best, stopping = config.evaluation.every, config.checkpoint.best, train.early_stopping
     if every is not None and config.data.evaluation is None:
         yield "evaluation.every", "evaluation needs data: set data.evaluation, or remove evaluation.every"
     if best is not None and every is None:
@@ -539,11 +535,6 @@ def _evaluation_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
     if best is not None and (right := figures.get(best.metric, best.mode)) != best.mode:
         truth = f"the best {best.metric} is its {right}imum"
         yield "checkpoint.best.mode", f"{truth}, and this would keep the worst: write {right}"
-
-
-def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields a mistake for a scan that the backend lacks or `remat: none` excludes, and for too long a warm-up."""
-    train = config.train
     if train.scan and (config.backend != "torch-xla" or train.remat == "none"):
         yield "train.scan", "layers that run as a scan are computed again: take torch-xla, without remat: none"
     if train.warmup_steps > train.steps:
@@ -551,15 +542,17 @@ def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
         yield "train.warmup_steps", f"{warmup} are more than train.steps ({train.steps})"
 
 
-def _slice_mistakes(config: TrainerConfig, accelerator_name: str | None) -> Iterator[Mistake]:
+def _slice_mistakes(config: TrainerConfig, document: Document) -> Iterator[Mistake]:
     """Yields a mistake for a mesh that does not divide the accelerator's devices and a batch that does not divide over
-    them; none if the accelerator is None, or unknown: the launcher reports that, with the line of its own section."""
-    slice_ = ACCELERATORS.get(accelerator_name or "")
-    if slice_ is None:
-        return
-    for key, mistake in (
-        ("train.mesh.fsdp", mesh_mistake(config.train.mesh.fsdp, slice_.devices)),
-        ("train.global_batch_size", batch_mistake(config, slice_.hosts, slice_.devices)),
-    ):
-        if mistake:
-            yield key, f"{mistake} (slice.accelerator_type is {accelerator_name})"
+    them (not if the accelerator is unknown, which the launcher reports), and for uploads without HF_TOKEN."""
+    if slice_ := ACCELERATORS.get(accelerator_name(document) or ""):
+        for key, mistake in (
+            ("train.mesh.fsdp", mesh_mistake(config.train.mesh.fsdp, slice_.devices)),
+            ("train.global_batch_size", batch_mistake(config, slice_.hosts, slice_.devices)),
+        ):
+            if mistake:
+                yield key, f"{mistake} (slice.accelerator_type is {slice_.name})"
+    named = [_section(document, name).get("secrets") for name in ("run", "gke")]
+    secrets = [name for names in named if isinstance(names, list | dict) for name in names]  # the launcher checks them
+    if config.hub is not None and isinstance(document.value.get("slice"), dict) and "HF_TOKEN" not in secrets:
+        yield "hub", "uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: gke.secrets)"

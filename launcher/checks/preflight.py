@@ -23,7 +23,7 @@ from launcher.home import write_private
 from launcher.images import local
 from launcher.images.specification import compute_tag
 from training import storage
-from training.accelerators import UnknownAccelerator, accelerator
+from training.accelerators import accelerator
 from training.data.formats.dataset import MANIFEST
 from training.distributed.cluster import LIBTPU_FLAGS
 from training.storage.hub import is_on_hub
@@ -46,16 +46,13 @@ def check(
     `home` has a kept result; makes the image if needed, and keeps new results in `home`. Returns a result for each
     name, as `tpu-train preflight --json` prints it, whether the step fits or not. `max_batch` also searches for the
     largest batch; with `more` arguments of `tpu-train preflight`, results are neither kept nor reused. Raises BadInput
-    without a trainer or for an unknown accelerator, LaunchError if the compiler gives no answer."""
+    without a trainer, UnknownAccelerator, LaunchError if the compiler gives no answer."""
     if config.trainer is None:
         raise BadInput(
             f"{config.document.name}: has no trainer's sections, and preflight compiles the trainer's step: "
             "only the trainer can be checked"
         )
-    try:
-        accelerators = [accelerator(name).name for name in names] or [config.accelerator.name]
-    except UnknownAccelerator as error:
-        raise BadInput(str(error)) from None
+    accelerators = [accelerator(name).name for name in names] or [config.accelerator.name]
     results: dict[str, dict[str, Any]] = {}
     for name in accelerators:
         kept = None if more else _read(_path(config, home, name))

@@ -18,7 +18,7 @@ from launcher.cli import terminal
 from launcher.cli.options import DEFAULT_FILE, file_option
 from launcher.config import load
 from launcher.errors import BadInput
-from training.accelerators import Accelerator, UnknownAccelerator, accelerator
+from training.accelerators import accelerator
 
 _COMPLETION_VARIABLE = "_TPU_LAUNCH_COMPLETE"  # click's name for the program tpu-launch
 _PLAIN = re.compile(r"[A-Za-z]([A-Za-z0-9._/:-]*[A-Za-z0-9])?")
@@ -63,7 +63,7 @@ def init(path: Path, capacity: str, bucket: str | None, repository: str | None, 
     """
     _require_new(path)
     project = flags["project"] or _ask("--project", "Google Cloud project")
-    slice_type = known(flags["accelerator_type"] or _ask("--accelerator-type", "Accelerator type", "v4-8"))
+    slice_type = accelerator(flags["accelerator_type"] or _ask("--accelerator-type", "Accelerator type", "v4-8"))
     zone = flags["zone"] or _ask("--zone", "Zone", slice_type.zones()[0], optional=True)
     name = flags["name"] or _ask("--name", "Name of the slice", _slice_name(path), optional=True)
     if bucket is None:
@@ -93,14 +93,6 @@ def _slice_name(path: Path) -> str:
     """Returns the name of the file's folder as a valid name of a slice; "slice" if nothing is left of it."""
     letters = re.sub("[^a-z0-9]", "-", path.absolute().parent.name.lower())
     return letters.strip("-0123456789")[:40].rstrip("-") or "slice"
-
-
-def known(accelerator_type: str) -> Accelerator:
-    """Returns the accelerator of that name. Raises BadInput, which lists the existing types, for an unknown one."""
-    try:
-        return accelerator(accelerator_type)
-    except UnknownAccelerator as error:
-        raise BadInput(str(error)) from None
 
 
 _SLICE = """\
@@ -147,9 +139,9 @@ output: {runs} # checkpoints, metrics, summary: below <output>/<run id>
 
 
 def text(answers: Answers) -> str:
-    """Returns the file's content, with the trainer's sections only if there is a bucket. Raises BadInput for an unknown
-    accelerator or an impossible project id; `write` checks the other answers."""
-    slice_type = known(answers.accelerator_type)
+    """Returns the file's content, with the trainer's sections only if there is a bucket. Raises UnknownAccelerator, and
+    BadInput for an impossible project id; `write` checks the other answers."""
+    slice_type = accelerator(answers.accelerator_type)
     if not _PROJECT.fullmatch(answers.project):
         raise BadInput(f"{answers.project!r} can't be a project id: lower-case letters, digits and hyphens")
     values = {key: _scalar(value) for key, value in asdict(answers).items() if value is not None}

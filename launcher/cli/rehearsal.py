@@ -9,6 +9,7 @@ import json
 import shlex
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -71,21 +72,15 @@ def _rehearse(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     bucket = storage.split_remote(config.trainer.output)[0]
     folder = home() / "rehearsal"
     folder.mkdir(mode=0o700, exist_ok=True)
-    seconds: dict[str, float] = {}
+    seconds = defaultdict[str, float](float)  # by phase
     begun = time.monotonic()
-
-    def step(phase: str, arguments: Sequence[str]) -> None:
-        """Runs a `tpu-launch` command, and adds its seconds to those of its phase."""
-        seconds[phase] = seconds.get(phase, 0.0) + _run(arguments, folder)
-
     try:
-        step("emulator", ["emulator", "start", "--bucket", bucket])
-        for phase, arguments in planned:
-            step(phase, arguments)
+        for phase, arguments in [("emulator", ["emulator", "start", "--bucket", bucket]), *planned]:
+            seconds[phase] += _run(arguments, folder)
         run_id = find_run(folder / control.SUBFOLDER, machine(), None).run_id
         with shell.environment(control.environment(folder / "emulator")):
             result = json.loads(storage.read(storage.join(config.trainer.output, run_id, "summary.json")))
-        step("down", ["--emulated", "down", *file])
+        seconds["down"] += _run(["--emulated", "down", *file], folder)
     finally:
         control.stop(folder / "emulator")
         terminal.say("the emulator and everything it started are gone")

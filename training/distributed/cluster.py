@@ -26,7 +26,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from training.accelerators import UnknownAccelerator, accelerator
+from training.accelerators import accelerator
 from training.errors import BadInput
 
 RENDEZVOUS_PORT = 8490
@@ -153,10 +153,7 @@ def tpu_environment(cluster: Cluster) -> dict[str, str]:
             "PJRT_DEVICE=TPU, but neither TPU_ACCELERATOR_TYPE nor the metadata server says which accelerator this is; "
             "set TPU_ACCELERATOR_TYPE, for example v4-16"
         )
-    try:
-        slice_ = accelerator(cluster.accelerator_type)
-    except UnknownAccelerator as error:
-        raise BadInput(str(error)) from None
+    slice_ = accelerator(cluster.accelerator_type)
     if slice_.hosts != cluster.hosts:
         raise BadInput(
             f"{cluster.accelerator_type} has {slice_.hosts} hosts, but this run has {cluster.hosts}: "
