@@ -293,14 +293,8 @@ class Race:
         if not before or now - self.granted_at >= _BETTER_SECONDS:
             return self._take(best, best.answer.result())
         behind = [self.entries[candidate].request for candidate in self.left[place + 1 :] if candidate in self.entries]
-        if behind:
-            self._withdraw_in_thread(behind)
+        self.withdraw(behind, wait=False)
         return None
-
-    def _withdraw_in_thread(self, doomed: Sequence[Recorded]) -> None:
-        """Starts a thread that does `withdraw`, and keeps it in `leaving`: a granted slice must not wait for it."""
-        thread = self.machine.threads.submit(self._delete, doomed, self._end_threads(doomed))
-        self.leaving.update({request.number: thread for request in doomed})
 
     def _take(self, entry: _Entry, state: SliceState) -> SliceState:
         """Records the slice as the run's, and its candidate as the one last seen; withdraws all other requests, and
@@ -330,7 +324,7 @@ class Race:
         elif isinstance(error, QuotaExceeded | Refused | NotOurs):  # Google has accepted nothing: nothing to withdraw
             self.record.end([entry.request], requests.REFUSED, self.machine.clock.time())
         else:
-            self._withdraw_in_thread([entry.request])
+            self.withdraw([entry.request], wait=False)
         if error.transient:
             self.next_ask[candidate] = self.machine.clock.monotonic() + self.pauses[candidate].next()
         else:
@@ -360,19 +354,19 @@ class Race:
             self.withdraw([oldest.request])  # may take as long as the creation that it cancels
             self.next_ask[oldest.request.candidate] = self.machine.clock.monotonic() + _TURN_SECONDS
 
-    def withdraw(self, doomed: Sequence[Recorded]) -> None:
-        """Withdraws requests: ends their threads, deletes their nodes and queued resources until Google has none, and
-        records the end. Raises nothing if Google refuses, or does not answer for five minutes: tells the user, and
+    def withdraw(self, doomed: Sequence[Recorded], *, wait: bool = True) -> None:
+        """Withdraws requests: ends their threads at the next wait or command, deletes their nodes and queued resources
+        until Google has none, and records the end; without `wait` in a thread, kept in `leaving`: a granted slice must
+        not wait for it. Raises nothing if Google refuses, or does not answer for five minutes: tells the user, and
         leaves the requests open for the next command to withdraw."""
-        if doomed:
-            self._delete(doomed, self._end_threads(doomed))
-
-    def _end_threads(self, doomed: Sequence[Recorded]) -> list[_Entry]:
-        """Makes the threads of requests end at their next wait or command; removes their entries and returns them."""
         entries = [entry for request in doomed if (entry := self.entries.pop(request.candidate, None)) is not None]
         for entry in entries:
             entry.over.set()
-        return entries
+        if doomed and wait:
+            self._delete(doomed, entries)
+        elif doomed:
+            thread = self.machine.threads.submit(self._delete, doomed, entries)
+            self.leaving.update({request.number: thread for request in doomed})
 
     def _delete(self, doomed: Sequence[Recorded], entries: Sequence[_Entry]) -> None:
         """Deletes the requests' nodes and queued resources, again until the threads of `entries` have ended, and

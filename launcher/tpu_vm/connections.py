@@ -124,8 +124,9 @@ class HostResult:
 class ConnectionPool:
     """Open connections to the hosts of one slice. Threads may use the same or different hosts at once."""
 
-    def __init__(self, addresses: Sequence[Address], machine: Workstation) -> None:
-        self.addresses = {address.worker: address for address in addresses}
+    def __init__(self, addresses: Sequence[Address], machine: Workstation, *, kept: bool = False) -> None:
+        """`kept`: the addresses are an earlier command's, which gcloud has not confirmed since."""
+        self.addresses, self.kept = {address.worker: address for address in addresses}, kept
         self._machine = machine
         self._connections: dict[int, HostConnection] = {}
         self._used: dict[int, float] = {}  # time of the last command, by worker
@@ -229,12 +230,11 @@ class SliceConnections:
         self._wanted = config
         self._machine = machine
         self.gcloud_only = config.run.transport == "gcloud" or config.slice.iap
-        self._lock = machine.threads.lock()  # of the six that follow
+        self._lock = machine.threads.lock()  # of the five that follow
         self._state: SliceState | None = None  # as last described
         self._created = ""  # when the slice that was last described was created
         self._known = None if self.gcloud_only else load_addresses(config)
         self._pool: ConnectionPool | None = None
-        self._unverified: KnownSlice | None = None  # the hint behind the pool's addresses, until gcloud confirmed them
         self._unlisted: tuple[float, LaunchError] | None = None  # when gcloud gave no addresses last, and why
         self._listing = machine.threads.lock()  # one thread finds the addresses, others wait for it
         self._replacing = machine.threads.lock()  # one thread asks for other ones, as above
@@ -277,8 +277,7 @@ class SliceConnections:
     def forget(self) -> None:
         """Drops the kept addresses, on disk too, and closes the connections."""
         with self._lock:
-            pool, self._pool = self._pool, None
-            self._known = self._unverified = None
+            pool, self._pool, self._known = self._pool, None, None
         forget_addresses(self.config)
         if pool is not None:
             pool.close()
@@ -290,7 +289,7 @@ class SliceConnections:
             with contextlib.suppress(LaunchError):
                 connecting.result()
         with self._lock:
-            pool, self._pool, self._unverified = self._pool, None, None
+            pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
 
@@ -320,7 +319,7 @@ class SliceConnections:
                     self._unlisted = clock.monotonic(), error
                 raise
             with self._lock:
-                self._pool, self._unverified = ConnectionPool(current, self._machine), known
+                self._pool = ConnectionPool(current, self._machine, kept=known is not None)
                 return self._pool
 
     def open_pool(self) -> ConnectionPool:
@@ -388,14 +387,14 @@ class SliceConnections:
             with self._lock:
                 if self._pool is not pool:
                     return self._pool  # another thread has replaced it
-                unverified, self._unverified = self._unverified, None
-            if unverified is None:
+            if not pool.kept:
                 return None
+            pool.kept = False
             try:
                 current = self._list_addresses()
             except LaunchError:
                 return None
-            if current == unverified.addresses:
+            if current == tuple(pool.addresses.values()):
                 return None
             forget_addresses(self.config)
             with self._lock:

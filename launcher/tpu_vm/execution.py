@@ -9,9 +9,9 @@ script whose connection breaks: the repetition finds the first one's mark on the
 """
 
 import functools
-import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from launcher.provider import CommandReport
 from launcher.tpu_vm import host_scripts
@@ -22,41 +22,36 @@ _ANSWER_SECONDS = 20.0  # for a host to connect, and to report the end of a comm
 _AT_ONCE = 64
 
 
+@dataclass
 class Execution:
-    """One command, limited to `seconds`, in the containers (of one name) of some hosts. `on_line` is given the worker
-    index and each line, by one thread at a time for each host."""
+    """One command in the containers (of one name) of some hosts."""
 
-    def __init__(
-        self,
-        connections: SliceConnections,
-        machine: Workstation,
-        container: str,
-        command: Sequence[str],
-        *,
-        seconds: float,
-        on_line: Callable[[int, str], None],
-    ) -> None:
-        self._connections, self._machine = connections, machine
-        self._container, self._command, self._seconds = container, command, math.ceil(seconds)
-        self._on_line = on_line
-        self._mark = f"{host_scripts.EXECUTION_MARK}{machine.random.randrange(1 << 64):016x}"
+    connections: SliceConnections
+    machine: Workstation
+    container: str
+    command: Sequence[str]
+    seconds: int  # after which it is ended
+    on_line: Callable[[int, str], None]  # given the worker and each line, by one thread at a time for each host
+
+    def __post_init__(self) -> None:
+        self._mark = f"{host_scripts.EXECUTION_MARK}{self.machine.random.randrange(1 << 64):016x}"
         self._last = re.compile(rf"(.*){self._mark} (exit|failed) (.*)", re.DOTALL)
         self._endings: dict[int, tuple[str, str]] = {}  # by worker: exit and the code, or failed and why
 
     def run(self, workers: Sequence[int]) -> list[CommandReport]:
         """Runs the command on these hosts at once, through gcloud where ssh is refused, until it has ended on all.
         Returns how each one ended, also if not reached. Raises LaunchError if gcloud gives no addresses."""
-        if self._connections.gcloud_only:
+        if self.connections.gcloud_only:
             return self._run_through_gcloud(workers)
-        pool, script = self._connections.open_pool(), self._script(held=True)
+        pool, script = self.connections.open_pool(), self._script(held=True)
 
         def follow(worker: int) -> tuple[CommandReport, bool]:
             """Runs the command on one host, and ends it with the connection. Returns how it ended, and if refused."""
-            take, timeout = functools.partial(self._take, worker), self._seconds + _ANSWER_SECONDS
+            take, timeout = functools.partial(self._take, worker), self.seconds + _ANSWER_SECONDS
             result = pool.follow(worker, script, timeout=timeout, on_line=take)
             return self._report(result), result.refused
 
-        reports = self._machine.threads.map(follow, sorted(workers), at_once=_AT_ONCE)
+        reports = self.machine.threads.map(follow, sorted(workers), at_once=_AT_ONCE)
         refused = [report.worker for report, is_refused in reports if is_refused]
         through_gcloud = {report.worker: report for report in self._run_through_gcloud(refused)} if refused else {}
         return [through_gcloud.get(report.worker, report) for report, _ in reports]
@@ -65,10 +60,10 @@ class Execution:
         """Runs the command by a gcloud call a host; its lines come at its end. If interrupted, ends it on the hosts."""
         script = self._script(held=False)
         try:
-            results = self._connections.run_all_through_gcloud(script, workers, timeout=self._seconds)
+            results = self.connections.run_all_through_gcloud(script, workers, timeout=self.seconds)
         except BaseException:  # gcloud and ssh were killed here, and the hosts do not know
-            end = host_scripts.end_execution_script(self._container, self._mark)
-            self._connections.run_all_through_gcloud(end, workers, timeout=_ANSWER_SECONDS)
+            end = host_scripts.end_execution_script(self.container, self._mark)
+            self.connections.run_all_through_gcloud(end, workers, timeout=_ANSWER_SECONDS)
             raise
         for result in results:
             for line in result.stdout.splitlines():
@@ -77,7 +72,7 @@ class Execution:
 
     def _script(self, *, held: bool) -> str:
         """Returns the script for a host; `held`: it ends the command when its standard input ends."""
-        return host_scripts.execute_script(self._container, self._command, self._mark, seconds=self._seconds, held=held)
+        return host_scripts.execute_script(self.container, self.command, self._mark, seconds=self.seconds, held=held)
 
     def _take(self, worker: int, line: str) -> None:
         """Passes on a line of the command, and keeps what its script's last line reports."""
@@ -87,11 +82,11 @@ class Execution:
             if not before:
                 return
             line = before
-        self._on_line(worker, line)
+        self.on_line(worker, line)
 
     def _report(self, result: HostResult) -> CommandReport:
         """Returns how the command ended on a host, as the script's last line says, or why that line is missing."""
-        ended = self._machine.clock.monotonic()
+        ended = self.machine.clock.monotonic()
         missing = result.problem or "the connection ended before the command did"
         word, detail = self._endings.get(result.worker, ("failed", missing))
         if word == "failed":

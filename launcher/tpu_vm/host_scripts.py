@@ -74,7 +74,9 @@ _CLOCK_SECONDS = 30.0  # hosts that differ more spoil tokens, certificates, and 
 def render(name: str, *arguments: str, **parameters: str | int | float | bool) -> str:
     """Returns the text of `scripts/NAME.sh` with its positional arguments and its parameters, which become shell
     variables; a boolean becomes `yes` or `no`."""
-    assignments = [f"{key}={shlex.quote(_to_text(value))}\n" for key, value in parameters.items()]
+    words = {True: "yes", False: "no"}
+    texts = {key: words[value] if isinstance(value, bool) else str(value) for key, value in parameters.items()}
+    assignments = [f"{key}={shlex.quote(text)}\n" for key, text in texts.items()]
     if arguments:
         assignments.append(f"set -- {shlex.join(arguments)}\n")
     return "".join(assignments) + load_script(name)
@@ -86,13 +88,6 @@ def load_script(name: str) -> str:
     text = (resources.files(__package__) / f"scripts/{name}.sh").read_text(encoding="utf-8")
     code = re.sub(r"^[ \t]*#.*\n", "", text, flags=re.MULTILINE)
     return re.sub(r"^[ \t]*\. \./(\w+)\.sh\n", lambda include: load_script(include[1]), code, flags=re.MULTILINE)
-
-
-def _to_text(value: str | int | float | bool) -> str:
-    """Returns a shell variable's text: yes or no for a boolean."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return str(value)
 
 
 def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> list[str]:

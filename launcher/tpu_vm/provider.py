@@ -7,6 +7,7 @@ connections that stay open, and gcloud where those can't be opened.
 
 import base64
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -208,8 +209,8 @@ class TpuVm:
     ) -> list[CommandReport]:
         """Runs a command in the running container on `workers` at once, never twice, for `seconds` at most, until all
         have ended; passes (worker, line) to `on_line`. Returns how it ended on each. Raises as `Execution.run`."""
-        execution = Execution(self._connections, self._machine, container, command, seconds=seconds, on_line=on_line)
-        return execution.run(workers)
+        limit = math.ceil(seconds)
+        return Execution(self._connections, self._machine, container, command, limit, on_line).run(workers)
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
         """Returns texts by file name: the node's description, hosts' diagnostics (unless `gcloud_only`), or errors."""
