@@ -332,25 +332,35 @@ class SliceConnections:
             return other
         return pool
 
-    def run(self, worker: int, script: str, *, timeout: float) -> HostResult:
-        """Runs a script on one host, again (it must be safe) if not reached, or late, and gcloud knows another address.
-        The result holds failures of the network or the host. `timeout`: seconds of each try. Raises as `pool`."""
-        pool = self.pool()
-        result = pool.run(worker, script, timeout=timeout)
-        if not result.reached and (other := self.replacement_of(pool)):
-            result = other.run(worker, script, timeout=timeout)
-        return result
-
     def run_all(
-        self, script: str, workers: Sequence[int], *, timeout: float, stdin: str | None = None
+        self,
+        script: str,
+        workers: Sequence[int],
+        *,
+        timeout: float,
+        gcloud_timeout: float | None = None,
+        stdin: str | None = None,
+        again: bool = False,
     ) -> list[HostResult]:
-        """Runs a script on `workers` at once, and again (it must be safe) on all of them if one is not reached, or
-        late, and gcloud knows other addresses. Returns the results in worker order. Raises as `pool`."""
-        pool = self.pool()
-        results = pool.run_all(script, workers, timeout=timeout, stdin=stdin)
-        if not all(result.reached for result in results) and (other := self.replacement_of(pool)):
-            results = other.run_all(script, workers, timeout=timeout, stdin=stdin)
-        return results
+        """Runs a script (it must be safe to run again) on `workers` at once: over ssh, again on all of them if one is
+        not reached, or late, and gcloud knows other addresses, and `again` where not reached; through gcloud if that is
+        set, and on hosts that refuse ssh. Returns the results in worker order. `timeout`: seconds of each try; through
+        gcloud `gcloud_timeout` (None: the same) and 40 more. Raises LaunchError if gcloud gives no addresses."""
+        results, left = dict[int, HostResult](), workers
+        if not self.gcloud_only:
+            pool = self.pool()
+            answers = pool.run_all(script, workers, timeout=timeout, stdin=stdin)
+            if not all(result.reached for result in answers) and (other := self.replacement_of(pool)):
+                pool, answers = other, other.run_all(script, workers, timeout=timeout, stdin=stdin)
+            missed = [result.worker for result in answers if not result.reached and not result.refused]
+            if again and missed:
+                answers += pool.run_all(script, missed, timeout=timeout, stdin=stdin)
+            results = {result.worker: result for result in answers}
+            left = [worker for worker, result in results.items() if result.refused]
+        seconds = timeout if gcloud_timeout is None else gcloud_timeout
+        for result in self.run_all_through_gcloud(script, left, stdin, timeout=seconds):
+            results[result.worker] = result
+        return [results[worker] for worker in sorted(results)]
 
     def run_through_gcloud(
         self, worker: int, script: str, stdin: str | None = None, *, timeout: float = 0.0

@@ -180,11 +180,8 @@ class TpuVm:
     def _observe(self, worker: int, script: str, patience: float = 0.0) -> tuple[Observation, LogWindow]:
         """Runs observe.sh, which waits up to `patience` seconds for the container's end, on a host, by gcloud if ssh is
         refused. Returns the observation, with a `problem` if the host was not reached, and the log that it is from."""
-        result = None
-        if not self._connections.gcloud_only:
-            result = self._connections.run(worker, script, timeout=_COMMAND_SECONDS + patience)
-        if result is None or result.refused:
-            result = self._connections.run_through_gcloud(worker, script, timeout=patience)
+        seconds = _COMMAND_SECONDS + patience
+        [result] = self._connections.run_all(script, [worker], timeout=seconds, gcloud_timeout=patience)
         if not result.reached:
             return Observation(worker, None, problem=result.problem), LogWindow()
         return host_scripts.parse_observation(worker, result.stdout)
@@ -223,7 +220,7 @@ class TpuVm:
             return files
         script = host_scripts.render("evidence", container=container)
         try:
-            results = self._connections.run_all(script, workers, timeout=30)
+            results = self._connections.pool().run_all(script, workers, timeout=30)
         except LaunchError as error:  # not even the hosts' addresses can be found out
             return {**files, "hosts.txt": str(error)}
         return files | {f"host-{result.worker}.txt": _all_output(result) for result in results}
@@ -232,7 +229,7 @@ class TpuVm:
         """Returns by worker, for all hosts, the process list and Python stacks (`native`: C's too) of the container, or
         why there are none. Raises LaunchError if gcloud gives no addresses."""
         script = host_scripts.stacks_script(container, native)
-        results = self._run_all(script, range(self.host_count), timeout=25, again=False)
+        results = self._connections.run_all(script, range(self.host_count), timeout=25)
         return {result.worker: _all_output(result) for result in results}
 
     # -- all hosts ----------------------------------------------------------------------------------------------------
@@ -310,31 +307,15 @@ class TpuVm:
     def _report_all(
         self, script: str, word: str, stdin: str | None = None, workers: Sequence[int] | None = None, *, timeout: float
     ) -> list[HostReport]:
-        """Runs a script on `workers` (None: all hosts), as `_run_all`. Returns reports, ok where it printed `word`."""
+        """Runs a script on `workers` (None: all hosts), again where not reached. Returns reports, ok where it printed
+        `word`. Raises LaunchError if gcloud gives no addresses."""
         chosen = range(self.host_count) if workers is None else workers
         return [
             host_scripts.parse_reports(result.stdout, word, [result.worker])[0]
             if result.reached
             else HostReport(result.worker, False, result.problem)
-            for result in self._run_all(script, chosen, stdin, timeout=timeout)
+            for result in self._connections.run_all(script, chosen, timeout=timeout, stdin=stdin, again=True)
         ]
-
-    def _run_all(
-        self, script: str, workers: Sequence[int], stdin: str | None = None, *, timeout: float, again: bool = True
-    ) -> list[HostResult]:
-        """Runs a script on `workers`, and `again` where not reached; by gcloud if that is set, and on hosts that refuse
-        ssh. Returns the results in worker order. Raises LaunchError if gcloud gives no addresses."""
-        results, left = dict[int, HostResult](), workers
-        if not self._connections.gcloud_only:
-            answers = self._connections.run_all(script, workers, timeout=timeout, stdin=stdin)
-            missed = [result.worker for result in answers if not result.reached and not result.refused]
-            if again and missed:
-                answers += self._connections.pool().run_all(script, missed, timeout=timeout, stdin=stdin)
-            results = {result.worker: result for result in answers}
-            left = [worker for worker, result in results.items() if result.refused]
-        for result in self._connections.run_all_through_gcloud(script, left, stdin, timeout=timeout):
-            results[result.worker] = result
-        return [results[worker] for worker in sorted(results)]
 
 
 def _all_output(result: HostResult) -> str:

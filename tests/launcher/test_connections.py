@@ -264,7 +264,7 @@ def test_gcloud_is_asked_once_for_silent_hosts(tmp_path: Path, monkeypatch: pyte
     connections.note_state(seen(known))
     before = connections.pool()
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda number: connections.run(number % 2, "true", timeout=5), range(16)))
+        answers = list(pool.map(lambda number: connections.run_all("true", [number % 2], timeout=5)[0], range(16)))
     assert not any(answer.reached for answer in answers)
     assert asked.read_text() == "asked\n"
     assert (connections.pool() is not before) == moved
@@ -299,7 +299,7 @@ def test_commands_begin_where_hosts_are_now(tmp_path: Path, monkeypatch: pytest.
     save_addresses(config(tmp_path), known)
     connections = SliceConnections(config(tmp_path), machine)
     with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(lambda number: connections.run(number % 2, "true", timeout=5).reached, range(16)))
+        assert all(pool.map(lambda number: connections.run_all("true", [number % 2], timeout=5)[0].reached, range(16)))
 
 
 class _Gcloud:
@@ -459,8 +459,8 @@ def test_a_host_that_missed_the_secrets_gets_the_same_again(tmp_path: Path, monk
         return [delivered[0], broken] if len(workers) == 2 else [delivered[worker] for worker in workers]
 
     slice_ = TpuVm(config(tmp_path), print, this_machine())
-    monkeypatch.setattr(slice_._connections, "run_all", run_all)
     monkeypatch.setattr(slice_._connections, "pool", lambda: SimpleNamespace(run_all=run_all))
+    monkeypatch.setattr(slice_._connections, "replacement_of", lambda pool: None)
     reports = [HostReport(worker, True, "id") for worker in range(2)]
     monkeypatch.setattr(slice_, "_start_containers", lambda attempt: reports)
     attempt = Attempt("demo-1", 0, "sha256:ab", ("true",), {})
@@ -475,7 +475,8 @@ def test_a_host_that_refuses_ssh_is_stopped_through_gcloud(tmp_path: Path, monke
     gcloud = _Gcloud()
     slice_ = TpuVm(config(tmp_path), print, replace(this_machine(), run=gcloud.run))
     answers = [HostResult(0, None, problem="No.", refused=True), HostResult(1, 0, "tpu-launch 1 stopped\n")]
-    monkeypatch.setattr(slice_._connections, "run_all", lambda *_, **__: answers)
+    monkeypatch.setattr(slice_._connections, "pool", lambda: SimpleNamespace(run_all=lambda *_, **__: answers))
+    monkeypatch.setattr(slice_._connections, "replacement_of", lambda pool: None)
     assert [report.ok for report in slice_.stop("container", grace=5, remove=False)] == [True, True]
     assert len(gcloud.calls) == 1, "host 0 is not tried again over ssh, and host 1 not stopped again"
 
