@@ -66,7 +66,7 @@ def evaluate_all(
     it. Warns of replaced damaged records. Other hosts see `phase` meanwhile; `on_batch` is called before each batch."""
     total, replaced = StepResult(dict.fromkeys(SUMS, 0.0), Signals()), 0
     in_flight: deque[Pending] = deque()
-    for number, batch in enumerate(backend.evaluation_batches(task)):
+    for number, batch in enumerate(task.evaluation_batches()):
         rendezvous.set_phase(f"{phase}, batch {number}")
         on_batch()
         replaced += batch.replaced

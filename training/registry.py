@@ -77,9 +77,7 @@ CAUSAL_LM = Head("ForCausalLM", "text-generation", is_fresh=False, older=("LMHea
 
 
 _NO_SMOOTHING = {"train.label_smoothing": "needs backend: torch-xla and a task of labels or tokens: remove it"}
-_NO_WEIGHTS = {
-    "train.class_weights": "needs backend: torch-xla and task: classification or token-classification: remove it"
-}
+_NO_WEIGHTS = {"train.class_weights": "needs task: classification or token-classification: remove it"}
 _ONE_STEP_A_CALL = {"train.steps_per_call": "only the TensorFlow backend runs several steps in one call: remove it"}
 
 
@@ -188,14 +186,9 @@ BACKENDS: dict[str, BackendEntry] = {
         tracer="training.backends.tensorflow.lowered:TensorFlowTracer",
         devices="training.backends.tensorflow.replicas:TensorFlowDevices",
         profiler="training.backends.tensorflow.backend:TensorFlowProfiler",
-        defaults={
-            "TF_CPP_MIN_LOG_LEVEL": "2",
-            # A block of a shard is at most 256 KB; TensorFlow's gs:// would fetch 64 MB for it.
-            "GCS_READ_CACHE_BLOCK_SIZE_MB": "1",
-        },
+        defaults={"TF_CPP_MIN_LOG_LEVEL": "2"},
         unused_keys={
             **_NO_SMOOTHING,
-            **_NO_WEIGHTS,
             "lora": "the TensorFlow backend trains all weights; take torch-xla",
             "model.config": "TensorFlow trains BERT and RoBERTa by model.name; take torch-xla",
             "train.freeze": "the TensorFlow backend trains all weights; take torch-xla",

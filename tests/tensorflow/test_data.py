@@ -1,20 +1,15 @@
-"""TensorFlow reads our shards with its own code, our examples are its bytes, and masks are the same integers."""
+"""TensorFlow reads our shards with its own code, and our examples are its bytes."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from tests.packed_datasets import pack_rows
 from training.data.formats import example_codec
 from training.data.formats.dataset import Dataset
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.sampling.masking import Masker, Masking, SpecialTokens
-from training.data.tf.sampling import mask
 
-TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=30_000)
 ROWS = np.random.default_rng(0).integers(5, 30_000, (1000, 128)).astype(np.int32)
 
 
@@ -51,23 +46,3 @@ def test_our_examples_are_tensorflows_bytes() -> None:
     }
     theirs = tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString(deterministic=True)
     assert example_codec.encode({"a": b"x" * 300, "b": [-1, 0, 2**40]}) == theirs
-
-
-@pytest.mark.parametrize(
-    ("length", "percent", "seed", "epoch"), [(128, 15, 0, 0), (128, 40, 2**63 + 5, 7), (20, 15, 1, -1), (3, 100, 9, 2)]
-)
-def test_masks_are_the_same_integers(length: int, percent: int, seed: int, epoch: int) -> None:
-    ids = np.random.default_rng(1).integers(0, 300, (500, length)).astype(np.int32)
-    ids[0] = 3
-    records = np.arange(500) * 1_000_003
-    ours = Masker(Masking(percent), TOKENS, seed)(ids, epoch, records)
-
-    @tf.function
-    def traced(ids: Any, records: Any) -> Any:
-        return mask(ids, epoch, records, seed=seed, masking=Masking(percent), tokens=TOKENS)
-
-    theirs = traced(tf.constant(ids), tf.constant(records))
-    assert theirs.keys() == vars(ours).keys()
-    for name, one in vars(ours).items():
-        assert np.array_equal(one, theirs[name].numpy())
-        assert one.dtype == theirs[name].numpy().dtype

@@ -1,19 +1,15 @@
 """Claims about the devices of a strategy: what leaves the program's process, and who asks for a batch."""
 
+import contextlib
+import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import tensorflow as tf
+import pytest
 
 from tests.container import small_runs
-from tests.container.golden_losses import labelled_document, mlm_document
 from tests.processes import run_python
-from training.backends.tensorflow.input import Distributed, Upcoming, distributed, distributed_evaluation
-from training.config import from_document
-from training.run_setup import open_task
-from training.tasks.task import open_data
-from training.yaml_file import Document
 
 # Four logical devices of one CPU, which are one host. An array is read as often as it leaves this process.
 ASSIGN = """
@@ -40,25 +36,89 @@ def test_assign_sends_an_array_once_to_a_host_and_all_devices_get_it() -> None:
     assert run_python("-c", ASSIGN, CPU_NUM_DEVICES="4").split() == ["1", "4"]
 
 
-def array_types(document: dict[str, Any]) -> set[type]:
-    config = from_document(Document("test", document, {}))
-    strategy = tf.distribute.MirroredStrategy(["/cpu:0"])
-    batch = next(distributed(strategy, config, open_data(config), 0))
-    return {type(array) for array in batch.arrays.values()}
+# Two workers, each a process: either takes two rows of a batch from its queue.
+WORKER = """
+import os, sys, tensorflow as tf
+kept = tf.distribute.Server({"w": sys.argv[2].split(",")}, job_name="w", task_index=int(sys.argv[1]), protocol="grpc")
+print("serving", flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+QUEUES = """
+import os, sys
+import numpy as np, tensorflow as tf
+from training.backends.tensorflow.input import RowQueues
+from training.batch import HostBatch
+
+class Pair:
+    num_replicas_in_sync = 2
+
+    def distribute_datasets_from_function(self, host_dataset):
+        context = tf.distribute.InputContext(num_input_pipelines=2)
+        self.datasets = []
+        for device in devices:
+            with tf.device(device):
+                self.datasets.append(host_dataset(context))
+        return []
+
+tf.config.experimental_connect_to_cluster(tf.train.ClusterSpec({"w": sys.argv[1].split(",")}))
+devices = [f"/job:w/replica:0/task:{task}/device:CPU:0" for task in (0, 1)]
+pair = Pair()
+batches = [HostBatch({"ids": np.arange(8).reshape(4, 2) + number}, np.arange(4)) for number in range(3)]
+queues = RowQueues(pair, batches[0].arrays)
+for batch in batches:
+    assert queues.send(batch).arrays["ids"].shape == (4, 2)
+for device, dataset in zip(devices, pair.datasets):
+    with tf.device(device):
+        rows = iter(dataset)
+        for _ in batches:
+            found = next(rows)["ids"]
+            assert found.device == device, found.device
+            print(found.numpy().tolist())
+queues.close()
+sys.stdout.flush()
+os._exit(0)
+"""
 
 
-def test_batches_are_upcoming_if_all_have_one_shape(tmp_path: Path) -> None:
-    assert array_types(mlm_document(tmp_path / "mlm", "tensorflow")) == {Upcoming}
-    assert array_types(labelled_document(tmp_path / "labelled", "tensorflow")) == {Distributed}
+def test_a_queue_on_each_worker_has_its_rows_in_order() -> None:
+    addresses = ",".join(f"localhost:{port}" for port in small_runs.free_ports())
+    commands = [[sys.executable, "-c", WORKER, str(task), addresses] for task in (0, 1)]
+    with contextlib.ExitStack() as stack:
+        for command in commands:
+            worker = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            stack.callback(worker.kill)
+            assert worker.stdout.readline() == b"serving\n"
+        printed = run_python("-c", QUEUES, addresses).splitlines()
+    of_hosts = [[[[low + n, low + 1 + n], [low + 2 + n, low + 3 + n]] for n in range(3)] for low in (0, 4)]
+    assert [json.loads(line) for line in printed] == [*of_hosts[0], *of_hosts[1]]
 
 
-def test_hosts_of_a_strategy_read_the_evaluation_set_once(tmp_path: Path) -> None:
-    """Batches of 37 rows in several lengths: the last of each length is filled up."""
-    config = from_document(Document("test", labelled_document(tmp_path, "tensorflow"), {}))
-    task = open_task(config, small_runs.this_host())
-    batches = list(task.evaluation_batches())
-    assert task.evaluation_batch_count == len(batches) > 1
-    strategy = tf.distribute.MirroredStrategy(["/cpu:0"])
-    for batch, of_hosts in zip(batches, distributed_evaluation(strategy, config, task), strict=True):
-        for name, array in batch.arrays.items():
-            assert np.array_equal(array, of_hosts.arrays[name].value.numpy()), name
+# Two devices: the types of a training batch's arrays, and the numbers of its records and of replaced ones.
+BATCHES = """
+import json, sys
+from pathlib import Path
+from tests.container import golden_losses, small_runs
+from training.config import from_document
+from training.distributed.rendezvous import SingleHost
+from training.run_setup import open_backend, open_task
+from training.yaml_file import Document
+
+document = getattr(golden_losses, sys.argv[1])(Path(sys.argv[2]), "tensorflow")
+config = from_document(Document("test", document, {}))
+task = open_task(config, small_runs.this_host())
+batches = open_backend(config, small_runs.this_host(), SingleHost(), task).batches(task, 3)
+found = [next(batches) for _ in range(4)]
+batches.close()
+task = open_task(config, small_runs.this_host())
+plain = task.batches(3)
+for batch in found:
+    assert batch.records.tolist() == next(plain).records.tolist()
+print(json.dumps(sorted({type(array).__name__ for array in found[0].arrays.values()})))
+"""
+
+
+@pytest.mark.parametrize(("document", "types"), [("mlm_document", "Upcoming"), ("labelled_document", "ndarray")])
+def test_batches_are_upcoming_if_all_have_one_shape(tmp_path: Path, document: str, types: str) -> None:
+    printed = run_python("-c", BATCHES, document, str(tmp_path), CPU_NUM_DEVICES="2").splitlines()
+    assert json.loads(printed[-1]) == [types]

@@ -154,7 +154,7 @@ def test_a_tensorflow_worker_gets_topology_peers_and_plugin(name: str, monkeypat
     plugin = {"NEXT_PLUGGABLE_DEVICE_USE_C_API": "true", "TF_PLUGGABLE_DEVICE_LIBRARY_PATH": "/libtpu.so"}
     monkeypatch.setattr(pod, "tensorflow_plugin", lambda: plugin)
     cluster = Cluster(2, tuple(f"10.0.0.{number}" for number in range(4)), name)
-    own = {"TPU_STDERR_LOG_LEVEL": "0", "GCS_READ_CACHE_BLOCK_SIZE_MB": "1"}
+    own = {"TPU_STDERR_LOG_LEVEL": "0"}
     assert pod.worker_environment(cluster) == {**tpu_environment(cluster), **plugin, **own}
 
 

@@ -50,7 +50,8 @@ class CountingBackend:
         self.in_flight, self.stop_at = in_flight, stop_at
         self.started = self.read = self.most = 0
 
-    def evaluation_batches(self, _task: Any) -> Iterator[HostBatch]:
+    def evaluation_batches(self) -> Iterator[HostBatch]:
+        """Yields the batches: the double is the task as well."""
         for number in range(BATCHES):
             yield HostBatch({"number": np.array([number])}, np.array([number]))
 
@@ -69,7 +70,7 @@ class CountingBackend:
 
 
 def evaluate(backend: CountingBackend) -> StepResult:
-    return evaluate_all(cast(Any, None), cast(Any, backend), SingleHost(), ShutdownRequest(), "evaluating")
+    return evaluate_all(cast(Any, backend), cast(Any, backend), SingleHost(), ShutdownRequest(), "evaluating")
 
 
 @pytest.mark.parametrize("in_flight", [0, 1, 2, 20])

@@ -1,7 +1,7 @@
 """The interface between the training loop and a framework: no module above it imports a framework. Batches, signals and
 results are in `training.batch`."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,10 +52,6 @@ class Backend(Protocol):
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
         """Yields the training batches from step `start` on, as `step` takes them. The caller closes the generator."""
         return task.batches(start)
-
-    def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
-        """Yields the batches of the whole evaluation set once, as `evaluate` takes them."""
-        return task.evaluation_batches()
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> Pending:
         """Starts training step `number` on this host's rows of its batch. The step is a function of the state, `number`

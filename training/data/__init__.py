@@ -5,7 +5,7 @@ Promises
     what was read before. Resuming at step 3,000,000 takes as long as starting at 0.
   * Each epoch is a permutation of all records, a different one each time; batches run through the epochs without
     dropping or repeating a record.
-  * Masks follow from (seed, epoch, record, position), in integers: both backends see the same ids and labels.
+  * Masks follow from (seed, epoch, record, position), in integers: all backends see the same ids and labels.
   * Every record's CRC is checked. A bad one stops the run with shard, record and byte offset, or is replaced by the
     same record on every host, and counted.
   * Shards are TFRecord files of tf.train.Example, which TensorFlow reads by itself. The same text gives the same bytes.
@@ -33,9 +33,4 @@ What is where; each imports only from those before it (a contract in pyproject.t
   tokenizer.py    tokenizer folders
   loading/        one host's input: record sources, read-ahead, batches of masked or labelled rows
   prepare/        from text to shards and tokenizers
-  tf/             sampling and loading once more, in TensorFlow operations
-
-Two pipelines, one meaning: `tf/` gives the same numbers as `sampling/` and `loading/` (tests/tensorflow/test_input.py
-compares them). numpy's serves the torch backend and evaluation; TensorFlow's runs inside `tf.data` on the hosts of a
-slice, where no Python runs.
 """

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -36,7 +36,9 @@ class Task(ABC):
         """Opens the data, as `open_data`, but not `source`. Raises BadInput for anything that does not fit together."""
         self._config = config
         self.data = open_data(config)
-        self._slice = training_slice(config, self.data, cluster.worker, cluster.hosts)
+        self._slice = HostSlice(
+            self.data.tokens, config.train.global_batch_size, cluster.worker, cluster.hosts, config.data.on_corrupt
+        )
         # How many different shapes its training batches have: each is compiled once.
         self.shapes = len(batch_lengths(self.data.train.records_of_length, config.train.global_batch_size))
 
@@ -58,20 +60,23 @@ class Task(ABC):
             "tokenizer": self.data.train.manifest.tokenizer_hash,
         }
 
-    def batches(self, start: int) -> Generator[HostBatch, None, None]:
-        """Yields this host's rows of batch `start`, `start` + 1, ... without end, read ahead by a thread once the first
-        is asked for. Raises BadInput for a label that the task can't have, a bad shard or, with data.on_corrupt: stop,
-        a damaged record; and StorageError. Close it in the end; that closes `source`."""
+    def batches(
+        self, start: int, send: Callable[[HostBatch], HostBatch] = lambda batch: batch
+    ) -> Generator[HostBatch, None, None]:
+        """Yields this host's rows of batch `start`, `start` + 1, ... without end, read ahead and passed through `send`
+        by a thread once the first is asked for. Raises BadInput for a label that the task can't have, a bad shard or,
+        with data.on_corrupt: stop, a damaged record; StorageError; and what `send` raises. Close it in the end; that
+        closes `source`."""
         with contextlib.closing(self.source):
             depth = self._config.train.prefetch
-            yield from prefetch(lambda number: self.training_batch(self.source.batch(number)), start, depth)
+            yield from prefetch(lambda number: send(self.training_batch(self.source.batch(number))), start, depth)
 
     def evaluation_batches(self) -> Iterator[HostBatch]:
         """Yields this host's rows of the whole evaluation set (only if there is one), each record once and the same
         each time; rows of weight 0 complete batches. Raises BadInput, StorageError."""
         assert self.data.evaluation is not None
-        batches = self.evaluation_of(self.data.evaluation, evaluation_slice(self._config, self._slice))
-        return map(partial(self.host_batch, self.data.evaluation), batches)
+        host_slice = replace(self._slice, global_batch_size=self._config.evaluation_batch_size)
+        return map(partial(self.host_batch, self.data.evaluation), self.evaluation_of(self.data.evaluation, host_slice))
 
     @property
     def evaluation_batch_count(self) -> int:
@@ -148,13 +153,3 @@ def open_data(config: TrainerConfig) -> RunData:
     if evaluation:
         find_shards(evaluation)
     return RunData(train, evaluation, tokenizer.special)
-
-
-def training_slice(config: TrainerConfig, data: RunData, host: int, hosts: int) -> HostSlice:
-    """Returns which rows of each training batch one host reads, and how."""
-    return HostSlice(data.tokens, config.train.global_batch_size, host, hosts, config.data.on_corrupt)
-
-
-def evaluation_slice(config: TrainerConfig, training: HostSlice) -> HostSlice:
-    """Returns `training`, the slice of the training batches, with the batch size of evaluations."""
-    return replace(training, global_batch_size=config.evaluation_batch_size)

@@ -1,5 +1,4 @@
-"""Tasks in TensorFlow: one host's rows as tf.data datasets, and the sums of each task: `sums(network, batch, training)`
-of the registry.
+"""The sums of each task in TensorFlow: `sums(network, batch, training)` of the registry.
 
 Sums are (3,): weighted loss, weights, weighted hits (training.batch.SUMS), over a replica's rows; and further counts
 for an evaluation, or None.
@@ -9,29 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
-
-from training.config import TrainerConfig
-from training.data.loading.record_source import HostSlice
-from training.data.tf.batches import labelled_batches, labelled_evaluation, mlm_batches, mlm_evaluation
-from training.registry import TASKS
-from training.tasks.task import RunData
-from training.tasks.tokens import masking_of
-
-
-def training_rows(config: TrainerConfig, host_slice: HostSlice, data: RunData, start: int) -> Any:
-    """Returns an endless tf.data dataset of one host's rows of global batches from `start` on. Raises BadInput or
-    StorageError; reading it raises TensorFlow's errors."""
-    if TASKS[config.task].rows == "packed":
-        return mlm_batches(data.train, host_slice, masking_of(config), config.seed, start)
-    return labelled_batches(data.train, host_slice, config.seed, start)
-
-
-def evaluation_rows(config: TrainerConfig, host_slice: HostSlice, data: RunData) -> Any:
-    """Returns one host's rows of the evaluation set, which must exist, as tf.data, each once. Raises BadInput."""
-    assert data.evaluation is not None
-    if TASKS[config.task].rows == "packed":
-        return mlm_evaluation(data.evaluation, host_slice, masking_of(config))
-    return labelled_evaluation(data.evaluation, host_slice)
 
 
 def masked_lm(network: Any, batch: Mapping[str, Any], training: bool) -> tuple[Any, None]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,16 +23,14 @@ import tensorflow as tf
 
 from training.backends.protocol import Backend, PendingReport
 from training.backends.tensorflow.calls import StepCalls
-from training.backends.tensorflow.input import dataset_of, distributed, distributed_evaluation
+from training.backends.tensorflow.input import RowQueues
 from training.backends.tensorflow.model import KerasNetwork, Parameter, build
-from training.backends.tensorflow.replicas import Replicas, translate_failures
+from training.backends.tensorflow.replicas import Replicas, Upcoming, translate_failures
 from training.backends.tensorflow.step import TensorFlowStep
 from training.batch import SUMS, Arrays, HostBatch, Signals
 from training.checkpoint.snapshot import Snapshot
 from training.checkpoint.tensors import Damaged, TensorSpec
 from training.config import TrainerConfig
-from training.data.formats.dataset import Dataset
-from training.data.tf.record_source import translate_errors
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.tcp_allreduce import TcpAllReduce
@@ -84,7 +82,6 @@ class TensorFlow(Backend):
                 ("gradients", step.gradients_program),
                 ("update", step.update_program),
                 ("evaluate", step.evaluation_program),
-                ("evaluate next", step.evaluation_next_program),
             )
         }
         self._tracing_seconds = 0.0
@@ -99,40 +96,31 @@ class TensorFlow(Backend):
         return 2 * self._calls.length if self._replicas.is_tpu else self._calls.length - 1
 
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
-        """Yields training batches from number `start` on: this host's rows of each; or, if the strategy's hosts read,
-        global ones, without the numbers of their records."""
-        if not self._hosts_read:
-            return task.batches(start)
-        return distributed(self._replicas.strategy, self._config, task.data, start)
-
-    def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
-        """Yields the batches of the evaluation set once, of the kinds that `batches` yields."""
-        if not self._hosts_read:
-            return task.evaluation_batches()
-        return distributed_evaluation(self._replicas.strategy, self._config, task)
-
-    @property
-    def _hosts_read(self) -> bool:
-        """Returns whether the strategy's hosts read batches for their devices, by tf.data. If not, this process reads:
-        for one device, beside other CPU hosts, or, without TPU_NAME, to count skipped records (data.on_corrupt)."""
-        counts_skipped = self._config.data.on_corrupt == "skip" and not os.environ.get("TPU_NAME")
-        return self._replicas.count > 1 and not self._exchange and not counts_skipped
+        """Yields this host's rows of batch `start`, `start` + 1, ...: `Upcoming` ones, if there are several devices and
+        all batches have one shape, so that a call can take several steps."""
+        if self._replicas.count == 1 or self._exchange or task.shapes > 1:
+            yield from task.batches(start)
+            return
+        example = task.training_batch(task.source.batch(start)).arrays
+        with (
+            translate_failures(),
+            contextlib.closing(RowQueues(self._replicas.strategy, example)) as queues,
+            contextlib.closing(task.batches(start, queues.send)) as batches,
+        ):
+            yield from batches
 
     @translate_failures()
     def step(self, number: int, batch: Arrays, signals: Signals) -> PendingReport:
-        """Queues the step in `StepCalls` if its program reads its own rows and calls may take several steps, else runs
-        it; with other CPU hosts waits for the sum of all gradients."""
-        dataset = dataset_of(batch)
-        if dataset and self._config.train.steps_per_call != 1:
-            with translate_errors(dataset):
-                queued = self._calls.add(self._replicas.send_rows(batch), *self.step_programs.scalar_values(number))
-            return _pending(queued, signals, dataset, trains=True)
-        seed, scalars = self.step_programs.scalars(number)
+        """Queues the step in `StepCalls` if its rows are upcoming and calls may take several steps, else runs it; with
+        other CPU hosts waits for the sum of all gradients."""
         rows = self._replicas.send_rows(batch)
-        if dataset:
-            return self._start_upcoming("train next", dataset, signals, rows, seed, scalars)
+        upcoming = isinstance(next(iter(batch.values())), Upcoming)
+        if upcoming and self._config.train.steps_per_call != 1:
+            return _pending(self._calls.add(rows, *self.step_programs.scalar_values(number)), signals, trains=True)
+        seed, scalars = self.step_programs.scalars(number)
         if not self._exchange:
-            return _pending(self._call("train", rows, seed, scalars), signals, trains=True)
+            program = "train next" if upcoming else "train"
+            return _pending(self._call(program, rows, seed, scalars), signals, trains=True)
         gradients = self._call("gradients", rows, seed).numpy()
         total = self._exchange.sum(np.concatenate([gradients, _signals_array(signals)]))
         update = self._call("update", tf.constant(total[: -len(_signals_array(signals))]), scalars).numpy()
@@ -146,22 +134,12 @@ class TensorFlow(Backend):
     def evaluate(self, batch: Arrays, signals: Signals) -> PendingReport:
         """Starts queued training steps, then an evaluation; with other CPU hosts, waits for the sums of all."""
         self._calls.flush()
-        rows = self._replicas.send_rows(batch)
-        if dataset := dataset_of(batch):
-            return self._start_upcoming("evaluate next", dataset, signals, rows)
-        sums = self._call("evaluate", rows)
+        sums = self._call("evaluate", self._replicas.send_rows(batch))
         if not self._exchange:
             return _pending(sums, signals, trains=False)
         values = sums.numpy()
         report = np.concatenate([values[: len(SUMS)], _signals_array(signals), values[len(SUMS) :]])
         return _pending(self._exchange.sum(report), trains=False)
-
-    def _start_upcoming(self, name: str, dataset: Dataset, signals: Signals, *arguments: Any) -> PendingReport:
-        """Runs the program "train next" or "evaluate next", which reads the upcoming batch itself from the iterator,
-        the first of `arguments`: errors of its rows surface here or with its result."""
-        with translate_errors(dataset):
-            sums = self._call(name, *arguments)
-        return _pending(sums, signals, dataset, trains=name == "train next")
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Runs program `name` and returns its result. Adds the seconds of a call that traces to `_tracing_seconds`."""
@@ -254,16 +232,13 @@ def _signals_array(signals: Signals) -> npt.NDArray[np.float32]:
     return np.array([signals.stop, signals.save], np.float32)
 
 
-def _pending(
-    sums: Any, signals: Signals | None = None, dataset: Dataset | None = None, *, trains: bool
-) -> PendingReport:
+def _pending(sums: Any, signals: Signals | None = None, *, trains: bool) -> PendingReport:
     """Returns the report in `sums`, a program's result. `signals`: of the only host, to be put between the sums and the
-    rest; None if `sums` has them. `dataset`: the one whose rows the program took; reading raises their errors too."""
+    rest; None if `sums` has them."""
 
     @translate_failures()
     def read() -> list[float]:
-        with translate_errors(dataset) if dataset else contextlib.nullcontext():
-            values: list[float] = np.asarray(sums).tolist()
+        values: list[float] = np.asarray(sums).tolist()
         if signals:
             values[len(SUMS) : len(SUMS)] = _signals_array(signals).tolist()
         return values

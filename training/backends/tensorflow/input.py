@@ -1,100 +1,54 @@
-"""Batches for `tf.distribute`: every host of the strategy reads its own rows with TensorFlow's operations alone.
+"""The rows of training steps for `tf.distribute`: this process reads them, and a queue on each host of the strategy
+holds them until the step's program takes its part.
 
 Replica r gets the rows that `np.split` of the global batch would give it, so training is the same as with any other
-backend or number of devices. Only the arrays of the batch go to the devices, not the numbers of the records or of
-replaced ones: `on_corrupt: skip` works, but the summary of a run on several TPU hosts does not count replaced records.
-"""
+backend or number of devices."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping
-from itertools import islice
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from training.backends.tensorflow.replicas import Distributed, Upcoming, translate_failures
+from training.backends.tensorflow.replicas import Upcoming
 from training.batch import Arrays, HostBatch
-from training.config import TrainerConfig
-from training.data.formats.dataset import TYPES, Dataset
-from training.data.tf.record_source import translate_errors
-from training.tasks.task import RunData, Task, evaluation_slice, task_class, training_slice
-from training.tasks.tf import evaluation_rows, training_rows
+
+_UNLIMITED = -1
 
 
-def dataset_of(batch: Arrays) -> Dataset | None:
-    """Returns the dataset of a batch whose rows the step's program takes from the iterator itself; None for others."""
-    return next((array.dataset for array in batch.values() if isinstance(array, Upcoming)), None)
+class RowQueues:
+    """Sends global batches, all of the same shapes, to the hosts of a strategy. The caller limits how many are on the
+    way: the queues have no limit, because an operation that waits for room on a worker would keep others from it."""
 
+    def __init__(self, strategy: Any, example: Arrays) -> None:
+        """Opens a queue on every host, and the strategy's iterator over them. `example`: the arrays of a batch."""
+        self._queues: list[Any] = []  # of the hosts, in the order of their replicas
+        replicas = strategy.num_replicas_in_sync
+        shapes = [(len(array) // replicas, *array.shape[1:]) for array in example.values()]
+        types = [tf.as_dtype(array.dtype) for array in example.values()]
 
-def distributed(strategy: Any, config: TrainerConfig, data: RunData, start: int) -> Generator[HostBatch, None, None]:
-    """Yields global batches from `start` on, endless, read ahead by tf.data. Raises BadInput, StorageError, LostPeer,
-    OutOfMemory; if batches are `Upcoming`, the step's program raises them instead."""
+        def host_dataset(_context: Any) -> Any:
+            queue = tf.queue.FIFOQueue(_UNLIMITED, types, shapes, names=list(example))
+            self._queues.append(queue)
+            return tf.data.Dataset.range(1).repeat().map(lambda _: queue.dequeue())
 
-    def read_rows(host: int, hosts: int) -> Any:
-        return host_rows(config, data, host, hosts, start)
-
-    yield from _distribute_batches(strategy, config, data.train, read_rows, config.train.global_batch_size)
-
-
-def distributed_evaluation(strategy: Any, config: TrainerConfig, task: Task) -> Iterator[HostBatch]:
-    """Yields the global batches of the evaluation set (there is one), each record once. Raises as `distributed`."""
-    data, batch_size = task.data, config.evaluation_batch_size
-    assert data.evaluation is not None
-
-    def read_rows(host: int, hosts: int) -> Any:
-        return evaluation_rows(config, evaluation_slice(config, training_slice(config, data, host, hosts)), data)
-
-    return islice(
-        _distribute_batches(strategy, config, data.evaluation, read_rows, batch_size), task.evaluation_batch_count
-    )
-
-
-def _distribute_batches(
-    strategy: Any, config: TrainerConfig, dataset: Dataset, read_rows: Callable[[int, int], Any], batch_size: int
-) -> Generator[HostBatch, None, None]:
-    """Yields global batches and never ends by itself: the caller must stop before the rows run out. `read_rows`: (host,
-    hosts) -> the tf.data dataset of that host's rows. Raises BadInput, StorageError, OutOfMemory, LostPeer."""
-    per_replica = batch_size // strategy.num_replicas_in_sync
-    arrays = task_class(config.task).empty_batch(config, 1, dataset.sequence_length)
-    names = (*arrays, *([TYPES] if dataset.has_pairs else []))
-
-    def host_dataset(context: Any) -> Any:
-        rows = read_rows(context.input_pipeline_id, context.num_input_pipelines)
-        arrays = rows.map(lambda batch: {name: batch[name] for name in names})
-        parts = arrays.flat_map(
-            lambda batch: tf.data.Dataset.from_tensor_slices(batch).batch(per_replica, drop_remainder=True)
-        )
-        return parts.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)).prefetch(
-            config.train.prefetch
-        )
-
-    with translate_failures(), translate_errors(dataset):
         batches = iter(strategy.distribute_datasets_from_function(host_dataset))
-        upcoming = _upcoming_arrays(strategy, batches, dataset)
-        while True:
-            yield HostBatch(upcoming or _next_batch(strategy, batches), np.zeros(0, np.int64))
+        self._replicas = replicas
+        self._upcoming: Any = {name: Upcoming(batches, array.shape) for name, array in example.items()}
 
+    def send(self, batch: HostBatch) -> HostBatch:
+        """Sends a batch's rows to the queues, and returns it with `Upcoming` arrays. TensorFlow's error for a lost
+        host is raised here or by a later step."""
+        for number, queue in enumerate(self._queues):
+            host_rows = {name: np.split(array, len(self._queues))[number] for name, array in batch.arrays.items()}
+            replicas = self._replicas // len(self._queues)  # of a host
+            queue.enqueue_many(
+                {name: tf.constant(np.stack(np.split(rows, replicas))) for name, rows in host_rows.items()}
+            )
+        return HostBatch(self._upcoming, batch.records, batch.replaced)
 
-def _upcoming_arrays(strategy: Any, batches: Any, dataset: Dataset) -> Any:
-    """Returns `Upcoming` arrays, the same for every batch, if all batches have the same shapes, else None. The step's
-    program takes rows from their iterator: `next(batches)` in Python would cost a call for each replica and step."""
-    shapes = {
-        name: tf.nest.flatten(spec, expand_composites=True)[0].shape for name, spec in batches.element_spec.items()
-    }
-    if not all(shape.is_fully_defined() for shape in shapes.values()):
-        return None
-    replicas = strategy.num_replicas_in_sync
-    return {name: Upcoming(batches, (shape[0] * replicas, *shape[1:]), dataset) for name, shape in shapes.items()}
-
-
-def _next_batch(strategy: Any, batches: Any) -> Any:
-    """Returns the arrays of the next global batch, read to the devices, where batches have several shapes."""
-    values: Mapping[str, Any] = next(batches)
-    replicas, own = strategy.num_replicas_in_sync, strategy.experimental_local_results
-    shapes = {name: own(value)[0].shape for name, value in values.items()}  # of the part on the first replica
-    return {name: Distributed(values[name], (shape[0] * replicas, *shape[1:])) for name, shape in shapes.items()}
-
-
-def host_rows(config: TrainerConfig, data: RunData, host: int, hosts: int, start: int) -> Any:
-    """Returns the tf.data dataset of one host's rows of global batches from `start` on. Raises BadInput."""
-    return training_rows(config, training_slice(config, data, host, hosts), data, start)
+    def close(self) -> None:
+        """Ends what reads the queues ahead of the program."""
+        for queue in self._queues:
+            queue.close()

@@ -4,7 +4,7 @@ host.
 `tpu-train train` and `tpu-train evaluate` start on all hosts alike, as for PyTorch, with the same exit codes:
 
   every host   starts a worker (a process of this module) and meets the other hosts once the worker listens
-  host 0       runs the loop with TPU_NAME=grpc://... as if it were the only host; the workers read its rows
+  host 0       runs the loop with TPU_NAME=grpc://... as if it were the only host, and sends the workers their rows
   other hosts  serve until host 0 ends, and end with its code if that is 0 or 75, else with 76 (lost a peer)
 
 The rendezvous of all hosts stays open meanwhile: the loss of a host or of its worker ends all hosts; a host that
@@ -76,13 +76,7 @@ def open_host(
 def worker_environment(cluster: Cluster) -> dict[str, str]:
     """Returns the environment variables of a worker, its plugin and its libtpu. Raises BadInput if the accelerator is
     unknown or has another number of hosts, or TensorFlow is not the wheel for TPUs."""
-    return {
-        **tpu_environment(cluster),
-        **tensorflow_plugin(),
-        "TPU_STDERR_LOG_LEVEL": "0",
-        # A block of a shard is at most 256 KB: TensorFlow would fetch 64 MB for it.
-        "GCS_READ_CACHE_BLOCK_SIZE_MB": "1",
-    }
+    return {**tpu_environment(cluster), **tensorflow_plugin(), "TPU_STDERR_LOG_LEVEL": "0"}
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from training.backends.tensorflow import pod
 from training.batch import Arrays
-from training.data.formats.dataset import Dataset
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.tcp_allreduce import TcpAllReduce
@@ -77,20 +76,11 @@ def _has_workers() -> bool:
 
 
 @dataclass(frozen=True)
-class Distributed:
-    """A global array whose rows are on the devices."""
-
-    value: Any  # the strategy's per-replica value, an argument of its programs
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Upcoming:
     """A global array that the step's program itself will take from the strategy's iterator."""
 
     iterator: Any
     shape: tuple[int, ...]
-    dataset: Dataset  # named in error messages
 
 
 class Replicas:
@@ -129,13 +119,10 @@ class Replicas:
 
     def send_rows(self, batch: Arrays) -> Any:
         """Returns the argument of the step's program for a batch: the iterator of an upcoming one, else its rows by
-        name, on the replicas; sends them there unless they are."""
+        name, sent to the replicas."""
         upcoming = [array.iterator for array in batch.values() if isinstance(array, Upcoming)]
         if upcoming:
             return upcoming[0]
-        on_devices = {name: array.value for name, array in batch.items() if isinstance(array, Distributed)}
-        if on_devices:
-            return on_devices
         if self.count == 1:
             return {name: tf.constant(array) for name, array in batch.items()}
         split = {name: np.split(array, self.count) for name, array in batch.items()}

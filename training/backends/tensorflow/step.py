@@ -101,10 +101,6 @@ class TensorFlowStep:
 
         return self._replicas.run(replica, rows)
 
-    def evaluation_next_program(self, batches: Any) -> Any:
-        """Runs `evaluation_program` on the next rows of the strategy's iterator."""
-        return self.evaluation_program(next(batches))
-
     def gradients(self, rows: Mapping[str, Any], seed: Any) -> tuple[list[Any], Any]:
         """Returns the gradients of the summed loss over the rows of this host's replicas, and the sums (3,). Call it in
         a replica's context."""

@@ -10,8 +10,6 @@ reads; a run that resumes at step k starts as fast as one at step 0. `training.d
                       dropped or repeated. `training.data.sampling.order` decides which bucket each step takes. A bucket
                       with fewer records than a batch would have to repeat rows within a batch, so it is joined to the
                       next longer one and its rows are padded further
-
-The same in TensorFlow: `training.data.tf.batches`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -12,8 +12,6 @@ and one request per thread.
 
 Failure model: each `rows` that needs a block whose request failed raises that error, unchanged. Every request has the
 deadline of `training.storage.gcs`.
-
-The same in TensorFlow: `training.data.tf.batches`.
 """
 
 from __future__ import annotations

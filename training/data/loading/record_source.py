@@ -2,7 +2,7 @@
 
 In the compact layout all records of a length have the same size, so offsets are arithmetic (`FixedShards`). In the
 public recipe's (`RecipeShards`) they vary in size: each process has to read a shard whole to find where its records
-start, when one of them is first needed. `training.data.tf.record_source` is the same in TensorFlow operations.
+start, when one of them is first needed.
 
 The option `on_corrupt` decides what happens to a record whose CRC is wrong:
 

@@ -15,8 +15,6 @@ For each record, with all random numbers from `training.data.sampling.random_bit
 The number of predictions is exact, not a coin for each token: every row weighs the same, and `predictions` is a small
 static shape. A row's positions are ascending; an unused prediction has position 0, label 0 and weight 0. Special tokens
 are never predicted and never inserted.
-
-`training.data.tf.sampling` is the same in TensorFlow operations: uint64 arithmetic and one sort along the row.
 """
 
 from collections.abc import Mapping

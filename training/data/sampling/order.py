@@ -1,7 +1,7 @@
 """The order of records: which record is in which row of which batch; and the length bucket of every step. Pure
 functions of (records, seed, batch size, step).
 
-`training.data` has the glossary of indices; `training.data.tf.sampling` is the same in TensorFlow operations.
+`training.data` has the glossary of indices.
 
 Reading single records in random order would cost one request each, so records are read in blocks: an order permutes
 whole blocks and mixes the records of a window of them. `EvaluationOrder` is record 0, 1, 2, ... `TrainingOrder` divides

@@ -23,7 +23,7 @@ Stafford's variant 13):
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;  z = (z ^ (z >> 27)) * 0x94D049BB133111EB;  return z ^ (z >> 31)
 
 Only additions, multiplications, shifts and exclusive-ors of unsigned 64-bit integers, so that every library gives the
-same numbers; `training.data.tf.sampling` is the same in TensorFlow operations.
+same numbers.
 """
 
 import numpy as np
