@@ -71,12 +71,15 @@ ANSWER: Kinds = {
 }
 """Host 0's answer to a hello with a valid proof."""
 
+# "phase": what the host does; "arrive": the name of a barrier, where it waits; "goodbye": its exit code.
 FROM_HOST: Kinds = {
     "phase": {"phase": _is_text},
     "arrive": {"arrive": _is_text, "payload": _is_a(object), "seconds": _is_seconds},
     "goodbye": {"goodbye": _is_whole, "reason": _is_text, "overdue": _is_a(bool)},
 }
 
+# "complete": the barrier that all hosts have reached; "lost": why the attempt ends, and the others' exit code; "news":
+# the phases of all hosts, and that of host 0.
 FROM_SERVER: Kinds = {
     "complete": {"complete": _is_text, "payloads": _is_a(list)},
     "lost": {"lost": _is_a(str), "code": _is_whole},

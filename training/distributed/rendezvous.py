@@ -9,10 +9,7 @@ The kernel notices a lost host, because a long compilation could starve a heartb
 its connection at once, and a vanished machine stops acknowledging keep-alive probes (`lost_seconds`). The time-outs of
 the barriers catch a process that hangs.
 
-On the wire, after the handshake (`handshake.py`), one JSON object a line, each checked by `messages.py`:
-    host -> server   {"phase"}   {"arrive": name, "payload", "seconds"}   {"goodbye": code, "reason", "overdue"}
-    server -> host   {"complete": name, "payloads"}   {"lost": reason, "code"}
-                     {"news": phases of all hosts, "host_0": phase}
+On the wire, after the handshake (`handshake.py`), are the messages of `messages.py`, one JSON object a line.
 
 Partial failure: a server may die after it answered some hosts. Those hosts continue until their connection breaks,
 moments later. So callers must tolerate that only some hosts know that a barrier completed (a checkpoint is committed by

@@ -339,16 +339,9 @@ class ServerProtocol:
 
     def _address(self, outgoing: Outgoing) -> Actions:
         """Encodes messages for their workers' connections, one to several hosts once; skips unconnected workers."""
-        actions: Actions = []
-        last: Message | None = None
-        data = b""
-        for worker, message in outgoing:
-            if message is not last:
-                last, data = message, encode(message)
-            connection = self._connections.get(worker)
-            if connection is not None:
-                actions.append((connection, data))
-        return actions
+        encoded = {place: encode(message) for place, message in {id(post): post for _, post in outgoing}.items()}
+        posts = [(self._connections.get(worker), encoded[id(message)]) for worker, message in outgoing]
+        return [(connection, data) for connection, data in posts if connection is not None]
 
 
 def summarize(phases: Iterable[str]) -> str:

@@ -4,22 +4,23 @@ Failure model. `google.api_core.retry` repeats a call on 408, 429, any 5xx, brok
 metadata server gives no token, until the deadline. The delay doubles and is random, so that the hosts of a slice do not
 return together. Then one StorageError names the object and the last cause. The client's own retries are off: their
 final error does not say which object, which range and what was tried, and each has its own deadline. A server that
-sends a few bytes now and then never reaches a socket's time-out; the download is cut off at the deadline.
+sends a few bytes now and then never reaches a socket's time-out; such a download is given up at the deadline.
 
 The client is not fork-safe, so each process makes its own. It honours STORAGE_EMULATOR_HOST itself.
 """
 
 import base64
-import contextlib
 import io
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
+from training.machine import SYSTEM
 from training.storage.types import (
     AlreadyExists,
     Changed,
@@ -86,25 +87,26 @@ def stat(url: str) -> Stat | None:
 def listing(folder: str) -> list[Stat]:
     """Lists all objects below a folder, sorted by URL, but those named like a folder (`a/`); [] if there is none.
     Raises NoBucket."""
-    bucket, prefix = _folder(folder)
-
-    def attempt(timeout: tuple[float, float], _: float) -> list[Stat]:
-        blobs = _client().list_blobs(bucket, prefix=prefix, timeout=timeout, retry=None)
-        return [_stat(f"gs://{bucket}/{blob.name}", blob) for blob in blobs if not blob.name.endswith("/")]
-
-    return sorted(_retry(folder, "listing", attempt), key=lambda stat: stat.url)
+    return sorted(_list(folder, None)[0], key=lambda stat: stat.url)
 
 
 def folders(folder: str) -> list[str]:
     """Returns the names of the direct subfolders, sorted; [] if there is none. Raises NoBucket."""
-    bucket, prefix = _folder(folder)
+    return sorted(_list(folder, "/")[1])
 
-    def attempt(timeout: tuple[float, float], _: float) -> list[str]:
-        found = _client().list_blobs(bucket, prefix=prefix, delimiter="/", timeout=timeout, retry=None)
-        list(found)  # the prefixes are known when all pages were read
-        return [each[len(prefix) :].rstrip("/") for each in found.prefixes]
 
-    return sorted(_retry(folder, "listing", attempt))
+def _list(folder: str, delimiter: str | None) -> tuple[list[Stat], list[str]]:
+    """Returns all objects below a folder but those named like one; or, with the delimiter "/", those directly in it,
+    and the names of its direct subfolders. Raises NoBucket."""
+    bucket, name = split_remote(folder)
+    prefix = name.rstrip("/") + "/" if name.strip("/") else ""
+
+    def attempt(timeout: tuple[float, float], _: float) -> tuple[list[Stat], list[str]]:
+        blobs = _client().list_blobs(bucket, prefix=prefix, delimiter=delimiter, timeout=timeout, retry=None)
+        stats = [_stat(f"gs://{bucket}/{blob.name}", blob) for blob in blobs if not blob.name.endswith("/")]
+        return stats, [each[len(prefix) :].rstrip("/") for each in blobs.prefixes]
+
+    return _retry(folder, "listing", attempt)
 
 
 def read(url: str, start: int, end: int | None, generation: int | None) -> bytes:
@@ -116,10 +118,10 @@ def read(url: str, start: int, end: int | None, generation: int | None) -> bytes
     whole = start == 0 and end is None
     activity = "reading" if whole else f"reading bytes {start} to {'the end' if end is None else end} of"
 
-    def attempt(timeout: tuple[float, float], until: float) -> bytes:
+    def download(timeout: tuple[float, float]) -> bytes:
         blob = _client().bucket(bucket).blob(name)
         # Close the buffer after a failure: the errors of all attempts live until the last, with their frames.
-        with io.BytesIO() as sink, _cut_off(until):
+        with io.BytesIO() as sink:
             blob.download_to_file(
                 sink,
                 start=start or None,
@@ -131,6 +133,14 @@ def read(url: str, start: int, end: int | None, generation: int | None) -> bytes
                 retry=None,
             )
             return sink.getvalue()
+
+    def attempt(timeout: tuple[float, float], until: float) -> bytes:
+        """Downloads in a thread, which is left to itself at the deadline: a socket's time-out starts again with every
+        byte."""
+        downloading = SYSTEM.threads.submit(download, timeout)
+        if not wait([downloading], max(until - time.monotonic(), 0.1) + 1).done:  # it ends by itself if all are silent
+            raise TimeoutError("bytes still trickled in at the deadline")
+        return downloading.result()
 
     from google.cloud.exceptions import RequestRangeNotSatisfiable
 
@@ -194,12 +204,10 @@ def write(url: str, data: bytes | memoryview, generation: int | None) -> Stat:
 def delete(url: str) -> None:
     """Deletes an object, if it exists. Raises NoBucket when its bucket does not, and StorageError."""
     bucket, name = _object(url)
-
-    def attempt(timeout: tuple[float, float], _: float) -> None:
-        _client().bucket(bucket).blob(name).delete(timeout=timeout, retry=None)
-
     try:
-        _retry(url, "deleting", attempt)
+        _retry(
+            url, "deleting", lambda timeout, _: _client().bucket(bucket).blob(name).delete(timeout=timeout, retry=None)
+        )
     except NotFound:
         if not _bucket_exists(bucket):
             raise
@@ -209,39 +217,9 @@ class _ThisThread(threading.local):
     """The server's answers to one thread."""
 
     date = ""  # of the last one, in whole seconds; "" if it told none
-    responses: list[Any] | None = None  # of the download that may be cut off
 
 
 _this_thread = _ThisThread()
-
-
-@contextlib.contextmanager
-def _cut_off(until: float) -> Iterator[None]:
-    """Ends the block's download at `until`, by time.monotonic(), with TimeoutError: a socket's time-out starts again
-    with every byte."""
-    responses: list[Any] = []
-    is_over = threading.Event()
-
-    def cut() -> None:
-        """Shuts down the connection of the newest response, which ends its download with an error."""
-        is_over.set()
-        for response in responses[-1:]:
-            with contextlib.suppress(ValueError, RuntimeError, OSError):  # the download has already ended
-                response.raw.shutdown()
-
-    timer = threading.Timer(max(until - time.monotonic(), 0.1), cut)
-    timer.daemon = True
-    _this_thread.responses = responses
-    timer.start()
-    try:
-        yield
-    except Exception as error:
-        if is_over.is_set() and responses:
-            raise TimeoutError("bytes still trickled in at the deadline") from error
-        raise
-    finally:
-        _this_thread.responses = None
-        timer.cancel()
 
 
 def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinned: bool = False) -> T:
@@ -385,12 +363,6 @@ def _object(url: str) -> tuple[str, str]:
     return bucket, name
 
 
-def _folder(url: str) -> tuple[str, str]:
-    """Splits a folder's URL into bucket and the prefix of its objects' names; "": all. Raises BadInput."""
-    bucket, name = split_remote(url)
-    return bucket, name.rstrip("/") + "/" if name.strip("/") else ""
-
-
 def _stat(url: str, blob: Any) -> Stat:
     """Returns the state of the object whose properties the blob has loaded."""
     stored = int.from_bytes(base64.b64decode(blob.crc32c), "big") if blob.crc32c else None
@@ -398,7 +370,7 @@ def _stat(url: str, blob: Any) -> Stat:
 
 
 def _client() -> Any:
-    """Returns this process's client, made at the first call for a STORAGE_EMULATOR_HOST, for use with `_cut_off`."""
+    """Returns this process's client, made at the first call for a STORAGE_EMULATOR_HOST."""
     key = (os.getpid(), os.environ.get("STORAGE_EMULATOR_HOST"))
     with _lock:
         if key not in _clients:
@@ -409,8 +381,6 @@ def _client() -> Any:
                 def send(self, *arguments: Any, **options: Any) -> Any:
                     response = super().send(*arguments, **options)
                     _this_thread.date = response.headers.get("Date", "")
-                    if _this_thread.responses is not None:
-                        _this_thread.responses.append(response)
                     return response
 
             client = storage.Client()
