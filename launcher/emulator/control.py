@@ -28,7 +28,7 @@ from launcher.emulator.tls import CA_FILE
 from launcher.emulator.vm import virtual_tpu
 from launcher.emulator.vm.engine_client import LABEL, Engine, EngineError
 from launcher.emulator.vm.engine_images import remove_pulled
-from launcher.emulator.vm.host_containers import remove_all
+from launcher.emulator.vm.hosts import remove_all
 from launcher.errors import BadInput, LaunchError
 from launcher.home import is_held, lock, root, write_private
 from launcher.images.build import ensure_image, make_plan
@@ -58,19 +58,16 @@ def start(home: Path, *, bucket: str | None = None, port: int | None = None, ful
         BadInput: no engine runs, the port is taken, the home or bucket name is bad, or it runs with another setting.
         LaunchError: the image can't be built, or the server does not start.
     """
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    state = _read(home)
-    if state is None or not _answers(state):
-        engine = _find_engine(state)
-        image, tpu_volume = _make_images(engine)
-        with _starting(home):
-            state = _read(home)
-            if state is None or not _answers(state):  # another process may have started it meanwhile
-                state = state or EmulatorState(emulator_id(home), 0, "", engine.path)
-                state.port = _free_port(port, state.port)
-                if full_pushes is not None:
-                    state.full_pushes = full_pushes
-                _launch(home, state, engine, image, tpu_volume)
+    with _starting(home):
+        state = _read(home)
+        if state is None or not _answers(state):
+            engine = _find_engine(state)
+            image, tpu_volume = _make_images(engine)
+            state = state or EmulatorState(emulator_id(home), 0, "", engine.path)
+            state.port = _free_port(port, state.port)
+            if full_pushes is not None:
+                state.full_pushes = full_pushes
+            _launch(home, state, engine, image, tpu_volume)
     for name, requested, actual in (("port", port, state.port), ("full-pushes", full_pushes, state.full_pushes)):
         if requested is not None and requested != actual:
             raise BadInput(

@@ -9,12 +9,11 @@ operation's end and the node's new state are one change of the state (api.nodes.
 import logging
 import threading
 import time
-from collections.abc import Callable
 
 from launcher.emulator.api import catalogue
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.state import Host, Node, Operation, Store
-from launcher.emulator.vm.host_containers import HostContainers, in_parallel
+from launcher.emulator.vm.hosts import Hosts, in_parallel
 
 log = logging.getLogger(__name__)
 
@@ -22,13 +21,11 @@ BOOT_TIMEOUT = 180.0  # seconds until a host has published its ssh host keys
 
 
 class OperationRunner:
-    """Runs the pending operations of a store on the containers of its hosts."""
+    """Runs the pending operations of a store on its hosts."""
 
-    def __init__(self, store: Store, containers: HostContainers, *, open_agent_socket: Callable[[Host], None]) -> None:
-        """Takes the operations, the hosts, and a function that opens the socket of a host's agent before it starts."""
+    def __init__(self, store: Store, hosts: Hosts) -> None:
         self._store = store
-        self._containers = containers
-        self._open_agent_socket = open_agent_socket
+        self._hosts = hosts
         self._running: set[str] = set()
         self._lock = threading.Lock()
         self._closing = False
@@ -86,20 +83,19 @@ class OperationRunner:
                 self._wait_until_due(operation)
                 return _describe_missing(node)
             case "stop":
-                in_parallel(self._containers.power_off, node.hosts)
+                in_parallel(self._hosts.power_off, node.hosts)
             case "delete":
                 self._delete(node)
         return ""
 
     def _boot(self, operation: Operation, node: Node, host: Host) -> None:
-        """Opens a host's agent socket, makes and starts the host. Does nothing once cancelled, or while closing."""
+        """Makes and starts a host. Does nothing once cancelled, or while closing."""
         with self._booting:
             if operation.cancelled or self._closing:
                 return
             self._boots += 1
         try:
-            self._open_agent_socket(host)
-            self._containers.ensure(node, host)
+            self._hosts.ensure(node, host)
         finally:
             with self._booting:
                 self._boots -= 1
@@ -113,7 +109,7 @@ class OperationRunner:
 
         # A creation or start that was cancelled may still be making hosts.
         self._store.wait(lambda state: not any(map(makes_hosts, state.operations.values())), BOOT_TIMEOUT)
-        in_parallel(self._containers.remove, node.hosts)
+        in_parallel(self._hosts.remove, node.hosts)
 
     def _wait_until_due(self, operation: Operation) -> None:
         """Waits until the operation's `ends_at`, or until it is cancelled."""

@@ -31,8 +31,7 @@ from launcher.emulator.vm import metadata
 from launcher.emulator.vm.engine_client import LABEL, Engine, EngineError
 from launcher.emulator.vm.engine_images import EngineImages
 from launcher.emulator.vm.engine_proxy import EngineProxy
-from launcher.emulator.vm.host_containers import HostContainers, in_parallel
-from launcher.emulator.vm.hosts import Hosts, unix_listener
+from launcher.emulator.vm.hosts import Hosts, in_parallel, unix_listener
 from launcher.home import lock, write_private
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ log = logging.getLogger(__name__)
 # Names of the sockets in the private folder.
 CONTROL, ENGINE = "control.sock", "engine.sock"
 ACCESS_TOKEN = Path("user") / "access-token"  # below the home: the token of the workstation's account, for gcloud
-QUEUE_SECONDS = 0.3  # between passes over the queued resources
+TIMER_SECONDS = 0.25  # between passes over timers, queued resources and stock
 _ON_READY = ("preempt", "restore-host", *faults.OUTAGES)  # faults of READY nodes only
 _FLAGS = {"kill-host": "killed", "cut-host": "cut", "hang-host": "hung"}  # what a fault sets of its host
 
@@ -55,7 +54,6 @@ class Server:
         self.store = Store(state, home / "state.json")
         self.sockets = Path(state.sockets)
         self.engine = Engine(state.engine)
-        self.containers = HostContainers(self.engine, state.id, image, self.sockets)
         self.buckets = Buckets(home / "buckets")
         self.storage = storage.StorageApi(self.buckets)
         self.tls = tls_context(self.sockets, (*storage.NAMES, *registry.NAMES))
@@ -63,7 +61,10 @@ class Server:
         self.registry = registry.EmulatedRegistry(home / "registry", self.store)
         self.hosts = Hosts(
             self.store,
-            self.containers,
+            self.engine,
+            state.id,
+            image,
+            self.sockets,
             services=lambda hostname: [
                 partial(serve_http, handler=partial(self._metadata, hostname)),
                 partial(serve_http, handler=partial(self._host_storage, hostname)),
@@ -79,7 +80,7 @@ class Server:
             ca=self.sockets / CA_FILE,
             tpu_volume=tpu_volume,
         )
-        self.operations = OperationRunner(self.store, self.containers, open_agent_socket=self.hosts.open_agent_socket)
+        self.operations = OperationRunner(self.store, self.hosts)
         self.stopping = threading.Event()
 
     def run(self, listener: socket.socket) -> None:
@@ -91,15 +92,15 @@ class Server:
         write_private(self.home / ACCESS_TOKEN, self.token)
         with self.store.change() as state:
             state.registry_port = registry_listener.getsockname()[1]
-            state.subnet = self.containers.ensure_network(state.subnet)
+            state.subnet = self.hosts.ensure_network(state.subnet)
             nodes, hosts = list(state.nodes.values()), state.hosts
         for host in hosts:
             self.hosts.open_agent_socket(host)
         self.hosts.start_stopped(nodes)
         self.store.after_change = self.operations.wake
         self.operations.wake()
-        self.hosts.watch()
-        threading.Thread(target=self._advance_queue, name="queue", daemon=True).start()
+        for run in (self.hosts.watch_deaths, self._run_timers):
+            threading.Thread(target=run, name=run.__name__, daemon=True).start()
         listeners = {
             unix_listener(self.sockets / ENGINE): self.engine_proxy.serve_workstation,
             listener: partial(serve_http, handler=self.google),
@@ -111,26 +112,30 @@ class Server:
         self.stopping.wait()
         self.operations.close()
 
+    def _run_timers(self) -> None:
+        """Ends outages and faults of hosts, and advances queue and stock, until the server stops; logs errors."""
+        while not self.stopping.wait(TIMER_SECONDS):
+            for act in (self.hosts.run_timers, self._advance_queue):
+                try:
+                    act()
+                except Exception:
+                    log.exception("timers")
+
     def _advance_queue(self) -> None:
-        """Grants and expires queued resources, and preempts slices if the stock falls, in a thread; logs errors."""
-        while not self.stopping.wait(QUEUE_SECONDS):
-            with self.store.read() as state:
-                idle = not state.queued and (state.stock is None or not state.nodes)
-            if idle:
-                continue
-            try:
-                with self.store.change() as state:
-                    now = time.time()
-                    queued_resources.advance(state, now)
-                    taken = stock.taken(state, now)
-                    for node in taken:
-                        log.info("the stock falls: %s is preempted", node.name)
-                        faults.preempt(node)
-                    doomed = [host for node in taken for host in node.hosts]
-                for host in doomed:
-                    self.containers.kill(host)
-            except Exception:
-                log.exception("queued resources and stock")
+        """Grants and expires queued resources, and preempts slices if the stock falls."""
+        with self.store.read() as state:
+            if not state.queued and (state.stock is None or not state.nodes):
+                return
+        with self.store.change() as state:
+            now = time.time()
+            queued_resources.advance(state, now)
+            taken = stock.taken(state, now)
+            for node in taken:
+                log.info("the stock falls: %s is preempted", node.name)
+                faults.preempt(node)
+            doomed = [host for node in taken for host in node.hosts]
+        for host in doomed:
+            self.hosts.kill(host)
 
     # -- Google's services
 
@@ -320,8 +325,8 @@ class Server:
                 if kind != "restore-host":
                     setattr(host, _FLAGS[kind], True)
                     host.restore_at = time.time() + arguments["seconds"] if arguments.get("seconds") else None
-        acts = {"cut-host": self.containers.cut, "hang-host": self.containers.hang, "restore-host": self.hosts.restore}
-        in_parallel(acts.get(kind, self.containers.kill), hosts)
+        acts = {"cut-host": self.hosts.cut, "hang-host": self.hosts.hang, "restore-host": self.hosts.restore}
+        in_parallel(acts.get(kind, self.hosts.kill), hosts)
         return {"fault": kind, "node": node.name, "hosts": [host.hostname for host in hosts]}
 
 

@@ -5,6 +5,7 @@ import threading
 from email import message_from_string
 from functools import partial
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_a_host_that_was_cut_off_is_answered_when_its_network_is_back(api: Any) 
         hosts.await_network(host.hostname)
         connection.sendall(b"x")
 
-    hosts = Hosts(store, None, lambda hostname: [serve] * 4)
+    hosts = Hosts(store, None, "", "", Path(), lambda hostname: [serve] * 4)
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
     agent, emulator = socket.socketpair()
     socket.send_fds(agent, [b"listeners"], [listener.fileno() for listener in listeners])

@@ -12,8 +12,8 @@ from launcher.emulator.operations import OperationRunner
 from launcher.emulator.state import Host, Node, Store, from_json, to_json
 
 
-class HostContainers:
-    """HostContainers without containers: a host boots when the gate is open, and publishes its key."""
+class Hosts:
+    """Hosts without containers: a host boots when the gate is open, and publishes its key."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -50,9 +50,9 @@ class Running:
 
     def serve(self, store: Store) -> None:
         self.store = store
-        self.containers = HostContainers(store)
+        self.containers = Hosts(store)
         self.gates.append(self.containers.gate)
-        self.operations = OperationRunner(store, self.containers, open_agent_socket=lambda host: None)  # type: ignore[arg-type]
+        self.operations = OperationRunner(store, self.containers)  # type: ignore[arg-type]
         store.after_change = self.operations.wake
 
     def call(self, function: Any, *arguments: Any, **named: Any) -> str:

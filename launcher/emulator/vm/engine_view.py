@@ -22,9 +22,10 @@ CONTAINER_CA = "/etc/tpu-launch-emulator-ca.pem"
 _LOST_EXIT_CODE = 255  # what an engine reports, after a reboot, for a container whose end it did not see (moby #45800)
 _OUR_LABELS = (LABEL, HOST_LABEL, MACHINE_LABEL, REQUESTED_LABEL)
 
-# Settings of HostConfig that would show a container the workstation, or another container.
+# Settings of HostConfig that would show a container the workstation or another container, or mean its network.
 _REFUSED = (
     "VolumesFrom", "Links", "CgroupParent", "PidMode", "IpcMode", "UTSMode", "UsernsMode", "CgroupnsMode",
+    "ExtraHosts", "Dns", "DnsOptions", "DnsSearch",
 )  # fmt: skip
 # Calls on one container that are passed through.
 CONTAINER_ACTIONS = frozenset((
@@ -75,7 +76,17 @@ def create_on_host(
     }
     new["Image"] = image
     new["Env"] = container_environment(body.get("Env") or [], HOST_STORAGE, has_tpu=tpu_volume is not None)
-    _set_network(new, host, view)
+    mode = host.get("NetworkMode") or "default"
+    if mode == "host":
+        host["NetworkMode"] = f"container:{view.hostname}"
+        for key in ("Hostname", "Domainname", "ExposedPorts", "MacAddress", "NetworkingConfig"):
+            new.pop(key, None)  # the engine refuses them beside another container's network
+    elif mode not in ("default", "bridge", "none"):
+        raise EngineError(404, f"network {mode} not found (an emulated TPU VM has host, bridge and none)")
+    if host.pop("PortBindings", None) or host.pop("PublishAllPorts", False):
+        raise EngineError(
+            400, "publishing ports is not supported on an emulated TPU VM: use --network host, as on a TPU slice"
+        )
     _set_privileges(host)
     for key in _REFUSED:
         if host.get(key) and host[key] != "private":
@@ -117,32 +128,6 @@ def container_environment(environment: list[str], storage: str, *, has_tpu: bool
     if not any(variable.startswith("STORAGE_EMULATOR_HOST=") for variable in new):
         new.append(f"STORAGE_EMULATOR_HOST={storage}")
     return new
-
-
-def _set_network(new: dict[str, Any], host: dict[str, Any], view: EngineView) -> None:
-    """Replaces --network host by the network of the host's container, and drops host name, MAC address and ports, which
-    the engine refuses beside it; leaves bridge and none. Changes `new` and `host`, its HostConfig. Raises EngineError
-    for DNS settings and added hosts with --network host, published ports without it, and other networks."""
-    mode = host.get("NetworkMode") or "default"
-    if mode in ("default", "bridge", "none"):
-        if any(host.get("PortBindings") or {}) or host.get("PublishAllPorts"):
-            raise EngineError(
-                400, "publishing ports is not supported on an emulated TPU VM: use --network host, as on a TPU slice"
-            )
-        return
-    if mode != "host":
-        raise EngineError(404, f"network {mode} not found (an emulated TPU VM has host, bridge and none)")
-    for key in ("ExtraHosts", "Dns", "DnsOptions", "DnsSearch"):
-        if host.get(key):
-            raise EngineError(
-                400, f"HostConfig.{key} together with --network host is not supported on an emulated TPU VM"
-            )
-    host["NetworkMode"] = f"container:{view.hostname}"
-    # The engine refuses these beside another container's network; with a real host network it ignores them.
-    for key in ("Hostname", "Domainname", "ExposedPorts", "MacAddress", "NetworkingConfig"):
-        new.pop(key, None)
-    for key in ("PortBindings", "PublishAllPorts"):
-        host.pop(key, None)
 
 
 def _set_privileges(host: dict[str, Any]) -> None:

@@ -1,6 +1,12 @@
-"""Hosts at run time: the sockets that their agents hand over, the services on them, and injected failures of hosts.
+"""TPU VMs as containers of the workstation's engine: their life, the services on the listeners that their agents hand
+over, and injected failures of hosts.
 
-The state lists the hosts and whether they are killed or disconnected; host_containers.py acts on their containers.
+A host is one container of images/host on the emulator's own network, with a fixed address. Its /home, /tmp, /run and
+/dev/shm are volumes, so that containers which run on the host can bind-mount from them (engine_view.py); a kill loses
+/run and /dev/shm, as a reboot does. The host needs no privilege but NET_ADMIN in its own namespace, for the metadata
+server's address on its loopback interface.
+
+The state lists the hosts and whether they are killed, cut off or hung. Every function may be repeated.
 """
 
 import contextlib
@@ -11,45 +17,182 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from launcher.emulator import faults
 from launcher.emulator.http_server import Disconnected, accept, accept_in_thread
 from launcher.emulator.state import EmulatorState, Host, Node, Store
-from launcher.emulator.vm.engine_client import LABEL, MACHINE_LABEL, EngineError, UnixConnection, filters
-from launcher.emulator.vm.host_containers import SHARED, HostContainers
+from launcher.emulator.storage import NAMES as STORAGE_NAMES
+from launcher.emulator.vm import engine_client
+from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL, Engine, EngineError, filters
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+# Folder of a host -> options of its volume. The tmpfs volumes are lost when the host goes down.
+SHARED = {
+    "/home": {},
+    "/tmp": {},
+    "/run": {"type": "tmpfs", "device": "tmpfs", "o": "mode=755,size=1g"},
+    "/dev/shm": {"type": "tmpfs", "device": "tmpfs", "o": "mode=1777,size=8g"},
+}
+
+
+_REMOVE = {"force": "1", "v": "1"}  # kills a container that runs, and removes its anonymous volumes
 _DISCONNECTED_SECONDS = 3600.0  # how long a request of a disconnected host waits
 
 
 @dataclass(eq=False)
 class Hosts:
-    """All hosts of one emulator."""
+    """All hosts of one emulator, and their network."""
 
     store: Store
-    containers: HostContainers
+    engine: Engine
+    emulator: str  # its id
+    image: str  # of the hosts
+    sockets: Path  # the folder of the hosts' folders
     services: Callable[[str], Sequence[Callable[[socket.socket], None]]]
     """Maps a hostname to what serves connections to its listeners: metadata, storage, storage over TLS, engine."""
     agent_sockets: dict[str, socket.socket] = field(default_factory=dict)
     """Maps a hostname to a socket that, when it is closed, ends the accepting on the host's agent socket."""
     lock: threading.RLock = field(default_factory=threading.RLock)  # taken before the store's, never after
 
-    def watch(self) -> None:
-        """Starts the threads that end outages and faults in time, and kill the containers of hosts that died."""
-        threading.Thread(target=self._watch_deaths, name="deaths", daemon=True).start()
-        threading.Thread(target=self._run_timers, name="timers", daemon=True).start()
+    @property
+    def network(self) -> str:
+        return f"tpu-launch-{self.emulator}"
+
+    def ensure_network(self, subnet: str) -> str:
+        """Creates the network unless it exists: with `subnet` if that is free, else ("" too) with one that the engine
+        chooses. Returns its subnet. Raises EngineError when none is free."""
+
+        def create(name: str, **ipam: Any) -> None:
+            body = {"Name": name, "CheckDuplicate": True, "Driver": "bridge", "Labels": {LABEL: self.emulator}}
+            self.engine.call("POST", "/networks/create", body={**body, "IPAM": {"Driver": "default", **ipam}})
+
+        def find(name: str) -> str:
+            return str(self.engine.call("GET", f"/networks/{name}")["IPAM"]["Config"][0]["Subnet"])
+
+        probe = f"{self.network}-probe"
+        with contextlib.suppress(EngineError):
+            return find(self.network)
+        for _ in range(10):
+            if subnet:
+                with contextlib.suppress(EngineError):  # another network has taken it
+                    create(self.network, Config=[{"Subnet": subnet}])
+                    return subnet
+            # The engine knows which subnets are free, but gives containers fixed addresses only in a requested one.
+            _call(self.engine, "DELETE", f"/networks/{probe}")  # of a server that was killed
+            create(probe)
+            subnet = find(probe)
+            _call(self.engine, "DELETE", f"/networks/{probe}")
+        raise EngineError(500, "no free network for the emulated hosts")
+
+    def ensure(self, node: Node, host: Host) -> None:
+        """Opens the host's agent socket, creates host and volumes, and starts the host, if need be; does not await its
+        boot. Raises EngineError."""
+        self.open_agent_socket(host)
+        with contextlib.suppress(EngineError):
+            container = self.engine.call("GET", f"/containers/{host.hostname}/json")
+            if not container["State"]["Running"]:
+                self.engine.call("POST", f"/containers/{host.hostname}/start")
+            return
+        volumes = {path: f"{host.hostname}{path.replace('/', '-')}" for path in SHARED}
+        for path, name in volumes.items():
+            body = {
+                "Name": name,
+                "Driver": "local",
+                "DriverOpts": SHARED[path],
+                "Labels": {LABEL: self.emulator, HOST_LABEL: host.hostname},
+            }
+            self.engine.call("POST", "/volumes/create", body=body)
+        peers = [f"{peer.hostname}:{peer.address}" for peer in node.hosts if peer is not host]
+        body = {
+            "Image": self.image,
+            "Hostname": host.hostname,
+            "Labels": {LABEL: self.emulator, MACHINE_LABEL: f"{node.short_name}-{host.index}"},
+            "HostConfig": {
+                "Init": True,
+                "CapAdd": ["NET_ADMIN"],
+                "NetworkMode": self.network,
+                "Binds": [
+                    f"{self.sockets / host.hostname}:/.emulator",
+                    *(f"{name}:{path}" for path, name in volumes.items()),
+                ],
+                "ExtraHosts": [
+                    "metadata.google.internal:169.254.169.254",
+                    "metadata:169.254.169.254",
+                    *(f"{name}:127.0.0.1" for name in STORAGE_NAMES),
+                    *peers,
+                ],
+                "LogConfig": {"Type": "json-file", "Config": {"max-size": "10m"}},
+            },
+            "NetworkingConfig": {"EndpointsConfig": {self.network: {"IPAMConfig": {"IPv4Address": host.address}}}},
+        }
+        try:
+            self.engine.call("POST", "/containers/create", {"name": host.hostname}, body)
+        except EngineError as error:
+            if error.status != 409:  # an earlier server created it
+                raise
+        self.engine.call("POST", f"/containers/{host.hostname}/start")
+
+    def kill(self, host: Host) -> None:
+        """Kills the host, then its containers, with SIGKILL; logs refused kills. Raises EngineError if it can't list
+        them."""
+        self._act(host, "kill")
+        self.kill_containers(host.hostname)
+
+    def kill_containers(self, hostname: str) -> None:
+        """Kills the containers that run on a host, not the host; logs what the engine refuses."""
+        self._act_on_containers(hostname, "kill", "running", "restarting", "paused")
+
+    def power_off(self, host: Host) -> None:
+        """Stops the host as a shutdown does: first its containers (SIGTERM, 10 s later SIGKILL), then itself (5 s)."""
+        self._act_on_containers(host.hostname, "stop?t=10", "running")
+        self._act(host, "stop?t=5")
+
+    def start(self, host: Host) -> None:
+        """Starts a host that exists, else raises EngineError. Its containers stay ended, whatever restart policy."""
+        self.engine.call("POST", f"/containers/{host.hostname}/start")
+
+    def hang(self, host: Host) -> None:
+        """Pauses all processes of the host and its containers: connections stay open, and nothing answers on them."""
+        self._act_on_containers(host.hostname, "pause", "running")
+        self._act(host, "pause")
+
+    def wake(self, host: Host) -> None:
+        """Continues the processes that `hang` has paused; logs what the engine refuses."""
+        self._act(host, "unpause")
+        self._act_on_containers(host.hostname, "unpause", "paused")
+
+    def cut(self, host: Host) -> None:
+        """Disconnects the host from the network: no ssh, no peers. Its processes continue."""
+        body = {"Container": host.hostname, "Force": True}
+        _call(self.engine, "POST", f"/networks/{self.network}/disconnect", body=body)
+
+    def join(self, host: Host) -> None:
+        """Reconnects the host with the same address, unless it is connected; logs the engine's refusal."""
+        endpoint = {"IPAMConfig": {"IPv4Address": host.address}}
+        body = {"Container": host.hostname, "EndpointConfig": endpoint}
+        _call(self.engine, "POST", f"/networks/{self.network}/connect", body=body)
+
+    def remove(self, host: Host) -> None:
+        """Kills and removes the host, its containers and its volumes. Raises EngineError if some remain."""
+        _call(self.engine, "DELETE", f"/containers/{host.hostname}", _REMOVE)
+        remove_all(self.engine, f"{LABEL}={self.emulator}", f"{HOST_LABEL}={host.hostname}")
+
+    # -- agents
 
     def open_agent_socket(self, host: Host) -> None:
         """Opens the socket on which the host's agent hands over its listeners, and serves it, unless it is open."""
         with self.lock:
             if host.hostname not in self.agent_sockets:
-                folder = self.containers.folder(host)
+                folder = self.sockets / host.hostname
                 folder.mkdir(mode=0o755, exist_ok=True)
                 listener = unix_listener(folder / "agent.sock")
                 self.agent_sockets[host.hostname] = accept_in_thread(
@@ -75,25 +218,66 @@ class Hosts:
 
         self.store.wait(connected, _DISCONNECTED_SECONDS)
 
+    # -- faults
+
     def restore(self, host: Host) -> None:
         """Undoes kill, cut and hang; starts a host that is down, or raises EngineError. Its node's outage stays."""
         with self.store.change():
             cut, hung = host.cut, host.hung
             host.killed, host.cut, host.hung, host.restore_at = False, False, False, None
         if hung:
-            self.containers.wake(host)
+            self.wake(host)
         if cut:
-            self.containers.join(host)
-        self.containers.start(host)
+            self.join(host)
+        self.start(host)
 
     def start_stopped(self, nodes: list[Node]) -> None:
         """Starts hosts of READY nodes that went down while no server ran, unless a fault took them; logs failures."""
         for host in (host for node in nodes if node.state == "READY" for host in node.hosts):
             if not host.killed and not host.hung:
                 try:
-                    self.containers.start(host)
+                    self.start(host)
                 except EngineError:
                     log.exception("starting %s", host.hostname)
+
+    def run_timers(self) -> None:
+        """Restores hosts and ends outages that are due; closes gone hosts' agent sockets. Raises EngineError."""
+        now = time.time()
+        with self.store.read() as state:
+            hosts, nodes = state.hosts, list(state.nodes.values())
+            to_restore = [host for host in hosts if host.restore_at is not None and host.restore_at <= now]
+            overdue = [node for node in nodes if node.outage_until is not None and node.outage_until <= now]
+        for host in to_restore:
+            self.restore(host)
+        if overdue:
+            with self.store.change():
+                for node in overdue:
+                    faults.end_outage(node)
+        with self.lock:
+            for name in set(self.agent_sockets) - {host.hostname for host in hosts}:
+                self.agent_sockets.pop(name).close()
+                shutil.rmtree(self.sockets / name, ignore_errors=True)
+
+    def watch_deaths(self) -> None:
+        """Kills the containers of hosts that die, or died unwatched; logs errors. Never returns."""
+        ours = [f"{LABEL}={self.emulator}", MACHINE_LABEL]
+        query = {"filters": filters(label=ours, event=["die"], type=["container"])}
+        while True:
+            try:
+                connection = engine_client.UnixConnection(self.engine.path, timeout=None)
+                connection.request("GET", "/events?" + urlencode(query))
+                response = connection.getresponse()
+                for container in self.engine.containers(*ours):
+                    if container["State"] not in ("running", "paused"):  # a paused host hangs, and may go on
+                        self.kill_containers(container["Names"][0].removeprefix("/"))
+                while line := response.readline():
+                    name = json.loads(line)["Actor"]["Attributes"]["name"]
+                    threading.Thread(target=self.kill_containers, args=(name,), daemon=True).start()
+            except (OSError, ValueError, KeyError, EngineError, http.client.HTTPException):
+                log.exception("watching the engine's events")
+            time.sleep(0.5)
+
+    # -- containers' folders
 
     def bind(self, hostname: str, path: str) -> str:
         """Returns the workstation's path of a host's `path`, whose links it resolves on the host. Raises EngineError
@@ -105,7 +289,8 @@ class Hosts:
         real = self._real_path(hostname, path)
         for shared in SHARED:
             if real == shared or real.startswith(shared + "/"):
-                return str(self.containers.volume_folder(entry[1], shared)) + real.removeprefix(shared)
+                volume = self.engine.call("GET", f"/volumes/{hostname}{shared.replace('/', '-')}")
+                return str(volume["Mountpoint"]) + real.removeprefix(shared)
         text = f"an emulated TPU VM shares only {', '.join(SHARED)} with its containers"
         raise EngineError(400, f"invalid bind source {path}: {text}")
 
@@ -113,52 +298,19 @@ class Hosts:
         """Returns a host's path with its symbolic links resolved, by running realpath on the host. The result may lie
         outside the shared folders, which `bind` refuses."""
         body = {"AttachStdout": True, "Tty": True, "Cmd": ["realpath", "-m", "--", path]}
-        identifier = self.containers.engine.call("POST", f"/containers/{hostname}/exec", body=body)["Id"]
-        _, data = self.containers.engine.raw("POST", f"/exec/{identifier}/start", body={"Tty": True})
+        identifier = self.engine.call("POST", f"/containers/{hostname}/exec", body=body)["Id"]
+        _, data = self.engine.raw("POST", f"/exec/{identifier}/start", body={"Tty": True})
         return data.decode(errors="replace").strip()
 
-    def _run_timers(self) -> None:
-        """Restores hosts and ends outages when they are due; closes gone hosts' agent sockets. Never returns."""
-        while True:
-            time.sleep(0.25)
-            try:
-                now = time.time()
-                with self.store.read() as state:
-                    hosts, nodes = state.hosts, list(state.nodes.values())
-                    to_restore = [host for host in hosts if host.restore_at is not None and host.restore_at <= now]
-                    overdue = [node for node in nodes if node.outage_until is not None and node.outage_until <= now]
-                for host in to_restore:
-                    self.restore(host)
-                if overdue:
-                    with self.store.change():
-                        for node in overdue:
-                            faults.end_outage(node)
-                with self.lock:
-                    for name in set(self.agent_sockets) - {host.hostname for host in hosts}:
-                        self.agent_sockets.pop(name).close()
-                        shutil.rmtree(self.containers.sockets / name, ignore_errors=True)
-            except (OSError, EngineError):
-                log.exception("timers")
+    def _act(self, host: Host, action: str) -> None:
+        """Does an action of the engine's API on the host's own container; logs the engine's refusal."""
+        _call(self.engine, "POST", f"/containers/{host.hostname}/{action}")
 
-    def _watch_deaths(self) -> None:
-        """Kills the containers of hosts that die, or died unwatched; logs errors and goes on. Never returns."""
-        with self.store.read() as state:
-            emulator = state.id
-        query = {"filters": filters(label=[f"{LABEL}={emulator}", MACHINE_LABEL], event=["die"], type=["container"])}
-        while True:
-            try:
-                connection = UnixConnection(self.containers.engine.path, timeout=None)
-                connection.request("GET", "/events?" + urlencode(query))
-                response = connection.getresponse()
-                for container in self.containers.engine.containers(f"{LABEL}={emulator}", MACHINE_LABEL):
-                    if container["State"] not in ("running", "paused"):  # a paused host hangs, and may go on
-                        self.containers.kill_containers(container["Names"][0].removeprefix("/"))
-                while line := response.readline():
-                    name = json.loads(line)["Actor"]["Attributes"]["name"]
-                    threading.Thread(target=self.containers.kill_containers, args=(name,), daemon=True).start()
-            except (OSError, ValueError, KeyError, EngineError, http.client.HTTPException):
-                log.exception("watching the engine's events")
-            time.sleep(0.5)
+    def _act_on_containers(self, hostname: str, action: str, *states: str) -> None:
+        """Does an action on the containers of a host that are in one of these states; logs what the engine refuses."""
+        found = self.engine.containers(f"{LABEL}={self.emulator}", f"{HOST_LABEL}={hostname}")
+        paths = [f"/containers/{each['Id']}/{action}" for each in found if each["State"] in states]
+        in_parallel(lambda path: _call(self.engine, "POST", path), paths)
 
 
 def unix_listener(path: Path) -> socket.socket:
@@ -170,3 +322,36 @@ def unix_listener(path: Path) -> socket.socket:
     path.chmod(0o600)
     listener.listen(512)
     return listener
+
+
+def in_parallel(act: Callable[[T], Any], items: Iterable[T]) -> None:
+    """Calls `act` for all items, up to 16 at a time, and waits for all. Raises the first failed item's exception."""
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(act, items))
+
+
+def remove_all(engine: Engine, *labels: str) -> None:
+    """Removes every container, volume and network that has all `labels` ("key=value"). Lists them again after each
+    removal: the engine may still be creating a container for a server that is gone. Raises EngineError when some remain
+    after 20 passes, OSError when the engine is down."""
+    query = {"filters": filters(label=list(labels))}
+    for _ in range(20):
+        containers = [f"/containers/{container['Id']}" for container in engine.containers(*labels)]
+        in_parallel(lambda path: _call(engine, "DELETE", path, _REMOVE), containers)
+        volumes, networks = engine.call("GET", "/volumes", query)["Volumes"], engine.call("GET", "/networks", query)
+        rest = [f"/volumes/{volume['Name']}?force=1" for volume in volumes or []]
+        rest += [f"/networks/{network['Id']}" for network in networks]
+        in_parallel(lambda path: _call(engine, "DELETE", path), rest)
+        if not containers and not rest:
+            return
+        time.sleep(0.1)
+    raise EngineError(500, f"not removed in 20 attempts: {', '.join(containers + rest)}")
+
+
+def _call(engine: Engine, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None) -> None:
+    """Makes a call. Ignores errors that mean "already done" (gone, stopped, not connected) and logs others."""
+    try:
+        engine.call(method, path, query, body)
+    except EngineError as error:
+        if error.status not in (304, 404, 409):
+            log.warning("%s", error)
