@@ -189,24 +189,18 @@ class Bucket:
         """Returns the objects with a prefix, the common prefixes of names that have `delimiter` ("": none) after it, at
         most `limit` of both together, sorted, and the token of the next page ("": this is the last). `after`: the token
         of the page before; "" for the first."""
-        items: list[StoredObject] = []
-        prefixes: list[str] = []
+        entries: dict[str, StoredObject | None] = {}  # None: a common prefix
         with self._lock:
-            last = ""
-            for name in sorted(name for name in self._objects if name.startswith(prefix) and name >= after):
-                cut = name.find(delimiter, len(prefix)) if delimiter else -1
-                common = name[: cut + len(delimiter)] if cut >= 0 else ""
-                entry = common or name
-                if (after and entry <= after) or (common and common in prefixes[-1:]):
-                    continue
-                if len(items) + len(prefixes) >= limit:
-                    return items, prefixes, last
-                if common:
-                    prefixes.append(common)
-                else:
-                    items.append(self._objects[name])
-                last = entry
-        return items, prefixes, ""
+            for name in sorted(name for name in self._objects if name.startswith(prefix)):
+                end = name.find(delimiter, len(prefix)) if delimiter else -1
+                entries.setdefault(
+                    name if end < 0 else name[: end + len(delimiter)], self._objects[name] if end < 0 else None
+                )
+        rest = [entry for entry in entries if entry > after]
+        page = {entry: entries[entry] for entry in rest[:limit]}
+        items = [stored for stored in page.values() if stored is not None]
+        prefixes = [entry for entry, stored in page.items() if stored is None]
+        return items, prefixes, rest[limit - 1] if len(rest) > limit else ""
 
     def _data(self, generation: int) -> Path:
         return self.folder / "data" / str(generation)

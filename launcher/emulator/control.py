@@ -64,10 +64,13 @@ def start(home: Path, *, bucket: str | None = None, port: int | None = None, ful
             engine = _find_engine(state)
             image, tpu_volume = _make_images(engine)
             state = state or EmulatorState(emulator_id(home), 0, "", engine.path)
-            state.port = _free_port(port, state.port)
+            if port is not None:
+                _require_free(port)
+                state.port = port
             if full_pushes is not None:
                 state.full_pushes = full_pushes
             _launch(home, state, engine, image, tpu_volume)
+            state = _running(home)
     for name, requested, actual in (("port", port, state.port), ("full-pushes", full_pushes, state.full_pushes)):
         if requested is not None and requested != actual:
             raise BadInput(
@@ -248,20 +251,16 @@ def _starting(home: Path) -> Iterator[None]:
         yield
 
 
-def _free_port(wanted: int | None, before: int) -> int:
-    """Returns a free port of 127.0.0.1: `wanted`, else `before`, else any. Raises BadInput if `wanted` is unusable."""
-    for port in [wanted] if wanted is not None else [before, 0]:
-        try:
-            with socket.create_server(("127.0.0.1", port)) as probe:
-                return int(probe.getsockname()[1])
-        except (OSError, OverflowError) as error:
-            if wanted is not None:
-                reason = getattr(error, "strerror", None) or error
-                raise BadInput(
-                    f"port {wanted} of 127.0.0.1 can't be used for the emulator ({reason}): "
-                    "choose another --port, or leave it out"
-                ) from None
-    raise LaunchError("no free port on 127.0.0.1")
+def _require_free(port: int) -> None:
+    """Raises BadInput unless the emulator can listen on this port of 127.0.0.1."""
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(
+            f"port {port} of 127.0.0.1 can't be used for the emulator ({reason}): "
+            "choose another --port, or leave it out"
+        ) from None
 
 
 def _find_engine(state: EmulatorState | None) -> Engine:

@@ -73,7 +73,7 @@ class Body:
     def read_all(self, limit: int = _LARGEST_BODY) -> bytes:
         """Returns the whole body. Raises Disconnected if it ends early or is longer than `limit` bytes."""
         parts = []
-        while data := self.read():
+        for data in self.blocks():
             parts.append(data)
             limit -= len(data)
             if limit < 0:
@@ -81,14 +81,13 @@ class Body:
         return b"".join(parts)
 
     def blocks(self) -> Iterator[bytes]:
-        """Yields the body in blocks of at most `BLOCK` bytes. Raises Disconnected if it ends early."""
-        while data := self.read():
-            yield data
+        """Returns the body in blocks of at most `BLOCK` bytes. Raises Disconnected if it ends early."""
+        return iter(self.read, b"")
 
     def drain(self) -> None:
         """Discards what the handler left unread: closing such a connection resets it, and the client would not see its
         response. Raises Disconnected if the body ends early."""
-        for _ in self.blocks():
+        while self.read():
             pass
 
 

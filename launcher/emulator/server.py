@@ -78,20 +78,20 @@ class Server:
             EngineImages(self.store, self.engine, self.registry),
             bind=self.hosts.bind,
             ca=self.sockets / CA_FILE,
+            emulator=state.id,
             tpu_volume=tpu_volume,
         )
         self.operations = OperationRunner(self.store, self.hosts)
         self.stopping = threading.Event()
 
-    def run(self, listener: socket.socket) -> None:
-        """Opens the other sockets, makes the hosts' network, writes gcloud's access token, continues pending
+    def run(self) -> None:
+        """Opens the sockets, makes the hosts' network, writes gcloud's access token, continues pending
         operations, starts hosts that went down meanwhile, and serves until `stopping` is set. Then waits up to 10 s for
         hosts that are being made. Raises EngineError without a network."""
-        with self.store.read() as state:
-            registry_listener = _registry_listener(state.registry_port)
         write_private(self.home / ACCESS_TOKEN, self.token)
         with self.store.change() as state:
-            state.registry_port = registry_listener.getsockname()[1]
+            google, images = open_listener(state.port), open_listener(state.registry_port)
+            state.port, state.registry_port = google.getsockname()[1], images.getsockname()[1]
             state.subnet = self.hosts.ensure_network(state.subnet)
             nodes, hosts = list(state.nodes.values()), state.hosts
         for host in hosts:
@@ -103,8 +103,8 @@ class Server:
             threading.Thread(target=run, name=run.__name__, daemon=True).start()
         listeners = {
             unix_listener(self.sockets / ENGINE): self.engine_proxy.serve_workstation,
-            listener: partial(serve_http, handler=self.google),
-            registry_listener: partial(serve_tls, context=self.tls, handler=self.registry.answer),
+            google: partial(serve_http, handler=self.google),
+            images: partial(serve_tls, context=self.tls, handler=self.registry.answer),
             unix_listener(self.sockets / CONTROL): partial(serve_http, handler=self.control),
         }
         threading.Thread(target=accept, args=(listeners,), name="accept", daemon=True).start()
@@ -330,12 +330,12 @@ class Server:
         return {"fault": kind, "node": node.name, "hosts": [host.hostname for host in hosts]}
 
 
-def _registry_listener(port: int) -> socket.socket:
-    """Returns a socket that listens on `port` of 127.0.0.1, the registry's before, else on a free one."""
+def open_listener(port: int) -> socket.socket:
+    """Returns a socket that listens on `port` of 127.0.0.1, that of before, else (0 too) on a free one."""
     try:
-        return socket.create_server(("127.0.0.1", port), backlog=128)
+        return socket.create_server(("127.0.0.1", port), backlog=512)
     except OSError:
-        return socket.create_server(("127.0.0.1", 0), backlog=128)
+        return socket.create_server(("127.0.0.1", 0), backlog=512)
 
 
 def _injected_error(status: int) -> HttpResponse:
@@ -364,7 +364,7 @@ def _error(status: int, name: str, text: str) -> HttpResponse:
 
 def main() -> None:
     """Runs the server that the arguments HOME, IMAGE (the hosts') and VOLUME (the virtual TPU's) name until a signal or
-    a request stops it; locks HOME/lock. Ends the process if another server of HOME runs, or the port is taken."""
+    a request stops it; locks HOME/lock. Ends the process if another server of HOME runs."""
     home, image, tpu_volume = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s")
     lock_file = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -372,15 +372,10 @@ def main() -> None:
         sys.exit("another server of this emulator is running")
     os.ftruncate(lock_file, 0)
     os.write(lock_file, str(os.getpid()).encode())  # control.py may have to kill this process
-    port = from_json((home / "state.json").read_text()).port
-    try:
-        listener = socket.create_server(("127.0.0.1", port), backlog=512)
-    except OSError as error:
-        sys.exit(f"port {port} of 127.0.0.1: {error}")
     server = Server(home, image, tpu_volume)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stopping.set())
-    server.run(listener)
+    server.run()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from launcher import home as launcher_home
 from launcher.cli import emulator as commands
 from launcher.emulator import control
 from launcher.emulator.http_server import accept_in_thread, serve_http
-from launcher.emulator.server import Server
+from launcher.emulator.server import Server, open_listener
 from launcher.emulator.state import EmulatorState, emulator_id, to_json
 from launcher.errors import BadInput
 from launcher.images.build import _pushes_path
@@ -135,8 +135,9 @@ def test_a_taken_port_is_named(home: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(BadInput, match=rf"port {port} of 127\.0\.0\.1 can't be used.*choose another --port"):
-            control._free_port(port, 0)
-        assert control._free_port(None, port) != port
+            control._require_free(port)
+        with open_listener(port) as other:
+            assert other.getsockname()[1] != port
 
 
 def test_sockets_are_never_put_where_others_could_reach_them(home: Path, tmp_path: Path) -> None:

@@ -43,13 +43,6 @@ _NODE_NAME = re.compile(r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")
 _LABEL_KEY = re.compile(r"^[\w-]{1,63}$")
 _LABEL_VALUE = re.compile(r"^[\w-]{0,63}$")
 _TENSORFLOW = re.compile(r"^tpu-vm-tf-2\.\d+\.\d+(-pod)?(-(pjrt|se|pjrt-v5e-and-v6|pjrt-v5p))?$")
-# Fields that a node's creation may set. gcloud's alpha track always sets autocheckpointEnabled.
-_FIELDS = frozenset((
-    "acceleratorConfig", "acceleratorType", "autocheckpointEnabled", "bootDiskConfig", "cidrBlock", "dataDisks",
-    "description", "labels",
-    "metadata", "networkConfig", "networkConfigs", "runtimeVersion", "schedulingConfig", "serviceAccount",
-    "shieldedInstanceConfig", "tags",
-))  # fmt: skip
 
 
 @dataclass
@@ -183,10 +176,6 @@ def check_runtime_version(version: Any, requested: Accelerator) -> None:
 
 def check_node(body: dict[str, Any], zone: str) -> Accelerator:
     """Returns the accelerator of a node's creation. Raises ApiError for a body that is invalid or not emulated."""
-    unknown = sorted(set(body) - _FIELDS)
-    if unknown:
-        text = f"Invalid JSON payload received. Unknown name \"{unknown[0]}\" at 'node': Cannot find field."
-        raise ApiError(INVALID_ARGUMENT, text)
     requested = requested_accelerator(body, zone)
     check_runtime_version(body.get("runtimeVersion"), requested)
     check_labels(body.get("labels", {}))

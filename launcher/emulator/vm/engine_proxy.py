@@ -46,11 +46,8 @@ class EngineProxy:
     images: EngineImages
     bind: Callable[[str, str], str]  # maps (hostname, folder of the host) to the workstation's; may raise EngineError
     ca: Path  # a file of certificates that containers of hosts trust
+    emulator: str  # its id
     tpu_volume: str  # for containers that get virtual TPU devices
-
-    def __post_init__(self) -> None:
-        with self.store.read() as state:
-            self._emulator, self._storage = state.id, state.storage
 
     # -- the workstation
 
@@ -65,7 +62,8 @@ class EngineProxy:
             case ("POST", ["containers", "create"]):
                 body = request.json()
                 image = self.images.image_on_workstation(str(body.get("Image", "")))
-                body = engine_view.create_on_workstation(body, self._emulator, self._storage, image=image)
+                with self.store.read() as state:
+                    body = engine_view.create_on_workstation(body, state.id, state.storage, image=image)
                 return self._call(request, "/containers/create", body)
             case ("POST", ["images", *name, "push"]) if is_registry("/".join(name)):
                 return self.images.push(parse_reference("/".join(name)), request.query.get("tag", ""))
@@ -77,7 +75,7 @@ class EngineProxy:
 
     def serve_host(self, hostname: str, connection: socket.socket) -> None:
         """Answers the requests of a host's docker client until it closes the connection."""
-        view = EngineView(self._emulator, hostname)
+        view = EngineView(self.emulator, hostname)
         _serve(connection, lambda request: self._answer_host(request, view))
 
     def _answer_host(self, request: HttpRequest, view: EngineView) -> Reply:

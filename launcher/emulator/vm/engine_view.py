@@ -83,7 +83,8 @@ def create_on_host(
             new.pop(key, None)  # the engine refuses them beside another container's network
     elif mode not in ("default", "bridge", "none"):
         raise EngineError(404, f"network {mode} not found (an emulated TPU VM has host, bridge and none)")
-    if host.pop("PortBindings", None) or host.pop("PublishAllPorts", False):
+    publishes = any([host.pop("PortBindings", None), host.pop("PublishAllPorts", False)])
+    if publishes and mode != "host":  # there it has no effect
         raise EngineError(
             400, "publishing ports is not supported on an emulated TPU VM: use --network host, as on a TPU slice"
         )
