@@ -140,21 +140,12 @@ _SERVICE = click.Option(
 _FOR = click.Option(["--for", "seconds"], type=_SECONDS, help="Undone after so many seconds; else by restore-host.")
 
 _add_fault("preempt", "Take NODE away: its state becomes PREEMPTED, its hosts die. Only deleting it is left.", _NODE)
-_add_fault(
-    "kill-host",
-    "Kill host WORKER of NODE, with everything that runs on it. The API still shows the node as READY.",
-    *(_NODE, _WORKER, _FOR),
-)
-_add_fault(
-    "cut-host",
-    "Cut host WORKER of NODE off: no ssh, no peers, no metadata, no bucket. What runs there goes on.",
-    *(_NODE, _WORKER, _FOR),
-)
-_add_fault(
-    "hang-host",
-    "Stop every process of host WORKER of NODE: connections stay open, nothing answers.",
-    *(_NODE, _WORKER, _FOR),
-)
+for _name, _text in {
+    "kill-host": "Kill host WORKER of NODE, with everything that runs on it. The API still shows the node as READY.",
+    "cut-host": "Cut host WORKER of NODE off: no ssh, no peers, no metadata, no bucket. What runs there goes on.",
+    "hang-host": "Stop every process of host WORKER of NODE: connections stay open, nothing answers.",
+}.items():
+    _add_fault(_name, _text, _NODE, _WORKER, _FOR)
 _add_fault(
     "outage",
     "Take NODE's hosts down for some seconds, as REPAIRING or as a maintenance event; then they boot again.",

@@ -193,9 +193,8 @@ class Bucket:
         with self._lock:
             for name in sorted(name for name in self._objects if name.startswith(prefix)):
                 end = name.find(delimiter, len(prefix)) if delimiter else -1
-                entries.setdefault(
-                    name if end < 0 else name[: end + len(delimiter)], self._objects[name] if end < 0 else None
-                )
+                common = name[: end + len(delimiter)] if end >= 0 else None
+                entries.setdefault(common or name, None if common else self._objects[name])
         rest = [entry for entry in entries if entry > after]
         page = {entry: entries[entry] for entry in rest[:limit]}
         items = [stored for stored in page.values() if stored is not None]

@@ -243,44 +243,25 @@ class Server:
     def status(self) -> dict[str, Any]:
         """Returns nodes, hosts, containers, queued resources, pending operations, images, buckets and faults. Asks the
         engine; raises EngineError or OSError."""
+        found = self.engine.containers(f"{LABEL}={self.hosts.emulator}")
+        states = {container["Names"][0].removeprefix("/"): container["State"] for container in found}
         with self.store.read() as state:
-            emulator = state.id
-            listed: dict[str, Any] = {
-                "id": emulator,
+            return {
+                "id": state.id,
                 "home": str(self.home),
                 "pid": os.getpid(),
                 "endpoint": f"http://127.0.0.1:{state.port}",
                 "docker_host": f"unix://{self.sockets / ENGINE}",
                 "subnet": state.subnet,
-                "nodes": [self._status_of(node) for node in state.nodes.values()],
+                "nodes": [_status_of(node, states) for node in state.nodes.values()],
                 "queued_resources": [queued_resources.to_json(queued) for queued in state.queued.values()],
                 "operations": [
                     tpu_api.operation_json(operation) for operation in state.operations.values() if not operation.done
                 ],
                 "pushed": {repository: dict(versions) for repository, versions in state.pushed.items()},
-                "faults": [vars(fault) for fault in state.faults],
+                "faults": [vars(fault).copy() for fault in state.faults],
+                "buckets": self.buckets.summary(),
             }
-        found = self.engine.containers(f"{LABEL}={emulator}")
-        states = {container["Names"][0].removeprefix("/"): container["State"] for container in found}
-        for node in listed["nodes"]:
-            for host in node["hosts"]:
-                prefix = host["hostname"] + "."
-                inside = (name for name in states if name.startswith(prefix))
-                host["state"] = states.get(host["hostname"], "none")
-                host["containers"] = {name.removeprefix(prefix): states[name] for name in inside}
-        return {**listed, "buckets": self.buckets.summary()}
-
-    @staticmethod
-    def _status_of(node: Node) -> dict[str, Any]:
-        """Returns a node's entry of `status`, with its hosts and their faults."""
-        shown = ("hostname", "address", *_FLAGS.values())
-        hosts = [{"worker": host.index, **{name: getattr(host, name) for name in shown}} for host in node.hosts]
-        return {
-            "name": node.name,
-            "state": node.state,
-            "accelerator_type": node.resource["acceleratorType"],
-            "hosts": hosts,
-        }
 
     def inject(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Enters or executes the fault {"fault": KIND, ...} of launcher/cli/emulator.py; "clear" removes all faults and
@@ -328,6 +309,21 @@ class Server:
         acts = {"cut-host": self.hosts.cut, "hang-host": self.hosts.hang, "restore-host": self.hosts.restore}
         in_parallel(acts.get(kind, self.hosts.kill), hosts)
         return {"fault": kind, "node": node.name, "hosts": [host.hostname for host in hosts]}
+
+
+def _status_of(node: Node, states: dict[str, str]) -> dict[str, Any]:
+    """Returns a node's entry of `status`. `states`: of all containers of the emulator, by name."""
+    hosts = []
+    for host in node.hosts:
+        prefix = f"{host.hostname}."
+        hosts.append({
+            "worker": host.index,
+            **{name: getattr(host, name) for name in ("hostname", "address", *_FLAGS.values())},
+            "state": states.get(host.hostname, "none"),
+            "containers": {name.removeprefix(prefix): states[name] for name in states if name.startswith(prefix)},
+        })  # fmt: skip
+    accelerator_type = node.resource["acceleratorType"]
+    return {"name": node.name, "state": node.state, "accelerator_type": accelerator_type, "hosts": hosts}
 
 
 def open_listener(port: int) -> socket.socket:

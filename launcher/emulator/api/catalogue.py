@@ -40,8 +40,8 @@ _OTHER_ZONES = {
 ZONES = tuple(sorted({zone for slice_ in ACCELERATORS.values() for zone in slice_.zones(Api.CLOUD_TPU)} | _OTHER_ZONES))
 
 _NODE_NAME = re.compile(r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")
-_LABEL_KEY = re.compile(r"^[\w-]{1,63}$")
-_LABEL_VALUE = re.compile(r"^[\w-]{0,63}$")
+_LABEL_KEY = re.compile(r"[^\W\d][\w-]{0,62}")
+_LABEL_VALUE = re.compile(r"[\w-]{0,63}")
 _TENSORFLOW = re.compile(r"^tpu-vm-tf-2\.\d+\.\d+(-pod)?(-(pjrt|se|pjrt-v5e-and-v6|pjrt-v5p))?$")
 
 
@@ -119,16 +119,9 @@ def check_labels(labels: Any) -> None:
     if not isinstance(labels, dict) or len(labels) > 64:
         raise bad_request("labels must be an object of at most 64 entries")
     for key, value in labels.items():
-        text = str(value)
-        if not (_LABEL_KEY.match(key) and key == key.lower() and not key[0].isdigit()):
-            raise bad_request(
-                f'label key "{key}" must start with a lowercase letter and hold only lowercase letters, digits, '
-                '"_" and "-"'
-            )
-        if not (_LABEL_VALUE.match(text) and text == text.lower()):
-            raise bad_request(
-                f'label value "{text}" must hold only lowercase letters, digits, "_" and "-", at most 63 of them'
-            )
+        for kind, text, rule in (("key", key, _LABEL_KEY), ("value", str(value), _LABEL_VALUE)):
+            if not rule.fullmatch(text) or text != text.lower():
+                raise bad_request(f'label {kind} "{text}" must be lowercase and match {rule.pattern}')
 
 
 def check_metadata(metadata: Any) -> None:
