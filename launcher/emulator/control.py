@@ -86,39 +86,32 @@ def stop(home: Path, *, keep_data: bool = False) -> None:
     with a broken state file and when nothing runs. `keep_data` keeps the objects of its buckets. Raises LaunchError
     when the engine does not answer and may hold hosts, or can't remove them."""
     with _starting(home):
-        _stop(home, keep_data)
-    with contextlib.suppress(OSError):
-        home.rmdir()
-
-
-def _stop(home: Path, keep_data: bool) -> None:
-    """Does the work of `stop`, in a home that exists; the caller holds the lock of starts and stops."""
-    try:
-        state = _read(home)
-    except BadInput:
-        state = None
-    sockets = Path(state.sockets) if state is not None and state.sockets else _socket_folder(home)
-    _end_server(home, sockets)
-    engine = Engine(state.engine if state is not None else _engine_path(None))
-    try:
-        remove_all(engine, f"{LABEL}={emulator_id(home)}")
-        if state is not None and state.registry_port:
-            remove_pulled(engine, state.registry_port)
-    except OSError as error:
-        if state is not None and state.nodes:
-            raise LaunchError(
-                f"the container engine at {engine.path} does not answer ({error}), so emulated hosts may be left: "
-                "start it and stop the emulator again"
-            ) from None
-    except EngineError as error:
-        raise LaunchError(f"removing the emulated hosts: {error}") from None
-    shutil.rmtree(sockets, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        sockets.parent.rmdir()  # when no other emulator uses it
-    for path in home.iterdir():
-        if keep_data and path.name == "buckets":
-            continue
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        try:
+            state = _read(home)
+        except BadInput:
+            state = None
+        sockets = Path(state.sockets) if state is not None and state.sockets else _socket_folder(home)
+        _end_server(home, sockets)
+        engine = Engine(state.engine if state is not None else _engine_path(None))
+        try:
+            remove_all(engine, f"{LABEL}={emulator_id(home)}")
+            if state is not None and state.registry_port:
+                remove_pulled(engine, state.registry_port)
+        except OSError as error:
+            if state is not None and state.nodes:
+                raise LaunchError(
+                    f"the container engine at {engine.path} does not answer ({error}), so emulated hosts may be left: "
+                    "start it and stop the emulator again"
+                ) from None
+        except EngineError as error:
+            raise LaunchError(f"removing the emulated hosts: {error}") from None
+        shutil.rmtree(sockets, ignore_errors=True)
+        for path in home.iterdir():
+            if not keep_data or path.name != "buckets":
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    for folder in (sockets.parent, home):
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # when no other emulator uses it, or nothing is kept
 
 
 def status(home: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.bucket import Buckets
 from launcher.emulator.http_server import HttpRequest, HttpResponse, accept, json_response, serve_http
 from launcher.emulator.operations import OperationRunner
-from launcher.emulator.state import Fault, Node, Store, from_json
+from launcher.emulator.state import Fault, Host, Node, Store, from_json
 from launcher.emulator.tls import CA_FILE, serve_tls, tls_context
 from launcher.emulator.vm import metadata
 from launcher.emulator.vm.engine_client import LABEL, Engine, EngineError
@@ -264,51 +264,45 @@ class Server:
             }
 
     def inject(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Enters or executes the fault {"fault": KIND, ...} of launcher/cli/emulator.py; "clear" removes all faults and
-        restores their hosts, but no preempted node. Returns "fault" and "restored", the hosts that "clear" restored;
-        for a fault of a node or host what `_inject_host` returns. Raises ValueError for a wrong target."""
-        kind = arguments.pop("fault")
-        if kind in (*_ON_READY, *_FLAGS):
-            return self._inject_host(kind, arguments)
+        """Enters or executes the fault {"fault": KIND, ...} of launcher/cli/emulator.py: on a node ("node"), one of its
+        hosts ("worker" too), each for "seconds" if given, or on later calls. Returns "fault" with "node" and "hosts",
+        those that it hit, or with "restored", those that "clear" brought back; it leaves nodes preempted. Raises
+        ValueError for a wrong target, and for a node that must be READY and is not."""
+        kind, name, worker = arguments.pop("fault"), arguments.pop("node", None), arguments.pop("worker", 0)
+        until = time.time() + arguments.get("seconds", 0.0)
+        hosts: list[Host] = []
         with self.store.change() as state:
+            node = faults.find_node(state, name) if name else None
             if kind == "clear":
                 state.faults.clear()
-                broken = [host for host in state.hosts if host.killed or host.cut or host.hung]
-            else:
-                node, worker = arguments.pop("node", None), arguments.pop("worker", 0)
-                if node:
-                    arguments["host"] = faults.find_host(state, node, worker).hostname
-                state.faults.append(Fault(**{"kind": kind, "service": "tpu", **arguments}))
-                broken = []
-        for host in broken:
-            self.hosts.restore(host)
-        return {"fault": kind, "restored": [host.hostname for host in broken]}
-
-    def _inject_host(self, kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Preempts a node or begins its outage, or kills, cuts, hangs or restores one host, containers included.
-        `arguments`: "node", "worker" of one host, "seconds" until it ends. Raises NoSuchTarget, and ValueError for a
-        node that must be READY and is not. Returns "fault", "node" and "hosts"."""
-        with self.store.change() as state:
-            node = faults.find_node(state, arguments["node"])
-            if kind in _ON_READY and node.state != "READY":
+                hosts = [host for host in state.hosts if host.killed or host.cut or host.hung]
+            elif kind not in (*_ON_READY, *_FLAGS):
+                hostname = faults.find_host(state, name, worker).hostname if name else ""
+                state.faults.append(Fault(**{"kind": kind, "service": "tpu", "host": hostname, **arguments}))
+            elif node is None:
+                raise ValueError(f"{kind} needs a node")
+            elif kind in _ON_READY and node.state != "READY":
                 raise ValueError(f"node {node.short_name} is {node.state}; {kind} needs a READY one")
-            hosts = list(node.hosts)
-            if kind == "preempt":
+            elif kind == "preempt":
                 faults.preempt(node)
+                hosts = list(node.hosts)
             elif kind in faults.OUTAGES:
-                until = time.time() + arguments["seconds"]
                 faults.begin_outage(node, kind, until)
+                hosts = list(node.hosts)
                 for host in hosts:
                     host.killed, host.restore_at = True, until
             else:
-                host = faults.find_host(state, arguments["node"], arguments["worker"])
-                hosts = [host]
-                if kind != "restore-host":
-                    setattr(host, _FLAGS[kind], True)
-                    host.restore_at = time.time() + arguments["seconds"] if arguments.get("seconds") else None
-        acts = {"cut-host": self.hosts.cut, "hang-host": self.hosts.hang, "restore-host": self.hosts.restore}
+                hosts = [faults.find_host(state, name, worker)]
+                if kind in _FLAGS:
+                    setattr(hosts[0], _FLAGS[kind], True)
+                    hosts[0].restore_at = until if arguments.get("seconds") else None
+        restore = self.hosts.restore
+        acts = {"cut-host": self.hosts.cut, "hang-host": self.hosts.hang, "restore-host": restore, "clear": restore}
         in_parallel(acts.get(kind, self.hosts.kill), hosts)
-        return {"fault": kind, "node": node.name, "hosts": [host.hostname for host in hosts]}
+        names = [host.hostname for host in hosts]
+        if node is not None and kind in (*_ON_READY, *_FLAGS):
+            return {"fault": kind, "node": node.name, "hosts": names}
+        return {"fault": kind, "restored": names}
 
 
 def _status_of(node: Node, states: dict[str, str]) -> dict[str, Any]:
