@@ -14,10 +14,6 @@ from training.accelerators import Accelerator
 SERVICES = ("tpu", "storage", "metadata")
 
 
-class NoSuchTarget(ValueError):
-    """Raised when a fault names a node or a worker that does not exist. The message lists those that do."""
-
-
 def take(state: EmulatorState, kind: str, service: str = "tpu") -> Fault | None:
     """Returns the first fault of a kind and service, or None, and uses up one of its occurrences, if counted."""
     for fault in state.faults:
@@ -130,19 +126,19 @@ def delay(state: EmulatorState, service: str) -> float:
 
 
 def find_node(state: EmulatorState, name: str) -> Node:
-    """Returns the node of a short or full name. Raises NoSuchTarget when none, or several, have that name."""
+    """Returns the node of a short or full name. Raises ValueError when none, or several, have that name."""
     nodes = [node for node in state.nodes.values() if name in (node.name, node.short_name)]
     if len(nodes) == 1:
         return nodes[0]
     if nodes:
-        raise NoSuchTarget(f"several nodes are called {name}: give one of {', '.join(node.name for node in nodes)}")
+        raise ValueError(f"several nodes are called {name}: give one of {', '.join(node.name for node in nodes)}")
     known = ", ".join(sorted(node.short_name for node in state.nodes.values())) or "none"
-    raise NoSuchTarget(f"there is no node {name!r} on this emulator; nodes: {known}")
+    raise ValueError(f"there is no node {name!r} on this emulator; nodes: {known}")
 
 
 def find_host(state: EmulatorState, name: str, worker: int) -> Host:
-    """Returns the host of a node by worker index. Raises NoSuchTarget when the node or the worker does not exist."""
+    """Returns the host of a node by worker index. Raises ValueError when the node or the worker does not exist."""
     node = find_node(state, name)
     if not 0 <= worker < len(node.hosts):
-        raise NoSuchTarget(f"node {node.short_name} has workers 0 to {len(node.hosts) - 1}, no worker {worker}")
+        raise ValueError(f"node {node.short_name} has workers 0 to {len(node.hosts) - 1}, no worker {worker}")
     return node.hosts[worker]

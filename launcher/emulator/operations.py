@@ -26,8 +26,7 @@ class OperationRunner:
     def __init__(self, store: Store, hosts: Hosts) -> None:
         self._store = store
         self._hosts = hosts
-        self._running: set[str] = set()
-        self._lock = threading.Lock()
+        self._running: set[str] = set()  # changed under the store's lock
         self._closing = False
         self._booting = threading.Condition()
         self._boots = 0
@@ -41,13 +40,11 @@ class OperationRunner:
     def wake(self) -> None:
         """Starts a thread for each pending operation on a node, unless the operation has one. Returns at once."""
         with self._store.read() as state:
-            pending = [
+            new = [
                 operation.name
                 for operation in state.operations.values()
-                if not operation.done and "/nodes/" in operation.target
+                if not operation.done and "/nodes/" in operation.target and operation.name not in self._running
             ]
-        with self._lock:
-            new = [name for name in pending if name not in self._running]
             self._running.update(new)
         for name in new:
             threading.Thread(target=self._run, args=(name,), name=name.rsplit("/", 1)[1], daemon=True).start()
@@ -69,7 +66,6 @@ class OperationRunner:
         failure = {"code": catalogue.INTERNAL, "message": message} if message else None
         with self._store.change() as state:
             tpu_api.finish_operation(state, state.operations[name], time.time(), failure)
-        with self._lock:
             self._running.discard(name)
 
     def _work(self, operation: Operation, node: Node) -> str:

@@ -235,7 +235,7 @@ class Server:
                     threading.Timer(0.1, self.stopping.set).start()
                     return json_response({"pid": os.getpid()})
             return json_response({"error": f"no {request.path}"}, 404)
-        except (faults.NoSuchTarget, ValueError) as error:
+        except ValueError as error:
             return json_response({"error": str(error)}, 400)
         except (OSError, EngineError) as error:
             return json_response({"error": f"the engine failed: {error}"}, 500)

@@ -105,9 +105,8 @@ class EngineProxy:
                     409, "the images of an emulated TPU VM are the workstation's: remove, tag or push them there"
                 )
             case ("GET", ["containers", "json"]):
-                request.query, names = engine_view.listing_query(request.query, view)
-                present = partial(engine_view.present_listing, view=view, names=names)
-                return self._call(request, "/containers/json", None, present)
+                request.query = engine_view.listing_query(request.query, view)
+                return self._call(request, "/containers/json", None, partial(engine_view.present_listing, view=view))
             case ("POST", ["containers", "create"]):
                 return self._create_container(request, view)
             case (_, ["containers", name, *action]):
@@ -143,8 +142,7 @@ class EngineProxy:
         new = engine_view.create_on_host(
             body,
             view,
-            bind=lambda path: self.bind(view.hostname, path),
-            volume=lambda volume: self._create_volume(volume, view),
+            find_source=lambda source: self._find_source(source, view),
             image=image,
             ca=str(self.ca),
             tpu_volume=self.tpu_volume if self._has_virtual_tpu(view.hostname, image) else None,
@@ -161,11 +159,14 @@ class EngineProxy:
         labels = self.engine.call("GET", f"/images/{image}/json")["Config"].get("Labels")
         return virtual_tpu.serves(labels, len(entry[0].hosts))
 
-    def _create_volume(self, name: str, view: EngineView) -> str:
-        """Creates a volume of the host unless it exists; returns its name on the workstation's engine."""
+    def _find_source(self, source: str, view: EngineView) -> str:
+        """Returns the workstation's path of a host's folder, as `bind`, or its name of a host's volume, which it makes
+        if missing."""
+        if source.startswith("/"):
+            return self.bind(view.hostname, source)
         labels = dict(label.split("=", 1) for label in view.labels)
-        self.engine.call("POST", "/volumes/create", body={"Name": view.prefix + name, "Labels": labels})
-        return view.prefix + name
+        self.engine.call("POST", "/volumes/create", body={"Name": view.prefix + source, "Labels": labels})
+        return view.prefix + source
 
     def _own_container(self, name: str, view: EngineView) -> str:
         """Returns the id of a container of the host. Raises EngineError when the host has none of that name."""

@@ -7,7 +7,6 @@ that says so. engine_proxy.py receives the requests; engine_images.py resolves t
 
 import copy
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +21,10 @@ CONTAINER_CA = "/etc/tpu-launch-emulator-ca.pem"
 _LOST_EXIT_CODE = 255  # what an engine reports, after a reboot, for a container whose end it did not see (moby #45800)
 _OUR_LABELS = (LABEL, HOST_LABEL, MACHINE_LABEL, REQUESTED_LABEL)
 
-# Settings of HostConfig that would show a container the workstation or another container, or mean its network.
+# Settings of HostConfig that would show a container the workstation or another container, or that a host lacks.
 _REFUSED = (
     "VolumesFrom", "Links", "CgroupParent", "PidMode", "IpcMode", "UTSMode", "UsernsMode", "CgroupnsMode",
-    "ExtraHosts", "Dns", "DnsOptions", "DnsSearch",
+    "ExtraHosts", "Dns", "DnsOptions", "DnsSearch", "Devices",
 )  # fmt: skip
 # Calls on one container that are passed through.
 CONTAINER_ACTIONS = frozenset((
@@ -56,16 +55,15 @@ def create_on_host(
     body: dict[str, Any],
     view: EngineView,
     *,
-    bind: Callable[[str], str],
-    volume: Callable[[str], str],
+    find_source: Callable[[str], str],
     image: str,
     ca: str,
     tpu_volume: str | None = None,
 ) -> dict[str, Any]:
-    """Returns the body of containers/create for the workstation's engine, from the host's. `bind` and `volume` map a
-    folder or a volume of the host to the workstation's. The container runs `image`, trusts the certificates in the file
-    `ca` unless it sets CURL_CA_BUNDLE, and gets the virtual TPU of `tpu_volume` (None: the CPU) if PJRT_DEVICE is TPU.
-    Raises EngineError for a setting that is not emulated, or from `bind`."""
+    """Returns the body of containers/create for the workstation's engine, from the host's. `find_source`
+    maps a folder or the name of a volume of the host to the workstation's. The container runs `image`, trusts the
+    certificates in the file `ca` unless it sets CURL_CA_BUNDLE, and gets the virtual TPU of `tpu_volume` (None: the
+    CPU) if PJRT_DEVICE is TPU. Raises EngineError for a setting that is not emulated, or from `find_source`."""
     new = copy.deepcopy(body)
     host = new["HostConfig"] = new.get("HostConfig") or {}
     requested = {
@@ -94,17 +92,16 @@ def create_on_host(
             raise EngineError(400, f"HostConfig.{key} is not supported on an emulated TPU VM")
     if (host.get("RestartPolicy") or {}).get("Name") in ("always", "unless-stopped"):
         raise EngineError(400, "a container that restarts with its host is not supported on an emulated TPU VM")
-    host["Binds"] = [_map_bind(text, bind, volume) for text in host.get("Binds") or []]
+    binds = [text.partition(":") for text in host.get("Binds") or []]
+    host["Binds"] = [f"{find_source(source)}:{rest}" if rest else source for source, _, rest in binds]
     if tpu_volume is not None:
         host["Binds"].append(f"{tpu_volume}:{virtual_tpu.MOUNTED_AT}:ro")
     if not any(variable.startswith("CURL_CA_BUNDLE=") for variable in new["Env"]):
         host["Binds"].append(f"{ca}:{CONTAINER_CA}:ro")
         new["Env"].append(f"CURL_CA_BUNDLE={CONTAINER_CA}")
     for mount in host.get("Mounts") or []:
-        if mount.get("Type") == "bind":
-            mount["Source"] = bind(mount.get("Source", ""))
-        elif mount.get("Type") == "volume" and mount.get("Source"):
-            mount["Source"] = volume(mount["Source"])
+        if mount.get("Source"):
+            mount["Source"] = find_source(mount["Source"])
     ours = {LABEL: view.emulator, HOST_LABEL: view.hostname, REQUESTED_LABEL: json.dumps(requested)}
     new["Labels"] = {**_without_our_labels(body.get("Labels")), **ours}
     return new
@@ -133,25 +130,13 @@ def container_environment(environment: list[str], storage: str, *, has_tpu: bool
 
 def _set_privileges(host: dict[str, Any]) -> None:
     """Changes the HostConfig `host`: privileged containers get all capabilities but SYS_RESOURCE, and no seccomp or
-    AppArmor; memlock limits are dropped. Raises EngineError for devices."""
-    for device in host.get("Devices") or []:
-        path = device.get("PathOnHost", "")
-        doing = f'gathering device information while adding custom device "{path}"'
-        raise EngineError(400, f"error {doing}: an emulated TPU VM has no devices")
+    AppArmor; memlock limits are dropped."""
     if host.pop("Privileged", False):
         host["CapAdd"] = ["ALL"]
         # Many sandboxes and rootless engines lack this capability, and requesting it fails there.
         host["CapDrop"] = ["SYS_RESOURCE"]
         host["SecurityOpt"] = ["seccomp=unconfined", "apparmor=unconfined"]
     host["Ulimits"] = [limit for limit in host.get("Ulimits") or [] if limit.get("Name") != "memlock"]
-
-
-def _map_bind(text: str, bind: Callable[[str], str], volume: Callable[[str], str]) -> str:
-    """Maps the source of "source:target": a path with `bind`, a name with `volume`. A text without target stays."""
-    source, _, rest = text.partition(":")
-    if not rest:
-        return text
-    return f"{bind(source) if source.startswith('/') else volume(source)}:{rest}"
 
 
 # -- responses
@@ -183,15 +168,12 @@ def _died_with_host(state: dict[str, Any], host: dict[str, Any]) -> bool:
     return 0 < died <= ended <= booted
 
 
-def present_listing(values: list[dict[str, Any]], view: EngineView, names: list[str]) -> list[dict[str, Any]]:
-    """Returns the response to GET containers/json as the host sees it: the host's containers in the engine's listing,
-    `values`, that match one of the filters `names` (none: all). The engine, with longer names, can't filter by them."""
+def present_listing(values: list[dict[str, Any]], view: EngineView) -> list[dict[str, Any]]:
+    """Returns the response to GET containers/json, the engine's listing of a host's containers, as the host sees it."""
     shown = []
     for value in values:
-        new = {**value, "Names": [_strip_prefix(name, view) for name in value["Names"]]}
-        if names and not any(_matches(pattern, name) for pattern in names for name in new["Names"]):
-            continue
         requested = _requested_settings(value.get("Labels"))
+        new = {**value, "Names": [_strip_prefix(name, view) for name in value["Names"]]}
         new["Labels"] = _without_our_labels(value.get("Labels"))
         new["Image"] = requested.get("Image", value["Image"])
         if "NetworkMode" in requested:
@@ -200,20 +182,19 @@ def present_listing(values: list[dict[str, Any]], view: EngineView, names: list[
     return shown
 
 
-def listing_query(query: dict[str, str], view: EngineView) -> tuple[dict[str, str], list[str]]:
-    """Splits a host's query into the engine's query, restricted to the host's labels, and the name filters for
-    `present_listing`. Raises EngineError for filters that are not JSON, and for a limit beside a name."""
+def listing_query(query: dict[str, str], view: EngineView) -> dict[str, str]:
+    """Returns a host's query of a listing, restricted to the host's labels. Raises EngineError for filters that are not
+    JSON, and for one by name: the engine's names are longer."""
     try:
         # Clients send a filter's values as a list, or as the keys of an object.
         given = json.loads(query.get("filters") or "{}")
         filters = {str(key): [str(item) for item in items] for key, items in given.items()}
     except (ValueError, TypeError, AttributeError):
         raise EngineError(400, f"invalid filters: {query['filters'][:100]}") from None
-    names = filters.pop("name", [])
-    if names and int(query.get("limit") or 0) > 0:
-        raise EngineError(400, "a limit together with a filter by name is not supported on an emulated TPU VM")
+    if "name" in filters:
+        raise EngineError(400, "a filter by name is not supported on an emulated TPU VM: filter by label")
     filters["label"] = [*filters.get("label", []), *view.labels]
-    return {**query, "filters": json.dumps(filters)}, names
+    return {**query, "filters": json.dumps(filters)}
 
 
 def resolve_container(name: str, own: list[dict[str, Any]], view: EngineView) -> str:
@@ -235,14 +216,6 @@ def resolve_container(name: str, own: list[dict[str, Any]], view: EngineView) ->
 
 def _strip_prefix(name: str, view: EngineView) -> str:
     return name.replace(view.prefix, "", 1)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Returns whether a name, with or without its "/", has a match of a pattern; a broken pattern must equal it."""
-    try:
-        return re.search(pattern, name) is not None or re.search(pattern, name.removeprefix("/")) is not None
-    except re.error:
-        return pattern == name.removeprefix("/")
 
 
 def _requested_settings(labels: dict[str, str] | None) -> dict[str, Any]:
