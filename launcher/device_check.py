@@ -6,10 +6,9 @@ case. Its id is that of a run, so no run starts beside it; and it does not start
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from launcher.checks.doctor import Finding, failure, warning
 from launcher.config import Config
 from launcher.errors import Exit, LaunchError
 from launcher.images import local
@@ -17,7 +16,7 @@ from launcher.provider import Attempt, HostReport, Observation, Provider
 from launcher.run.session import Context, new_run_id, runs_on_slice
 from launcher.run.start import require_all, require_ready
 from launcher.tpu_vm import slice_hints
-from training.device_check import find_problems, parse_facts
+from training.device_check import Problem, find_problems, parse_facts
 from training.errors import Exit as TrainerExit
 
 SECONDS = 300.0
@@ -30,20 +29,20 @@ RECREATE = "`tpu-launch status`, then `tpu-launch down` and `up`"
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """The facts reported by one host, and the findings about it."""
+    """The facts reported by one host, and its problems."""
 
     worker: int
     facts: Mapping[str, Any]
-    findings: tuple[Finding, ...] = ()
+    problems: tuple[Problem, ...]
 
     @property
     def ok(self) -> bool:
         """Returns whether a run could use the host."""
-        return not any(each.fatal for each in self.findings)
+        return not any(problem.fatal for problem in self.problems)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the report as `doctor --devices --json` prints it; findings become `problems`."""
-        problems = [{"message": each.message, "fix": each.fix, "fatal": each.fatal} for each in self.findings]
+        """Returns the report as `doctor --devices --json` prints it."""
+        problems = [asdict(problem) for problem in self.problems]
         return {"worker": self.worker, "ok": self.ok, "facts": dict(self.facts), "problems": problems}
 
     def row(self) -> list[str]:
@@ -124,11 +123,10 @@ def _run(config: Config, provider: Provider, attempt: Attempt, context: Context,
 
 
 def _refused(report: HostReport) -> DeviceReport:
-    """Returns a host's report after a start that failed: a failure, or a warning if it failed on other hosts only."""
-    where = f"host {report.worker}"
-    failed = failure(where, f"could not start the container: {report.detail}", RECREATE)
-    finding = warning(where, "not tried, because of another host") if report.ok else failed
-    return DeviceReport(report.worker, {}, (finding,))
+    """Returns a host's report after a start that failed, there (fatal) or on other hosts only."""
+    failed = Problem(f"could not start the container: {report.detail}", RECREATE)
+    problem = Problem("not tried, because of another host", fatal=False) if report.ok else failed
+    return DeviceReport(report.worker, {}, (problem,))
 
 
 def judge_hosts(observations: Sequence[Observation], accelerator_type: str, seconds: float) -> list[DeviceReport]:
@@ -138,33 +136,29 @@ def judge_hosts(observations: Sequence[Observation], accelerator_type: str, seco
     told = [parse_facts(line.text for line in observation.lines) for observation in observations]
     clocks = sorted(facts["clock"] for facts in told if "clock" in facts)  # read by all hosts at their rendezvous
     for observation, facts in zip(observations, told, strict=True):
-        where = f"host {observation.worker}"
-        findings = [
-            (failure if problem.fatal else warning)(where, problem.message, problem.fix)
-            for problem in find_problems(facts, len(observations), accelerator_type)
-        ]
+        problems = find_problems(facts, len(observations), accelerator_type)
         if not facts.get("error") and (end := _judge_end(observation, facts, seconds)):
-            findings.insert(0, end)
+            problems.insert(0, end)
         if "clock" in facts:
             offset = facts["clock"] - clocks[len(clocks) // 2]
             facts = {**facts, "clock_offset": round(offset, 3)}
             if abs(offset) > _CLOCK_SECONDS:
                 fix = "sudo systemctl restart chrony, on that host"
-                findings.append(warning(where, f"its clock is {offset:+.0f} s off the others'", fix))
-        reports.append(DeviceReport(observation.worker, facts, tuple(findings)))
+                problems.append(Problem(f"its clock is {offset:+.0f} s off the others'", fix, fatal=False))
+        reports.append(DeviceReport(observation.worker, facts, tuple(problems)))
     return reports
 
 
-def _judge_end(observation: Observation, facts: Mapping[str, Any], seconds: float) -> Finding | None:
-    """Returns the finding if a host is silent, still runs after `seconds`, or failed before phase "done"; else None."""
-    state, phase, where = observation.container, facts.get("phase", "beginning"), f"host {observation.worker}"
+def _judge_end(observation: Observation, facts: Mapping[str, Any], seconds: float) -> Problem | None:
+    """Returns the problem if a host is silent, still runs after `seconds`, or failed before phase "done"; else None."""
+    state, phase = observation.container, facts.get("phase", "beginning")
     if state is None:
-        return failure(where, f"does not answer: {observation.problem}", RECREATE)
+        return Problem(f"does not answer: {observation.problem}", RECREATE)
     if not state.ended:
-        return failure(where, f"not done after {seconds:g} s, in phase {phase!r}", RECREATE)
+        return Problem(f"not done after {seconds:g} s, in phase {phase!r}", RECREATE)
     if state.exit_code == 0 or phase == "done":
         return None
     last = observation.lines[-1].text if observation.lines else ""
     if state.exit_code == TrainerExit.LOST_PEER:
-        return failure(where, f"not finished, because of another host: {facts.get('lost') or last}")
-    return failure(where, f"{phase}: ended with exit code {state.exit_code}: {last or 'no output'}", RECREATE)
+        return Problem(f"not finished, because of another host: {facts.get('lost') or last}")
+    return Problem(f"{phase}: ended with exit code {state.exit_code}: {last or 'no output'}", RECREATE)

@@ -40,7 +40,7 @@ class Problem:
     """A defect of a host."""
 
     message: str
-    fix: str  # advice for the user
+    fix: str = ""  # advice for the user
     fatal: bool = True  # a run would fail on it
 
 

@@ -31,9 +31,9 @@ _TESTED = "528.0.0"
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check, for `doctor` and `doctor --devices`."""
+    """The result of one check."""
 
-    where: str  # the thing that was checked: "ssh key", "host 3"
+    where: str  # the thing that was checked: "ssh key", "quota"
     severity: Literal["PASS", "WARN", "FAIL"]  # WARN: the user decides; FAIL: a run can't work
     message: str
     fix: str = ""  # the remedy: a command, or a sentence where no command would do

@@ -6,7 +6,6 @@ import math
 import shlex
 import sys
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
 import click
 
@@ -21,9 +20,6 @@ from launcher.tpu_vm import candidates, inventory, slice_hints, slices
 from launcher.tpu_vm.requests import RequestRecord, median_seconds_to_grant
 from training import storage
 from training.machine import format_time
-
-if TYPE_CHECKING:  # the other commands need none of the registry's client
-    from launcher.checks.doctor import Finding
 
 _COLOURS = {"PASS": "green", "WARN": "yellow", "FAIL": "red"}
 _REQUESTS_SHOWN = 30  # the newest
@@ -68,16 +64,17 @@ def doctor(config: Config, devices: bool, as_json: bool) -> None:
         terminal.dump([dict(zip(("check", "verdict", "detail", "fix"), row, strict=True)) for row in rows])
     else:
         for finding in findings:
-            _print_finding(finding, f"{click.style(finding.severity, fg=_COLOURS[finding.severity])}  ")
+            severity = click.style(finding.severity, fg=_COLOURS[finding.severity])
+            _print_finding(f"{severity}  {finding.where}", finding.message, finding.fix)
     if any(finding.fatal for finding in findings):
         sys.exit(Exit.BAD_INPUT)
 
 
-def _print_finding(finding: Finding, before: str = "") -> None:
-    """Prints a finding after the text `before`, and its fix, if any, on a line of its own."""
-    click.echo(f"{before}{finding.where}: {terminal.printable(finding.message)}")
-    if finding.fix:
-        click.echo(f"      fix: {finding.fix}")
+def _print_finding(where: str, message: str, fix: str) -> None:
+    """Prints a finding, and its fix, if any, on a line of its own."""
+    click.echo(f"{where}: {terminal.printable(message)}")
+    if fix:
+        click.echo(f"      fix: {fix}")
 
 
 def _show_devices(config: Config, as_json: bool) -> None:
@@ -91,8 +88,8 @@ def _show_devices(config: Config, as_json: bool) -> None:
     else:
         terminal.table(COLUMNS, [result.row() for result in results])
         for result in results:
-            for finding in result.findings:
-                _print_finding(finding)
+            for problem in result.problems:
+                _print_finding(f"host {result.worker}", problem.message, problem.fix)
     if not all(result.ok for result in results):
         sys.exit(Exit.DEVICES)
 

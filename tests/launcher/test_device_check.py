@@ -43,7 +43,7 @@ def judged(*odd: Observation) -> list[DeviceReport]:
 
 def test_hosts_that_are_well_have_a_row_each_and_no_problem() -> None:
     results = judged()
-    assert all(result.ok and not result.findings for result in results)
+    assert all(result.ok and not result.problems for result in results)
     row = dict(zip(COLUMNS, results[1].row(), strict=True))
     assert row["devices"] == "8 of 8 TPU"
     assert row["memory"] == "16.0 GiB"
@@ -71,7 +71,7 @@ def test_hosts_that_are_well_have_a_row_each_and_no_problem() -> None:
 def test_what_is_wrong_with_a_host_is_told_in_one_line(observation: Observation, message: str) -> None:
     results = judged(observation)
     assert [result.ok for result in results] == [True, True, False, True]
-    (finding,) = results[2].findings
+    (finding,) = results[2].problems
     assert (finding.message, "\n" in finding.message) == (message, False)
     assert finding.fix
     assert results[2].row()[-1] == "FAIL"
@@ -84,11 +84,11 @@ def test_what_is_wrong_with_a_host_is_told_in_one_line(observation: Observation,
 def test_a_refusal_shows_user_and_device_files_and_advises_root(user: int, capabilities: str, as_root: bool) -> None:
     access = {"user": user, "capabilities": capabilities, "device_files": ["crw-rw---- 0:0 /dev/accel0"]}
     failed = host(0, 1, phase="opening the devices", error="Couldn't mmap", **access)
-    finding = judge_hosts([failed], "v3-8", 300)[0].findings[0]
+    finding = judge_hosts([failed], "v3-8", 300)[0].problems[0]
     assert f"(user {user}, effective capabilities {capabilities}; crw-rw---- 0:0 /dev/accel0)" in finding.message
     assert finding.fix.startswith("leave run.user out") == as_root
     assert finding.fix.index("`tpu-launch down`") < finding.fix.index("REQUIREMENTS: requirements-2.8.txt")
-    assert "REQUIREMENTS" not in judge_hosts([failed], "v4-8", 300)[0].findings[0].fix
+    assert "REQUIREMENTS" not in judge_hosts([failed], "v4-8", 300)[0].problems[0].fix
 
 
 def test_the_check_reads_users_capabilities_and_device_files(tmp_path: Path) -> None:
@@ -105,14 +105,14 @@ def test_the_check_reads_users_capabilities_and_device_files(tmp_path: Path) -> 
 
 def test_a_host_that_lost_another_is_a_symptom_and_says_so() -> None:
     results = judged(host(2, 1, error="x", phase="opening the devices"), host(3, 76, phase="opening", lost="host 2"))
-    assert results[3].findings[0].message == "not finished, because of another host: host 2"
+    assert results[3].problems[0].message == "not finished, because of another host: host 2"
 
 
 def test_a_clock_that_is_off_and_a_full_disk_are_told_and_keep_no_run_from_starting() -> None:
     results = judged(host(1, clock=1042.0), host(3, disk_free_bytes=1 << 30))
     assert all(result.ok for result in results)
-    assert results[1].findings[0].message == "its clock is +42 s off the others'"
-    assert results[3].findings[0].message == "1.0 GiB of disk are free"
+    assert results[1].problems[0].message == "its clock is +42 s off the others'"
+    assert results[3].problems[0].message == "1.0 GiB of disk are free"
 
 
 class CheckedHosts(FakeProvider):
@@ -154,7 +154,7 @@ def test_the_host_that_refuses_the_container_is_named(work: Workstation, monkeyp
     monkeypatch.setattr(CheckedHosts, "refusing", True)
     first, second = checked(work)
     assert first.ok
-    assert second.findings[0].message == "could not start the container: no engine"
+    assert second.problems[0].message == "could not start the container: no engine"
     assert work.hosts.state == {}
 
 
