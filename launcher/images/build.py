@@ -12,7 +12,6 @@ containerd image store, an image has a digest of a repository from `docker tag` 
 """
 
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -42,7 +41,6 @@ _PUSH_SECONDS = 3600.0
 _PULL_SECONDS = 600.0
 
 CODE_FOLDER = "/home/trainer"  # where the Dockerfiles of `images/` copy the folder of `image.code`
-_BUILDKIT = {"DOCKER_BUILDKIT": "1"}
 _UNKNOWN_TAG = "TAG"  # in printed commands, while a base image still has to be pulled
 
 # Docker's words for a registry's refusal. In a build's output, "denied" may also come from a program of the build.
@@ -69,21 +67,40 @@ class Image:
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """The state of an image in the engine's store. The tag is unknown while base images are missing."""
+    """The state of an image in the engine's store."""
 
+    spec: ImageSpec
     docker: str  # the client
-    tag: str
-    base_ids: tuple[tuple[str, str], ...]
-    local: str  # name:tag
-    remote: str | None  # repository:tag
-    missing_bases: tuple[str, ...]
+    tag: str  # unknown while base images are missing
+    base_ids: Mapping[str, str]  # of the base images in the store
+    missing_bases: Sequence[str]
     image_id: str | None  # sha256:..., when the image is in the store
-    pushed: str | None  # repository@sha256:..., when this machine has recorded a push
+
+    @property
+    def local(self) -> str:
+        return f"{self.spec.name}:{self.tag}"
+
+    @property
+    def remote(self) -> str | None:
+        """The name under which it is pushed, if it has a repository."""
+        return f"{self.spec.repository}:{self.tag}" if self.spec.repository else None
 
     @property
     def work_folder(self) -> Path:
         """Where the build context is assembled."""
         return where() / "images" / self.tag
+
+    @property
+    def push_record(self) -> Path:
+        """The file with the name by digest of the last push."""
+        return where() / "images" / f"{self.tag}.pushed"
+
+    def last_push(self) -> str | None:
+        """Returns the name by digest of the last push, if it is recorded and was to the same repository."""
+        with contextlib.suppress(OSError, ValueError):
+            name = self.push_record.read_text(encoding="utf-8").strip()
+            return name if name.startswith(f"{self.spec.repository}@sha256:") else None
+        return None
 
 
 def make_plan(spec: ImageSpec) -> ImagePlan:
@@ -93,52 +110,31 @@ def make_plan(spec: ImageSpec) -> ImagePlan:
     docker = engine.client()
     names = base_images(spec)
     base_ids = {name: image_id for name in names if (image_id := engine.find_image_id(docker, name))}
-    missing = tuple(name for name in names if name not in base_ids)
+    missing = [name for name in names if name not in base_ids]
     tag = _UNKNOWN_TAG if missing else compute_tag(spec, base_ids)
-    local = f"{spec.name}:{tag}"
-    image_id = None if missing else engine.find_image_id(docker, local)
-    remote = f"{spec.repository}:{tag}" if spec.repository else None
-    pushed = _last_push(spec, tag)
-    return ImagePlan(docker, tag, tuple(base_ids.items()), local, remote, missing, image_id, pushed)
+    image_id = None if missing else engine.find_image_id(docker, f"{spec.name}:{tag}")
+    return ImagePlan(spec, docker, tag, base_ids, missing, image_id)
 
 
 def find_pushed(spec: ImageSpec) -> str | None:
     """Returns the image's name by digest if the registry has it, else that of the last push recorded on this machine;
     None without both, or while a base is missing. Raises as `make_plan`."""
     plan = make_plan(spec)
-    return plan.pushed if plan.missing_bases else _find(spec, plan) or plan.pushed
+    return None if plan.missing_bases else _find(plan) or plan.last_push()
 
 
-def _find(spec: ImageSpec, plan: ImagePlan) -> str | None:
+def _find(plan: ImagePlan) -> str | None:
     """Returns the name that hosts run: the id in the engine's store, with a repository the name by digest of what the
     registry has under the tag. Returns None if it is not there, and if the registry does not answer at once."""
     if plan.remote is None:
         return plan.image_id or engine.find_image_id(plan.docker, plan.local)
     with contextlib.suppress(LaunchError):
-        image, bundle = parse_reference(plan.remote), spec.ca_bundle
+        image, bundle = parse_reference(plan.remote), plan.spec.ca_bundle
         # One try: a push finds out more than further tries.
         with Registry(image.host, find_credentials, reads=[image.path], ca_bundle=bundle, tries=1) as registry:
             if digest := registry.find_manifest(image.path, image.tag):
-                return f"{spec.repository}@{digest}"
+                return f"{plan.spec.repository}@{digest}"
     return None
-
-
-def _read_pushes(tag: str) -> dict[str, str]:
-    """Returns the digests of the last recorded pushes of a tag, by repository; {} without a record or if damaged."""
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(_pushes_path(tag).read_text(encoding="utf-8"))
-        return known if isinstance(known, dict) else {}
-    return {}
-
-
-def _last_push(spec: ImageSpec, tag: str) -> str | None:
-    """Returns the name by digest of the last recorded push to the image's repository; None without one."""
-    digest = _read_pushes(tag).get(spec.repository or "")
-    return f"{spec.repository}@{digest}" if digest else None
-
-
-def _pushes_path(tag: str) -> Path:
-    return where() / "images" / f"{tag}.pushed.json"
 
 
 def list_commands(spec: ImageSpec) -> list[list[str]]:
@@ -149,25 +145,26 @@ def list_commands(spec: ImageSpec) -> list[list[str]]:
     docker = plan.docker
     commands = [[docker, "pull", "--quiet", base] for base in plan.missing_bases]
     if plan.image_id is None:
-        commands.append(build_command(spec, plan))
-    if plan.remote and plan.pushed is None:
+        commands.append(build_command(plan))
+    if plan.remote and plan.last_push() is None:
         if spec.create_repository and (repository := parse_repository(plan.remote)):
             commands.append(repository.create_command)
         commands += [[docker, "tag", plan.local, plan.remote], [docker, "push", plan.remote]]
     return commands
 
 
-def build_command(spec: ImageSpec, plan: ImagePlan) -> list[str]:
+def build_command(plan: ImagePlan) -> list[str]:
     """Returns the `docker build` command of an image, which reads its files from `plan.work_folder`."""
     # The host's network: a proxy or a name server may listen on this machine's loopback. TPU VMs are x86-64, whatever
     # this machine is.
-    command = [plan.docker, "build", "--progress", "plain", "--network", "host", "--platform", "linux/amd64"]
-    if spec.ca_bundle:
-        command += ["--secret", f"id=ca,src={spec.ca_bundle}"]
-    for key, value in spec.build_args:
+    command = ["env", "DOCKER_BUILDKIT=1", plan.docker, "build", "--progress", "plain"]
+    command += ["--network", "host", "--platform", "linux/amd64"]
+    if plan.spec.ca_bundle:
+        command += ["--secret", f"id=ca,src={plan.spec.ca_bundle}"]
+    for key, value in plan.spec.build_args:
         command += ["--build-arg", f"{key}={value}"]
-    if spec.target:
-        command += ["--target", spec.target]
+    if plan.spec.target:
+        command += ["--target", plan.spec.target]
     folder = plan.work_folder
     return [*command, "--tag", plan.local, "--file", str(folder / "Dockerfile"), str(folder / "context")]
 
@@ -182,20 +179,20 @@ def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
     for base in plan.missing_bases:
         _pull(docker, base, say)
     plan = make_plan(spec) if plan.missing_bases else plan
-    reference = _find(spec, plan)
+    reference = _find(plan)
     if reference is None:
         with _open_log(plan.tag, say) as log:
             # Another process may have made it while this one waited.
-            reference = _find(spec, plan) or _make(spec, plan, log, say)
+            reference = _find(plan) or _make(plan, log, say)
     code = {path.removeprefix("code/"): found for path, found in spec.hashes.items() if path.startswith("code/")}
     return Image(reference, code)
 
 
-def _make(spec: ImageSpec, plan: ImagePlan, log: IO[str], say: Callable[[str], None]) -> str:
+def _make(plan: ImagePlan, log: IO[str], say: Callable[[str], None]) -> str:
     """Builds the image unless the engine has it, pushes it, and returns its name for hosts. Raises as `ensure_image`;
     the caller holds the lock of the log."""
     if not engine.find_image_id(plan.docker, plan.local):
-        _build(spec, plan, log, say)
+        _build(plan, log, say)
     image_id = engine.find_image_id(plan.docker, plan.local)
     if image_id is None:
         raise LaunchError(
@@ -204,11 +201,11 @@ def _make(spec: ImageSpec, plan: ImagePlan, log: IO[str], say: Callable[[str], N
     if plan.remote is None:
         return image_id
     try:
-        if spec.create_repository and require_repository(plan.remote):
-            say(f"created the repository of {spec.repository}: private, as the project's")
-        return _push(spec, plan, plan.remote, log, say)
+        if plan.spec.create_repository and require_repository(plan.remote):
+            say(f"created the repository of {plan.spec.repository}: private, as the project's")
+        return _push(plan, plan.remote, log, say)
     except LaunchError as error:
-        if (earlier := _last_push(spec, plan.tag)) is None:
+        if (earlier := plan.last_push()) is None:
             raise
         say(f"{str(error).splitlines()[0]}; it was pushed before, and hosts get that: {earlier}")
         return earlier
@@ -227,21 +224,21 @@ def _pull(docker: str, base: str, say: Callable[[str], None]) -> None:
         )
 
 
-def _build(spec: ImageSpec, plan: ImagePlan, log: IO[str], say: Callable[[str], None]) -> None:
+def _build(plan: ImagePlan, log: IO[str], say: Callable[[str], None]) -> None:
     """Builds from a copy of the context in `plan.work_folder`, which it deletes afterwards. Raises BadInput if files
     have changed since the plan (the tag differs), LaunchError (BAD_INPUT, or PERMISSION) if the build fails."""
-    folder = plan.work_folder
+    spec, folder = plan.spec, plan.work_folder
     shutil.rmtree(folder, ignore_errors=True)
     build_context.assemble(spec.context, folder / "context")
     shutil.copyfile(spec.dockerfile, folder / "Dockerfile")
     copied = replace(spec, context=build_context.tree(folder / "context"), dockerfile=folder / "Dockerfile")
-    if compute_tag(copied, dict(plan.base_ids)) != plan.tag:
+    if compute_tag(copied, plan.base_ids) != plan.tag:
         raise BadInput(f"files of the image {spec.name} changed while they were copied: try again")
     say(f"building {plan.local}" + (f" (target {spec.target})" if spec.target else ""))
     begin = time.monotonic()
     failure = f"{plan.local} could not be built"
     try:
-        command = build_command(spec, plan)
+        command = build_command(plan)
         show = show_steps(say)
         _stream(command, log, _BUILD_SECONDS, failure, Exit.BAD_INPUT, refused=_REFUSED_IN_BUILD, show=show)
     finally:
@@ -249,7 +246,7 @@ def _build(spec: ImageSpec, plan: ImagePlan, log: IO[str], say: Callable[[str], 
     say(f"built {plan.local} in {time.monotonic() - begin:.0f} s")
 
 
-def _push(spec: ImageSpec, plan: ImagePlan, remote: str, log: IO[str], say: Callable[[str], None]) -> str:
+def _push(plan: ImagePlan, remote: str, log: IO[str], say: Callable[[str], None]) -> str:
     """Tags and pushes the image, records the push after docker has reported success, and returns the name by digest.
     Raises LaunchError."""
     say(f"pushing {remote}")
@@ -260,9 +257,9 @@ def _push(spec: ImageSpec, plan: ImagePlan, remote: str, log: IO[str], say: Call
     digests = re.findall(r"\bdigest: (sha256:[0-9a-f]{64})\b", "\n".join(lines))
     if not digests:
         raise LaunchError(f"docker pushed {remote} without reporting a digest; its output: {log.name}")
-    pushes = {**_read_pushes(plan.tag), str(spec.repository): digests[-1]}
-    write_private(_pushes_path(plan.tag), json.dumps(pushes, indent=1) + "\n")
-    return f"{spec.repository}@{digests[-1]}"
+    name = f"{plan.spec.repository}@{digests[-1]}"
+    write_private(plan.push_record, f"{name}\n")
+    return name
 
 
 def _stream(
@@ -290,7 +287,7 @@ def _stream(
         show(line)
 
     log.write(f"$ {shlex.join(argv)}\n")
-    result = shell.stream(argv, keep, timeout=seconds, env=_BUILDKIT)
+    result = shell.stream(argv, keep, timeout=seconds)
     if result.ok:
         return lines
     ending = " ".join(lines[-5:])

@@ -89,10 +89,7 @@ def append_spec(config: Config) -> appended.AppendSpec:
 def build_commands(config: Config) -> list[list[str]]:
     """Returns the commands that still have to run to build and push the image (`list_commands`); [] with
     image.reference, or when the registry makes it. Raises BadInput."""
-    if config.image.reference or not needs_engine(config):
-        return []
-    commands = list_commands(image_spec(config))
-    return [["env", "DOCKER_BUILDKIT=1", *command] if "build" in command[:2] else command for command in commands]
+    return [] if config.image.reference or not needs_engine(config) else list_commands(image_spec(config))
 
 
 def check(config: Config) -> None:

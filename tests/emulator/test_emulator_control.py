@@ -17,7 +17,6 @@ from launcher.emulator.http_server import accept_in_thread, serve_http
 from launcher.emulator.server import Server, open_listener
 from launcher.emulator.state import EmulatorState, emulator_id, to_json
 from launcher.errors import BadInput
-from launcher.images.build import _pushes_path
 from launcher.images.build_context import left_out_of
 
 
@@ -120,7 +119,7 @@ def test_emulated_and_real_runs_of_the_same_file_never_meet(home: Path, monkeypa
     (home / "state.json").write_text(to_json(state))
     monkeypatch.setattr(control, "_answers", lambda state: True)
     monkeypatch.setattr(control, "status", lambda home: {"running": True})
-    paths = (launcher_home.where, lambda: launcher_home.of_slice("p", "demo", "asked"), lambda: _pushes_path("tag"))
+    paths = (launcher_home.where, lambda: launcher_home.of_slice("p", "demo", "asked"))
     real = [path() for path in paths]
     with control.emulated(print):
         for path, other in zip(paths, real, strict=True):

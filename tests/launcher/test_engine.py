@@ -139,8 +139,8 @@ def test_what_the_registry_has_under_the_tag_is_not_pushed_again(docker: Path, s
         assert ensure_image(spec, print).reference == REFERENCE
     assert list_commands(spec) == []
     assert find_pushed(spec) == REFERENCE
-    for record in (tmp_path / "home" / "images").glob("*.pushed.json"):
-        record.write_text('{"registry.example.com')
+    for record in (tmp_path / "home" / "images").glob("*.pushed"):
+        record.write_text("registry.example.com")
     (docker / "image").unlink()
     assert ensure_image(spec, print).reference == REFERENCE
     assert count_pushes(docker) == 1
