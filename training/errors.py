@@ -29,6 +29,7 @@ class TrainError(Exception):
     """An error that a user can act on. Its message says what happened, where, and what to do."""
 
     exit_code: Exit = Exit.FAILED
+    heading = "error: "  # before the message, on standard error
 
 
 class BadInput(TrainError):
@@ -41,6 +42,7 @@ class LostPeer(TrainError):
     """Another host did not arrive at a barrier, or its connection broke; the message names it and its last phase."""
 
     exit_code = Exit.LOST_PEER
+    heading = "lost peer: "
 
 
 class OutOfMemory(TrainError):
@@ -79,6 +81,7 @@ class StopRequested(TrainError):
     """This host or another one was asked to stop (SIGTERM). The run goes on from its last commit."""
 
     exit_code = Exit.SAVED
+    heading = "stopped: "
 
 
 # Messages of the frameworks when memory is short: XLA on TPU and GPU, XLA on the CPU, torch on the CPU.

@@ -52,9 +52,7 @@ def parse_time(timestamp: str) -> float | None:
     print it; None for an empty one. Ignores another offset. Raises ValueError for another text."""
     if not timestamp:
         return None
-    head, _, fraction = timestamp.removesuffix("Z").partition(".")
-    whole = datetime.fromisoformat(head).replace(tzinfo=UTC).timestamp()
-    return whole + (float(f"0.{fraction}") if fraction.isdigit() else 0.0)
+    return datetime.fromisoformat(timestamp).replace(tzinfo=UTC).timestamp()
 
 
 @functools.lru_cache(maxsize=1024)  # one observation asks three times about the same line

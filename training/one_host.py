@@ -6,9 +6,9 @@
     summary = one_host.train(config, run_id="notebook")
     one_host.predict(summary["model"], "The [MASK] statement ends a loop.")
 
-Errors are training.errors.TrainError and training.yaml_file.ConfigError, whose messages are complete. A run that was
-interrupted goes on from its newest checkpoint when it is trained again with the same run id. The process is afterwards
-as before, but for what imports of libraries change, and that torch_xla multiplies fp32 matrices in fp32.
+Errors are training.errors.TrainError, whose messages are complete. A run that was interrupted goes on from its newest
+checkpoint when it is trained again with the same run id. The process is afterwards as before, but for what imports of
+libraries change, and that torch_xla multiplies fp32 matrices in fp32.
 """
 
 import contextlib

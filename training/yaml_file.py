@@ -30,9 +30,13 @@ from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.resolver import implicit_resolvers
 
+from training.errors import BadInput
 
-class ConfigError(Exception):
+
+class ConfigError(BadInput):
     """One or more mistakes in a configuration; the message has a line for each, starting with file:line."""
+
+    heading = "bad configuration:\n"
 
 
 class Section(BaseModel):

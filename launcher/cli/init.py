@@ -1,6 +1,7 @@
 """Commands that set up a workstation: `init` writes a first file, `completion` prints a shell's completion script.
 
-`text` makes the file's content from answers; `write` loads it with the real checks before the file gets its name.
+`text` makes the file's content from first_*.yaml and answers; `write` loads it with the real checks before the file
+gets its name.
 """
 
 import json
@@ -9,7 +10,9 @@ import re
 import shlex
 import sys
 from dataclasses import asdict, dataclass
+from importlib import resources
 from pathlib import Path
+from string import Template
 
 import click
 from click.shell_completion import get_completion_class
@@ -95,46 +98,9 @@ def _slice_name(path: Path) -> str:
     return letters.strip("-0123456789")[:40].rstrip("-") or "slice"
 
 
-_SLICE = """\
-# What to run, and where. Checked by `tpu-launch plan`, `tpu-launch doctor` says what this machine lacks.
-
-project: {project} # Google Cloud project
-zone: {zone} # {size.name} slices are in {zones}
-slice:
-  name: {name} # name of the TPU node
-  accelerator_type: {size.name} # {size.hosts} host{plural}, {size.devices} devices
-  capacity: {capacity} # on-demand, spot (cheap, can be taken away), reserved
-  expires_hours: 48 # after so long `tpu-launch gc` removes it, if you forgot
-  # max_cost_per_hour: 30 # dollars; what costs more is not created
-image:
-  repository: {repository}
-  # code: src # a folder of yours, for the image's working directory
-run:
-  stop_seconds: 30 # between SIGTERM and SIGKILL: time to save
-  # command: [python, train.py] # your own program instead of the trainer below
-
-"""
 _NO_TRAINER = """\
 # No trainer sections: give the command, `tpu-launch run -- python train.py`. \
 With `init --bucket` the trainer's are written too.
-"""
-_TRAINER = """\
-# From here on: what `tpu-train` reads on every host.
-seed: 1
-task: mlm # masked language modelling, from scratch
-model: {{name: bert-base}} # bert-tiny to bert-large, roberta-base, or {{path: folder}}
-data: # written by `tpu-launch local -- tpu-train tokenizer ...` and `... shards ...`
-  tokenizer: {tokenizer}
-  train: {train}
-  evaluation: {evaluation}
-train:
-  steps: 10000
-  global_batch_size: {batch} # over all hosts and devices
-  learning_rate: 1.0e-4
-  warmup_steps: 1000
-evaluation: {{every: 1000}} # steps
-checkpoint: {{every_steps: 500, keep_last: 2}}
-output: {runs} # checkpoints, metrics, summary: below <output>/<run id>
 """
 
 
@@ -149,13 +115,19 @@ def text(answers: Answers) -> str:
     example = f"REGION-docker.pkg.dev/{answers.project}/REPOSITORY/NAME"
     none = f"null # for real slices: {example}; emulated ones need none"
     values["repository"] = pushed if answers.repository else none
-    zones, plural = ", ".join(slice_type.zones()), "s"[: slice_type.hosts > 1]
-    beginning = _SLICE.format(**values, size=slice_type, zones=zones, plural=plural)
+    hosts = f"{slice_type.hosts} host{'s'[: slice_type.hosts > 1]}"
+    values |= {"zones": ", ".join(slice_type.zones()), "hosts": hosts, "devices": str(slice_type.devices)}
+    beginning = _fill("first_slice.yaml", values)
     if answers.bucket is None:
         return beginning + _NO_TRAINER
     folders = {"tokenizer": "tokenizer", "train": "data/train", "evaluation": "data/evaluation", "runs": "runs"}
     urls = {key: _scalar(f"gs://{answers.bucket}/{folder}") for key, folder in folders.items()}
-    return beginning + _TRAINER.format(batch=32 * slice_type.devices, **urls)
+    return beginning + _fill("first_trainer.yaml", {"batch": str(32 * slice_type.devices), **urls})
+
+
+def _fill(name: str, values: dict[str, str]) -> str:
+    """Returns a file of this folder with `values` in the places of their $names."""
+    return Template((resources.files(__package__) / name).read_text(encoding="utf-8")).substitute(values)
 
 
 def _scalar(value: str) -> str:

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any, cast
 
 import click
@@ -53,14 +52,10 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     \b
     tpu-train tokenizer --corpus builtin:pydoc --vocabulary 2000 --out gs://my-bucket/tokenizer
     """
-
     sources = [Corpus(corpus, field) for corpus in corpora]
-
-    def documents() -> Iterator[str]:
-        for source in sources:
-            yield from source.documents()
-
-    content = train_tokenizer(documents, vocabulary, cast(Algorithm, algorithm))
+    content = train_tokenizer(
+        lambda: (text for source in sources for text in source.documents()), vocabulary, cast(Algorithm, algorithm)
+    )
     if not write_tokenizer(out, content, overwrite=overwrite):
         click.echo(f"{out}: this very tokenizer is already there; nothing to do")
         return

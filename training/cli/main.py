@@ -20,7 +20,6 @@ from training.cli import EndAtOnce
 from training.cli.train import exit_at_once, print_error
 from training.errors import Exit, TrainError
 from training.lazy_command import LazyCommand
-from training.telemetry.console import note
 
 _BEGAN = time.monotonic()  # approximately when the process began
 _COMMANDS = [
@@ -66,10 +65,3 @@ def main() -> None:
     except TrainError as error:
         print_error(error)
         exit_at_once(error.exit_code)
-    except Exception as error:
-        from training.yaml_file import ConfigError  # not at the top: it takes as long as all of --help
-
-        if not isinstance(error, ConfigError):
-            raise
-        note(f"bad configuration:\n{error}")
-        sys.exit(Exit.BAD_INPUT)

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +86,7 @@ def preflight(
     else:
         raise BadInput("--vocabulary and --sequence-length stand in for missing data: give both or neither")
 
-    def show(line: str) -> None:
-        click.echo(f"preflight: {line}", err=True)
-
+    show = partial(print, "preflight:", file=sys.stderr)
     report = run_preflight(settings, facts, targets, search_batch=max_batch, show=show)
     click.echo(json.dumps(report.as_json()) if as_json else "\n".join(format_report(report)))
     raise EndAtOnce(Exit.FINISHED if report.fits else Exit.DOES_NOT_FIT)

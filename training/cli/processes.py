@@ -11,11 +11,9 @@ torch.distributed, read the number of processes from the environment; every host
 * A virtual TPU (an emulated slice of one host): one process, with one of its devices.
 * CPU, one host: one process, with torch_xla's CPU device.
 
-With `--runtime torch-tpu`: one process for each chip, on chips and on virtual TPUs of any number of hosts, with the
-variables of training/distributed/torch_tpu.py; CPU hosts are refused. They act as one program (`run_ranks`): each line
-of output begins with its rank. The first process that fails is the cause: the others get SIGTERM, then SIGKILL, within
-STOP_SECONDS, and the exit code is that of the cause. Signals to the parent go to every process, which then end in their
-own time. `python -m training.cli.processes PROGRAM ARGUMENTS` is one of these processes.
+With `--runtime torch-tpu`: one process for each chip, on chips and on virtual TPUs of any number of hosts
+(`run_chip_processes`); they act as one program (`run_ranks`). `python -m training.cli.processes PROGRAM ARGUMENTS` is
+one of these processes.
 """
 
 import contextlib
@@ -38,6 +36,7 @@ from types import FrameType
 from typing import IO
 
 from training.accelerators import ACCELERATORS
+from training.cli.train import exit_at_once
 from training.distributed import torch_tpu
 from training.distributed.cluster import SECRET_VARIABLE, Cluster, device_kind, discover, tpu_environment
 from training.errors import BadInput, Exit, TrainError
@@ -95,9 +94,7 @@ def _run_chip_process(ordinal: int, script: str, arguments: Sequence[str]) -> No
         run_script(script, arguments)
     except Exception:
         traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(Exit.FAILED)
+        exit_at_once(Exit.FAILED)
 
 
 def run_on_host(script: str, arguments: Sequence[str]) -> None:

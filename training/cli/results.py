@@ -120,15 +120,12 @@ def predict(folder: str, text: str, pair: str | None, top: int) -> None:
 
     pipeline = pipeline_of(folder)
     if pipeline == "text-generation":
-        click.echo(go_on(folder, text))
-        return
-    if pipeline == "token-classification":
-        for part in label_words(folder, text):
-            click.echo(f"{part.score:.4f}  {part.name}  {part.words}")
-        return
-    if pipeline == "text-classification":
-        for label in classify(folder, text, top, pair):
-            click.echo(f"{label.score:.4f}  {label.name}")
-        return
-    for answer in fill_mask(folder, text, top):
-        click.echo(f"{answer.score:.4f}  {answer.token!r}  {answer.text}")
+        lines = [go_on(folder, text)]
+    elif pipeline == "token-classification":
+        lines = [f"{part.score:.4f}  {part.name}  {part.words}" for part in label_words(folder, text)]
+    elif pipeline == "text-classification":
+        lines = [f"{label.score:.4f}  {label.name}" for label in classify(folder, text, top, pair)]
+    else:
+        lines = [f"{each.score:.4f}  {each.token!r}  {each.text}" for each in fill_mask(folder, text, top)]
+    for line in lines:
+        click.echo(line)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from training.cli import option, set_option, step_option
-from training.errors import Exit, LostPeer, OutOfMemory, StopRequested, TrainError, is_out_of_memory
+from training.errors import Exit, LostPeer, OutOfMemory, TrainError, is_out_of_memory
 from training.machine import SYSTEM, Machine
 from training.registry import BACKENDS
 from training.telemetry.console import note
@@ -266,9 +266,8 @@ def exit_overdue(rendezvous: Rendezvous, seconds: float, machine: Machine = SYST
 
 
 def print_error(error: TrainError) -> None:
-    """Prints one message on standard error: a stop, a lost peer or another error."""
-    kind = "stopped" if isinstance(error, StopRequested) else "lost peer" if isinstance(error, LostPeer) else "error"
-    note(f"{kind}: {error}")
+    """Prints an error's message on standard error, after its heading."""
+    note(f"{error.heading}{error}")
 
 
 def exit_at_once(code: int, machine: Machine = SYSTEM) -> NoReturn:
