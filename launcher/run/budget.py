@@ -71,13 +71,7 @@ def require_left(session: Session) -> None:
         )
 
 
-def stop(session: Session, attempt: int) -> None:
-    """Says that the budget is spent and requests a stop of the attempt, which `supervise` does. Raises NotRecorded."""
-    session.say(f": the budget is spent ({describe(session)}): stopping it, so that it saves")
-    _record_stop(session, attempt)
-
-
-def _record_stop(session: Session, attempt: int, created: str = "") -> None:
+def request_stop(session: Session, attempt: int, created: str = "") -> None:
     """Appends to the ledger a request to stop the run for its budget; stops nothing itself. `created`: the creation
     time of the slice to delete then ("": as the provider knows it, without asking the API). Raises NotRecorded."""
     stop_seconds, created = session.config.run.stop_seconds, created or session.provider.identity()[0]
@@ -91,7 +85,7 @@ def take_down(session: Session, created: str = "") -> None:
     ledger, attempt = session.ledger, max(0, session.ledger.state.attempt)
     ledger.confirm()
     if not ledger.state.budget_spent:
-        _record_stop(session, attempt, created)
+        request_stop(session, attempt, created)
     stops = [event for event in ledger.events() if isinstance(event, events.RunStopRequested) and event.by_budget]
     with hold_shared(deletion_mark(session.config)):  # from here on no run begins on the slice
         others = runs_on_slice(session.config, session.context.home, session.machine)

@@ -97,12 +97,8 @@ def explain_hang(
     """Returns which host differs, and what it or all hosts wait for, from two samples of their stacks, their newest
     lines of progress, and the seconds since the last progress (0: unknown). None if `second` has no host; a host that
     gave no stacks counts as the one that differs."""
-    hosts: dict[int, _HostLook] = {}
-    for worker, stacks in sorted(second.items()):
-        samples = [sample for sample in (first.get(worker), stacks) if sample is not None and sample.processes]
-        # Without a second sample, as of a host that ended as another one is silent, the first one counts.
-        before = samples[0] if len(samples) > 1 else HostStacks()
-        hosts[worker] = _look(merge_samples(before, samples[-1] if samples else stacks), lines.get(worker))
+    merged = {worker: merge_samples(first.get(worker), stacks) for worker, stacks in sorted(second.items())}
+    hosts = {worker: _look(stacks, lines.get(worker)) for worker, stacks in merged.items()}
     if not hosts:
         return None
     kind, odd, what = _compare(hosts)

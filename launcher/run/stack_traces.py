@@ -144,10 +144,15 @@ def _merge_stacks(threads: Sequence[ThreadStack]) -> list[ThreadStack]:
     return list(merged.values())
 
 
-def merge_samples(first: HostStacks, second: HostStacks) -> HostStacks:
+def merge_samples(first: HostStacks | None, second: HostStacks) -> HostStacks:
     """Returns the second sample of a host's stacks with what only both show: that a process is stuck in the kernel
     (state "D"), that a thread is active, holds Python's lock or starves at the same place, and that pages are read
-    again. Native calls that could not be read then are those of the first sample, at the same place."""
+    again. Native calls that could not be read then are those of the first sample, at the same place. If only one sample
+    has processes, as of a host that ended as another one is silent, that one counts, without what both have to show."""
+    if first is None or not first.processes:
+        first = HostStacks()
+    elif not second.processes:
+        first, second = HostStacks(), first
     stuck = {process.pid for process in first.processes if process.state == "D"}
     before = {(process.pid, thread.name): thread for process in first.processes for thread in process.threads}
 

@@ -16,7 +16,7 @@ from launcher.run import events, specification
 from launcher.run.ledger import NotRecorded
 from launcher.run.session import RunStopped, Session, pull_known, runs_on_slice
 from launcher.run.state import Phase, phase_on_hosts
-from launcher.run.supervise import stop_hosts
+from launcher.run.supervise import end_everywhere
 from launcher.run.verdict import SLICE_DELETED, Cause, Kind, Verdict
 from launcher.tpu_vm import slice_hints
 from training.machine import Queue, format_time, parse_time
@@ -144,14 +144,6 @@ def require_all(reports: Sequence[HostReport], verb: str) -> None:
         f"{len(failed)} of {len(reports)} hosts could not {verb} the container:\n{details}\n"
         "  `tpu-launch ssh --host N` looks there; then run again"
     )
-
-
-def end_everywhere(session: Session, attempt: int, workers: Sequence[int], *, grace: int = 1) -> None:
-    """Ends and removes an attempt's containers on `workers` (SIGKILL after `grace` s). Records Orphaned for the hosts
-    where that failed: the next start on the slice removes these containers."""
-    reports = stop_hosts(session, attempt, workers, grace=grace, remove=True)
-    if left := tuple(report.worker for report in reports if not report.ok):
-        session.ledger.append(events.Orphaned(attempt, session.container(attempt), left))
 
 
 def _reap_orphans(session: Session) -> None:

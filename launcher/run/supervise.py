@@ -7,7 +7,7 @@ if its process is killed, the run goes on, and another process attaches to it.
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.errors import BadInput, LaunchError, from_disk
@@ -91,10 +91,18 @@ def supervise(session: Session, attempt: int) -> Verdict:
     ledger.append(events.Ended(attempt, verdict.kind.value, verdict.cause, verdict.symptoms, last, seconds))
     if verdict.kind not in _NO_POST_MORTEM:
         post_mortem.keep_evidence(session, attempt, reachable, secrets, unknown)
-    reports = stop_hosts(session, attempt, reachable, grace=1, remove=True)
-    if left := tuple(report.worker for report in reports if not report.ok and report.worker not in orphaned):
-        ledger.append(events.Orphaned(attempt, session.container(attempt), left))
+    end_everywhere(session, attempt, reachable, orphaned=orphaned)
     return verdict
+
+
+def end_everywhere(
+    session: Session, attempt: int, workers: Sequence[int], *, grace: int = 1, orphaned: Collection[int] = ()
+) -> None:
+    """Ends and removes an attempt's containers on `workers` (SIGKILL after `grace` s). Records Orphaned for the hosts
+    where that failed, besides those in `orphaned`: the next start on the slice removes these containers."""
+    reports = stop_hosts(session, attempt, workers, grace=grace, remove=True)
+    if left := tuple(report.worker for report in reports if not report.ok and report.worker not in orphaned):
+        session.ledger.append(events.Orphaned(attempt, session.container(attempt), left))
 
 
 def stop_hosts(session: Session, attempt: int, workers: Sequence[int], *, grace: int, remove: bool) -> list[HostReport]:
@@ -362,7 +370,10 @@ class _Supervision:
         if now - self.counted > _COUNT_EVERY and not self.ledger.state.stop_requested:
             self.counted = now
             if budget.is_spent(self.session):
-                budget.stop(self.session, self.attempt)
+                self.session.say(
+                    f": the budget is spent ({budget.describe(self.session)}): stopping it, so that it saves"
+                )
+                budget.request_stop(self.session, self.attempt)
 
     def _poll_all_now(self) -> None:
         """On its first call polls each host not seen to end, in tasks, without waiting on the host: a long poll must
@@ -477,11 +488,11 @@ class _Supervision:
                     self._deliver(observation)
                 problem = observation.problem or ("this machine's disk is full" if log.behind else "")
                 last = self.clock.monotonic() - begun > _FULL_DISK_SECONDS
+            if problem and last:
+                with self.turn:
+                    self.say(f"host {worker}: its last lines may be missing: {problem}")
+                return
             if problem:
-                if last:
-                    with self.turn:
-                        self.say(f"host {worker}: its last lines may be missing: {problem}")
-                    return
                 self.clock.sleep(OBSERVE_EVERY)
                 continue
             page = next_page(observation)
