@@ -32,11 +32,10 @@ from launcher.run.session import Context, Output, Session, find_on_slice, open_s
 from training.machine import shift
 
 _TAIL_BYTES = 2_000_000  # of a log file, to find the lines of the overlap again after a restart
-_PIECE_BYTES = 4_000_000  # of a log file in memory at once; larger than _TAIL_BYTES
+_PIECE_BYTES = 4_000_000  # of a log file in memory at once; larger than _TAIL_BYTES, and than a line (LINE_BYTES)
 _SILENCE_SECONDS = 600.0  # for which `logs -f` waits for a host to answer
 _SUPERVISOR_CONFLICTS = 60  # fetches in a row that find the lock held
 _FOLLOW_EVERY = 1.0  # seconds
-_BLOCK_BYTES = 64_000  # read at once to find the end of the last whole line
 
 
 @dataclass
@@ -174,18 +173,11 @@ class HostLog:
                 raise
 
     def _repair(self) -> None:
-        """Cuts off a last line that a crash left without its end, so that it is delivered again."""
+        """Cuts off a last line that a crash left without its end, so that it is delivered again. Reads only the end of
+        the file, which is longer than any line."""
         with open(self.path, "r+b") as file:
-            end = file.seek(0, os.SEEK_END)
-            while end:
-                start = max(0, end - _BLOCK_BYTES)
-                file.seek(start)
-                newline = file.read(_BLOCK_BYTES).rfind(b"\n")
-                if newline >= 0:
-                    end = start + newline + 1
-                    break
-                end = start
-            file.truncate(end)
+            start = file.seek(max(0, file.seek(0, os.SEEK_END) - _PIECE_BYTES))
+            file.truncate(start + file.read().rfind(b"\n") + 1)
 
 
 def next_page(observation: Observation) -> str:

@@ -48,17 +48,16 @@ def test_reading_goes_on_at_the_offset_and_leaves_an_unfinished_line(tmp_path: P
     st.lists(st.integers(0, 30), max_size=30).map(lambda sizes: [LogLine(stamp(0), "x" * size) for size in sizes]),
     st.sampled_from(["", f"{stamp(0)} unfinished" * 9]),
 )
-def test_a_log_is_read_in_pieces_and_repaired_in_blocks(
+def test_a_log_is_read_in_pieces_and_repaired(
     tmp_path_factory,  # type: ignore[no-untyped-def]
     history: list[LogLine],
     unfinished: str,
 ) -> None:
+    path: Path = tmp_path_factory.mktemp("log") / "host-0.log"
+    path.write_text("".join(f"{line.timestamp} {line.text}\n" for line in history) + unfinished)
+    HostLog(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logs, "_PIECE_BYTES", 50)
-        patch.setattr(logs, "_BLOCK_BYTES", 7)
-        path: Path = tmp_path_factory.mktemp("log") / "host-0.log"
-        path.write_text("".join(f"{line.timestamp} {line.text}\n" for line in history) + unfinished)
-        HostLog(path)
         read: list[LogLine] = []
         offset = 0
         while True:
