@@ -10,17 +10,12 @@ from typing import Any, ClassVar
 
 from launcher.run.verdict import Cause, Kind, Verdict
 
-NOT_STARTED = "not started"
-"""Outcome of an attempt whose containers could not be started on every host."""
-
+NOT_STARTED = "not started"  # outcome of an attempt whose containers could not be started on every host
 INTERRUPTED = "it was interrupted while it was started"
 """Cause of an attempt with that outcome whose launcher was killed: another attempt follows."""
 
-VANISHED = "vanished"
-"""Outcome of an attempt whose containers were missing on every host when they were next observed."""
-
-KINDS: dict[str, type["RunEvent"]] = {}
-"""The class of each kind, by its name."""
+VANISHED = "vanished"  # outcome of an attempt whose containers were missing on every host when they were next observed
+KINDS: dict[str, type["RunEvent"]] = {}  # the class of each kind, by its name
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,12 @@ from launcher.run.start import observe_open_attempt, start_attempt
 from launcher.run.verdict import JOBSET_DELETED, SLICE_DELETED, Kind, Verdict
 from training import storage
 
+_FINAL = {
+    Kind.FINISHED: "finished",
+    Kind.STOPPED: "the run was stopped",
+    Kind.DELETED: "the slice was deleted",
+    Kind.BAD_INPUT: "trying again changes nothing",
+}  # ends that no other attempt follows, with the reason
 _PREEMPTIONS = frozenset({Kind.PREEMPTED, Kind.HOST_LOST, Kind.CONNECTION_LOST, Kind.SAVED})
 _LEAST_OF_CONNECTIONS = 3  # attempts after a lost connection: the slice stays, and a resumed attempt costs little
 _OF_A_HOST = frozenset({Kind.HOST_LOST.value, Kind.FAILED.value})  # outcomes that a single host may have caused
@@ -58,30 +64,21 @@ def decide(verdict: Verdict, spent: Retries, budgets: Retries, *, stop_requested
     after a finished or stopped run, a deleted slice or bad input; at once after a preemption, a lost host or connection
     (for which the budget is 3 at least) or a save that no one asked for; after other failures with a delay that doubles
     (5 to 300 s). Both within their budget."""
-    kind = verdict.kind
-    assert kind.ended
-    if kind is Kind.FINISHED:
-        return Decision(False, "finished")
-    if stop_requested or kind is Kind.STOPPED:
-        return Decision(False, "the run was stopped")
-    if kind is Kind.DELETED:
-        return Decision(False, "the slice was deleted")
-    if kind is Kind.BAD_INPUT:
-        return Decision(False, "trying again changes nothing")
+    assert verdict.kind.ended
+    kind = Kind.STOPPED if stop_requested and verdict.kind is not Kind.FINISHED else verdict.kind
+    if kind in _FINAL:
+        return Decision(False, _FINAL[kind])
     if kind in _PREEMPTIONS:
         least = _LEAST_OF_CONNECTIONS if kind is Kind.CONNECTION_LOST else 0
-        return _retry_within_budget("preemption", spent.preemptions, max(budgets.preemptions, least), 0.0)
-    delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0**spent.failures)
-    return _retry_within_budget("failure", spent.failures, budgets.failures, delay)
-
-
-def _retry_within_budget(word: str, spent: int, budget: int, delay: float) -> Decision:
-    """Returns the decision to retry after `delay` s, or not to: the budget named `word` ("failure", ...) is spent."""
+        word, used, budget, delay = "preemption", spent.preemptions, max(budgets.preemptions, least), 0.0
+    else:
+        word, used, budget = "failure", spent.failures, budgets.failures
+        delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0**used)
     if budget == 0:
         return Decision(False, f"run.{word}_retries is 0")
-    if spent >= budget:
+    if used >= budget:
         return Decision(False, f"the {word} budget is used up ({budget})")
-    return Decision(True, f"{word} {spent + 1} of {budget}", delay)
+    return Decision(True, f"{word} {used + 1} of {budget}", delay)
 
 
 class SliceDeleted(LaunchError):
