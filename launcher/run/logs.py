@@ -69,28 +69,21 @@ class Cursor:
         doubtful = open | {line.timestamp for line in lines if line.text.endswith(CUT)}
         delivered = self.cut | {time for key in self.recent if (time := key.partition(" ")[0]) in doubtful and time}
         lines = [line for line in lines if line.timestamp not in (delivered if line.text.endswith(CUT) else self.cut)]
-        known = Counter[str]()
         edge = shift(self.newest, -LOG_OVERLAP) if self.newest else ""
-        was_open = self.open
+        known, fresh, end_of_known = Counter[str](), [], self._end_of_known(lines)
+        for index, line in enumerate(lines):
+            key = f"{line.timestamp} {line.text}"
+            if end_of_known is not None and index >= end_of_known:
+                fresh.append(line)  # its time may be old: the host's clock stepped back, or it was open
+            elif line.timestamp in self.open or (end_of_known is None and line.timestamp >= edge):
+                if known[key] < self.recent[key]:
+                    known[key] += 1
+                else:
+                    fresh.append(line)
         seen = max([*open, *(line.timestamp for line in lines)], default="")
         begun = {time for time in open if time >= edge and time not in delivered}
         # An older observation does not show lines that began after it.
-        self.open = frozenset(begun | {time for time in was_open if time in open or time > seen})
-        end_of_known = self._end_of_known(lines)
-        fresh = []
-        for index, line in enumerate(lines):
-            key = f"{line.timestamp} {line.text}"
-            if end_of_known is not None or line.timestamp < edge:
-                # New after the last delivered line. Its time may be old: the host's clock stepped back, or it was open.
-                if end_of_known is not None and index >= end_of_known:
-                    fresh.append(line)
-                    continue
-                if line.timestamp not in was_open:
-                    continue
-            if known[key] < self.recent[key]:
-                known[key] += 1
-            else:
-                fresh.append(line)
+        self.open = frozenset(begun | {time for time in self.open if time in open or time > seen})
         for line in fresh:
             self.last = f"{line.timestamp} {line.text}"
             self.recent[self.last] += 1
