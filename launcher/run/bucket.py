@@ -50,8 +50,7 @@ class LeaseState:
 
     holder: str  # the supervisor's name; empty after it has released the lease
     generation: int
-    age: float | None
-    """Seconds since its last renewal, by the bucket's clock; None if the bucket's answers have no time."""
+    age: float | None  # seconds since its renewal, by the bucket's clock; None if the bucket's answers have no time
 
     @property
     def is_live(self) -> bool:

@@ -45,13 +45,11 @@ class RunRequest:
     """The arguments of one `tpu-launch run`."""
 
     config: Config
-    run_id: str | None = None
-    """The run to resume; None for the newest unfinished one of the slice with the same configuration hash."""
+    run_id: str | None = None  # to resume; None: the slice's newest unfinished one of the same configuration hash
     new: bool = False  # start a new run even if one could be resumed
     env_file: Path | None = None
     overlay: str | None = None  # FOLDER=TARGET
-    sync: str | None = None
-    """FOLDER[=TARGET]: stop the attempt that runs, and start the next one with the folder's changed files."""
+    sync: str | None = None  # FOLDER[=TARGET]: stop the attempt that runs, start the next one with its changed files
     preflight: bool = True  # refuse a step that preflight found too large
 
 

@@ -61,9 +61,8 @@ class RunRecord:
     config_hash: str
     created: float
     provider: str
-    bucket: str = ""
-    """URL of the launcher's folder of the run in its bucket; empty where the ledger is on this machine only."""
-    user: str = ""
+    bucket: str = ""  # URL of the run's launcher folder in its bucket; empty where the ledger is on this machine only
+    user: str = ""  # as `account`
     account: str = ""  # the owner (launcher.workstation) in the labels of the run's slices; empty without a bucket
 
 

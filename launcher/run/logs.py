@@ -44,9 +44,9 @@ class Cursor:
     one object, because a second may hold 100,000."""
 
     newest: str = ""  # the latest time of a delivered line
-    recent: Counter[str] = field(default_factory=Counter)
-    """How often each line of the overlap, and the last line, was delivered."""
-
+    recent: Counter[str] = field(
+        default_factory=Counter
+    )  # how often lines of the overlap, and the last, were delivered
     last: str | None = None  # the line that was delivered last; not the newest after a host's clock stepped back
     open: frozenset[str] = frozenset()  # times of lines that have begun and not ended
     cut: frozenset[str] = frozenset()  # times of lines that were cut: their other parts are not delivered

@@ -74,9 +74,7 @@ class HostStacks:
     processes: Sequence[ProcessStacks] = ()
     sources: Mapping[tuple[str, int], str] = field(default_factory=dict)
     problem: str = ""  # the output's last line, if there was no process in it
-    memory: str = ""
-    """How the host is short of memory, as a predicate: "has 0.2 of 188.0 GiB of its memory left"; "" if it is not."""
-
+    memory: str = ""  # how the host is short of it: "has 0.2 of 188.0 GiB of its memory left"; "" if it is not
     refaults: tuple[int, int] = (-1, -1)
     """Pages so far that were read again, or swapped in, after the kernel had evicted them for lack of memory, before
     and after the stacks were taken; -1: unknown."""

@@ -43,17 +43,14 @@ class RunState:
 
     phase: Phase = Phase.NEW
     last_attempt: events.AttemptBegan | None = None
-    outcome: str | None = None
-    """How the last attempt ended ("finished", "host lost", ...); None while it is open, and before the first."""
+    outcome: str | None = None  # how the last attempt ended ("finished", ...); None while it is open, and without one
     stops: int = 0  # how many stops were requested in the whole run
     acknowledged_stops: int = 0  # how many of them had been requested when `tpu-launch run` was last asked for
     orphans: tuple[events.Orphaned, ...] = ()  # containers that may still be on hosts, and that were not removed since
     recovering: events.Recovering | None = None
     """The recovery that was begun, and has neither started an attempt on all hosts nor been given up or stopped."""
 
-    budget_spent: bool = False
-    """Whether the end of run.budget stopped the run last, and its slice is not known to be deleted."""
-
+    budget_spent: bool = False  # whether run.budget stopped the run last, and its slice is not known to be deleted
     supervisions: int = 0  # how many times a process took the run's lease
     supervisor: str = ""  # the last of them
 
