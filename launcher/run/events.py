@@ -6,7 +6,7 @@ ledgers are kept.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, dataclass_transform
 
 from launcher.run.verdict import Cause, Kind, Verdict
 
@@ -15,32 +15,35 @@ INTERRUPTED = "it was interrupted while it was started"
 """Cause of an attempt with that outcome whose launcher was killed: another attempt follows."""
 
 VANISHED = "vanished"  # outcome of an attempt whose containers were missing on every host when they were next observed
-KINDS: dict[str, type["RunEvent"]] = {}  # the class of each kind, by its name
+KINDS: dict[str, type[Any]] = {}  # the class of each kind, by its name
 
 
-@dataclass(frozen=True)
-class RunEvent:
-    """Base of all kinds. The comment behind a field is its text in the reference."""
+@dataclass_transform(frozen_default=True)
+class _FrozenEvent:
+    """Makes each subclass a frozen dataclass."""
 
     kind: ClassVar[str]
 
-    attempt: int  # number of the attempt that the event belongs to, from 0
-
     def __init_subclass__(cls, kind: str | None = None) -> None:
         """Sets the class's `kind`, and registers the class in KINDS; a base of several kinds has none."""
+        dataclass(frozen=True)(cls)
         if kind is not None:
             cls.kind = kind
             KINDS[kind] = cls
 
 
-@dataclass(frozen=True)
+class RunEvent(_FrozenEvent):
+    """Base of all kinds. The comment behind a field is its text in the reference."""
+
+    attempt: int  # number of the attempt that the event belongs to, from 0
+
+
 class HostEvent(RunEvent):
     """Base of the kinds that concern one host."""
 
     host: int  # worker index
 
 
-@dataclass(frozen=True)
 class EndEvent(RunEvent):
     """Base of the kinds that say how an attempt ends."""
 
@@ -58,7 +61,6 @@ class EndEvent(RunEvent):
         return Verdict(kinds[0], self.cause, self.symptoms) if kinds else None
 
 
-@dataclass(frozen=True)
 class AttemptBegan(RunEvent, kind="attempt"):
     """An attempt is about to be started on all hosts."""
 
@@ -71,7 +73,6 @@ class AttemptBegan(RunEvent, kind="attempt"):
     dollars_an_hour: float | None = None  # its list price; null when it is not known
 
 
-@dataclass(frozen=True)
 class Started(RunEvent, kind="started"):
     """The containers were started on all hosts."""
 
@@ -80,12 +81,10 @@ class Started(RunEvent, kind="started"):
     address: str = ""  # address of the slice's host 0
 
 
-@dataclass(frozen=True)
 class Judged(EndEvent, kind="judged"):
     """How the attempt ends, before its containers are ended: the next supervisor goes on with it after a kill."""
 
 
-@dataclass(frozen=True)
 class Ended(EndEvent, kind="ended"):
     """The attempt is over."""
 
@@ -93,21 +92,18 @@ class Ended(EndEvent, kind="ended"):
     step_seconds: float | None = None  # median seconds of its last steps; null where it told none
 
 
-@dataclass(frozen=True)
 class Requested(RunEvent, kind="requested"):
     """`tpu-launch run` was asked to start or resume the run. Stops that were requested before no longer count."""
 
     stops: int  # how many stops had been requested by then; one beyond that number counts, wherever its line is
 
 
-@dataclass(frozen=True)
 class Supervised(RunEvent, kind="supervised"):
     """A process took the lease of the run: events of the supervisor before it are refused from here on."""
 
     holder: str  # name of the supervisor's machine, and a number that no other supervisor has
 
 
-@dataclass(frozen=True)
 class RunStopRequested(RunEvent, kind="stop"):
     """The run was stopped (`tpu-launch stop`, `down`, the end of its budget). No attempt follows until the next
     `tpu-launch run`."""
@@ -117,7 +113,6 @@ class RunStopRequested(RunEvent, kind="stop"):
     slice_created: str = ""  # when that slice was created (RFC 3339; empty: not known); another one is left alone
 
 
-@dataclass(frozen=True)
 class HostStopped(HostEvent, kind="stopped"):
     """A host was told to end its container because the attempt had failed."""
 
@@ -125,19 +120,16 @@ class HostStopped(HostEvent, kind="stopped"):
     detail: str  # the problem, if there was one
 
 
-@dataclass(frozen=True)
 class HostOutOfReach(HostEvent, kind="host out of reach"):
     """A host stopped answering."""
 
     problem: str  # why the host could not be reached
 
 
-@dataclass(frozen=True)
 class HostBack(HostEvent, kind="host back"):
     """A host that was out of reach answers again."""
 
 
-@dataclass(frozen=True)
 class StragglerFound(HostEvent, kind="straggler"):
     """A host takes longer than the others in a part of the step, over several windows of half a minute."""
 
@@ -146,14 +138,12 @@ class StragglerFound(HostEvent, kind="straggler"):
     step: int  # step of the host when it was found
 
 
-@dataclass(frozen=True)
 class StragglerGone(HostEvent, kind="no straggler"):
     """A host that was a straggler is as fast as the others again."""
 
     part: str  # as in `straggler`
 
 
-@dataclass(frozen=True)
 class HostEnded(HostEvent, kind="host ended"):
     """The container of a host ended, or is gone."""
 
@@ -163,7 +153,6 @@ class HostEnded(HostEvent, kind="host ended"):
     finished_at: str = ""  # when it ended (RFC 3339, the host's clock); empty when that is not known
 
 
-@dataclass(frozen=True)
 class Recovering(RunEvent, kind="recover"):
     """Another attempt will follow. It counts against a retry budget of the run."""
 
@@ -172,7 +161,6 @@ class Recovering(RunEvent, kind="recover"):
     delay: float  # seconds to wait first
 
 
-@dataclass(frozen=True)
 class RoundFailed(RunEvent, kind="not recovered yet"):
     """A round of a recovery (make the slice READY, start the attempt on all hosts) failed; another round follows."""
 
@@ -181,7 +169,6 @@ class RoundFailed(RunEvent, kind="not recovered yet"):
     delay: float  # seconds to wait first
 
 
-@dataclass(frozen=True)
 class RecoveryGivenUp(RunEvent, kind="not recovered"):
     """A recovery was given up after a failed round, or the slice was deleted because run.budget is spent: no attempt
     follows until the next `tpu-launch run`."""
@@ -190,14 +177,12 @@ class RecoveryGivenUp(RunEvent, kind="not recovered"):
     reason: str  # why no other round follows
 
 
-@dataclass(frozen=True)
 class Recovered(RunEvent, kind="recovered"):
     """The attempt after a recovery has started."""
 
     seconds: Mapping[str, float]  # since the previous attempt ended, by phase: delay (with failed rounds), slice, start
 
 
-@dataclass(frozen=True)
 class SliceReplaced(RunEvent, kind="replaced"):
     """The slice is deleted in order to be recreated: one host failed repeatedly, or hosts could not be contacted."""
 
@@ -206,14 +191,12 @@ class SliceReplaced(RunEvent, kind="replaced"):
     slice_created: str = ""  # as in `stop`
 
 
-@dataclass(frozen=True)
 class PostMortemWritten(RunEvent, kind="post-mortem"):
     """A post-mortem archive of logs and state was written."""
 
     path: str  # path of the archive
 
 
-@dataclass(frozen=True)
 class Orphaned(RunEvent, kind="orphaned"):
     """The attempt ended, and on some hosts its container may still exist: they could not be reached."""
 
@@ -221,7 +204,6 @@ class Orphaned(RunEvent, kind="orphaned"):
     hosts: tuple[int, ...]  # worker indices
 
 
-@dataclass(frozen=True)
 class Reaped(RunEvent, kind="reaped"):
     """Orphaned containers of an attempt were removed."""
 
