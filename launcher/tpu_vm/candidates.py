@@ -22,7 +22,7 @@ from launcher.gcloud import Backoff, Conflict, QuotaExceeded, Refused, Stockout
 from launcher.provider import SliceState
 from launcher.shell import Result
 from launcher.tpu_vm import creation, deletion, requests, slice_hints, slices
-from launcher.tpu_vm.requests import Recorded, RequestRecord, place_of
+from launcher.tpu_vm.requests import Recorded, RequestRecord
 from launcher.tpu_vm.slices import NotOurs
 from launcher.workstation import CheckedClock, Owner, Workstation
 from training import storage
@@ -254,7 +254,7 @@ class Race:
         """Starts the thread that creates a request's slice, and keeps its entry, whose `over` ends the thread."""
         over = self.machine.threads.event()
         machine = while_open(self.record, request, self.machine, over.is_set)
-        placed = place_of(self.config, request)
+        placed = self.config.placed(request.candidate, request.node)
         answer = self.machine.threads.submit(self._create, placed, machine)
         self.entries[request.candidate] = _Entry(request, over, self.machine.clock.monotonic(), answer)
 
@@ -371,7 +371,7 @@ class Race:
     def _delete(self, doomed: Sequence[Recorded], entries: Sequence[_Entry]) -> None:
         """Deletes the requests' nodes and queued resources, again until the threads of `entries` have ended, and
         records the end. If that fails (for five minutes, if it may pass), only tells the user and leaves them open."""
-        places = [place_of(self.config, request) for request in doomed]
+        places = [self.config.placed(request.candidate, request.node) for request in doomed]
         names = ", ".join(str(request.candidate) for request in doomed)
         self.say(f"withdrawing {names}")
         clock = self.patient.clock

@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher import home
@@ -154,20 +154,16 @@ class ConnectionPool:
         """Runs a script on a host, once, and passes each line of its output to `on_line` as it comes; its standard
         input ends with the connection. Returns a result without output, `refused` only if nothing can have run.
         Failures and `timeout` are as for `run`."""
-        has_begun = False
 
         def follow(connection: HostConnection) -> HostResult:
-            nonlocal has_begun
-            has_begun = True
-            code = connection.follow(f"sh -c {shlex.quote(script)}", timeout=timeout, on_line=on_line)
-            return HostResult(worker, code)
+            command = f"sh -c {shlex.quote(script)}"
+            return HostResult(worker, connection.follow(command, timeout=timeout, on_line=on_line))
 
-        result = self._try(worker, follow, f"no end within {timeout:.0f} s")
-        return replace(result, refused=result.refused and not has_begun)
+        return self._try(worker, follow, f"no end within {timeout:.0f} s")
 
     def _try(self, worker: int, command: Callable[[HostConnection], HostResult], late: str) -> HostResult:
-        """Runs a command once over a host's connection, which it opens if needed and closes after a failure. `late`:
-        the problem when the command does not end in time."""
+        """Runs a command once over a host's connection, which it opens if needed and closes after a failure. A result
+        is `refused` only if the command can't have begun. `late`: the problem when it does not end in time."""
         connection: HostConnection | None = None
         try:
             connection = self._connect(worker)
@@ -175,7 +171,7 @@ class ConnectionPool:
         except TimeoutError:
             failed = HostResult(worker, None, problem=late, timed_out=True)
         except ConnectionFailed as error:
-            failed = HostResult(worker, None, problem=str(error), refused=error.refused)
+            failed = HostResult(worker, None, problem=str(error), refused=error.refused and connection is None)
         if connection is not None:
             connection.close()
         return failed

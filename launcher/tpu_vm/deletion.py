@@ -11,7 +11,7 @@ from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud import DELETE_SECONDS, Look, Retry, delete_until_gone
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, queued, requests, slice_hints, slices
-from launcher.tpu_vm.requests import RequestRecord, place_of
+from launcher.tpu_vm.requests import RequestRecord
 from launcher.tpu_vm.slices import NotOurs, Request
 from launcher.workstation import Workstation
 
@@ -35,7 +35,8 @@ def delete(config: Config, say: Say, machine: Workstation) -> bool:
     record = RequestRecord(config)
     left = record.open()
     places = {(place.zone, place.node): place for place in map(config.placed, config.all_candidates)}
-    places |= {(request.candidate.zone, request.node): place_of(config, request) for request in left}
+    for request in left:  # perhaps of a candidate that the file does not name any more
+        places[request.candidate.zone, request.node] = config.placed(request.candidate, request.node)
     deleted = delete_places(config, list(places.values()), say, machine)
     record.end(left, requests.DELETED, machine.clock.time())
     slice_hints.forget(config)

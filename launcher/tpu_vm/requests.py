@@ -40,8 +40,7 @@ class Recorded:
 
     number: int
     candidate: Candidate
-    node: str
-    """Name of the node that was asked for."""
+    node: str  # that was asked for
     asked: float
     granted: float | None = None
     ended: float | None = None
@@ -51,11 +50,6 @@ class Recorded:
         """Returns its outcome in words, such as "granted after 12 s, taken away" or "open"."""
         waited = f"granted after {self.granted - self.asked:.0f} s" if self.granted is not None else ""
         return ", ".join(filter(None, [waited, self.outcome])) or "open"
-
-
-def place_of(config: Config, request: Recorded) -> Config:
-    """Returns the configuration of a recorded request, also of one that the file does not name any more."""
-    return config.placed(request.candidate, node=request.node)
 
 
 def median_seconds_to_grant(requests: Sequence[Recorded]) -> float | None:
