@@ -92,6 +92,7 @@ def _resolve_image(config: Config, given: str | None) -> str:
 def _values(work: Workload) -> dict[str, Any]:
     """Returns the values of jobset.yaml."""
     config, attempt, slice_ = work.config, work.attempt, work.config.accelerator
+    user, _, group = (attempt.user or "").partition(":")
     return {
         "work": work,
         "attempt": attempt,
@@ -120,22 +121,14 @@ def _values(work: Workload) -> dict[str, Any]:
         "progress_variable": FILE_VARIABLE,
         "progress_file": FILE,
         "grace": workload.grace_seconds(config),
-        "pod_security": _pod_security(attempt.user or "0", config.gke.privileged),
+        "user": int(user or 0),
+        "has_group": bool(group),
+        "group": int(group or 0),
         "needs_token": config.gke.service_account or config.gke.gcsfuse,
         "config_folder": CONFIG_FOLDER,
         "files": {name: content.decode() for name, content in attempt.files.items()},
         "shm_size": attempt.shm_size[:-1] + {"k": "Ki", "m": "Mi", "g": "Gi"}[attempt.shm_size[-1]],  # Docker's "16g"
         "compile_cache": COMPILE_CACHE_FOLDER,
-    }
-
-
-def _pod_security(user: str, privileged: bool) -> dict[str, Any]:
-    """Returns the pod's securityContext for "UID" or "UID:GID", with seccomp unless gke.privileged."""
-    uid, _, gid = user.partition(":")
-    return {
-        "runAsUser": int(uid),
-        **({"runAsGroup": int(gid)} if gid else {}),
-        **({} if privileged else {"seccompProfile": {"type": "RuntimeDefault"}}),
     }
 
 
