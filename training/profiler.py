@@ -60,7 +60,7 @@ def folder_of(worker: int) -> Path:
     return Path(tempfile.gettempdir()) / "tpu-train-profile" / str(worker)
 
 
-class Profiler:
+class Profiler(contextlib.AbstractContextManager["Profiler"]):
     """The trainer's side: looks for a request before every step, and records the requested steps."""
 
     def __init__(
@@ -115,9 +115,6 @@ class Profiler:
         """Stops the recording once the results of its last step were read; a thread then uploads the profile."""
         if self._recording and self._finished() >= self._recording.last:
             self._end(self._recording, self._recording.last)
-
-    def __enter__(self) -> Profiler:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Ends a profile with the steps so far, waits at most 10 s for its upload, and removes the process id."""

@@ -45,16 +45,13 @@ def weights_crc32c(backend: Backend, worker: int) -> dict[str, str]:
     """Returns checksums, 8 hexadecimal digits. If each host holds all weights: {"": that of all in the order of their
     names}. Else that of each slice that host `worker` holds, by tensor name and place (`key_in_part`)."""
     specs = {name: spec for name, spec in sorted(backend.tensor_specs().items()) if name.startswith(export.PREFIX)}
-    if is_held_by_each_host(backend):
-        sizes = {name: spec.size for name, spec in specs.items()}
-    else:
-        split = {name: slices for name, slices in backend.state_slices().items() if name in specs}
-        held = {name: [each.box for each in slices if worker in each.hosts] for name, slices in split.items()}
-        sizes = {
-            key_in_part(name, box, spec.shape): spec.size * box.elements // math.prod(spec.shape)
-            for name, spec in specs.items()
-            for box in held.get(name, [whole(spec.shape)])
-        }
+    split = {} if is_held_by_each_host(backend) else backend.state_slices()
+    held = {name: [each.box for each in slices if worker in each.hosts] for name, slices in split.items()}
+    sizes = {
+        key_in_part(name, box, spec.shape): spec.size * box.elements // max(1, math.prod(spec.shape))
+        for name, spec in specs.items()
+        for box in held.get(name, [whole(spec.shape)])
+    }
     checksums, crc = dict[str, str](), 0
     for keys in in_batches(sizes):
         tensors = {key: bytearray(sizes[key]) for key in keys}
@@ -62,7 +59,7 @@ def weights_crc32c(backend: Backend, worker: int) -> dict[str, str]:
         for key, data in tensors.items():
             crc = int(google_crc32c.extend(crc, bytes(data)))
             checksums[key] = f"{google_crc32c.value(bytes(data)):08x}"
-    return {"": f"{crc:08x}"} if is_held_by_each_host(backend) else checksums
+    return checksums if split else {"": f"{crc:08x}"}
 
 
 def is_held_by_each_host(backend: Backend) -> bool:

@@ -41,12 +41,12 @@ COMMANDS = (  # name, where it is below launcher.cli, short help
     ("preflight", "plan:preflight", "Compile the step with the TPU compiler: does it fit, what does it cost?"),
     ("rehearsal", "rehearsal:rehearsal", "Rehearse a whole run on an emulated slice."),
     ("run", "run:run", "Start the container on every host and watch it; resume a run."),
-    ("ssh", "ssh:ssh", "Open a shell on a host, or run a command there."),
+    ("ssh", "live:ssh", "Open a shell on a host, or run a command there."),
     ("status", "run:status", "Show the slice, its newest run, and what each host is doing."),
     ("stop", "run:stop", "Stop the run's containers on every host."),
     ("supervise", "supervise:supervise", "Go on with unfinished runs of a bucket that nothing supervises."),
     ("top", "live:top", "Watch a run in the terminal: loss curve, hosts, memory, cost."),
-    ("tunnel", "ssh:tunnel", "Make a port of a host reachable on this machine."),
+    ("tunnel", "live:tunnel", "Make a port of a host reachable on this machine."),
     ("up", "slices:up", "Create the slice and wait until every host answers."),
 )
 

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from launcher.cli.ssh import remote_script
+from launcher.cli.live import remote_script
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.provider import CommandReport
 from launcher.providers import this_machine

@@ -200,8 +200,7 @@ def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]])
     signals; after SIGTERM or SIGINT waits for all processes without limit."""
     output = threading.Lock()
     ranks: list[RankProcess] = []
-    requested: list[int] = []
-    with _forwarding(ranks, requested):
+    with _forwarding(ranks) as requested:
         for environment in environments:
             ranks.append(RankProcess(command, environment, output))
         for rank in ranks if requested else ():  # a signal came while they were started
@@ -256,9 +255,10 @@ def _await_failure(ranks: Sequence[RankProcess]) -> RankProcess | None:
 
 
 @contextlib.contextmanager
-def _forwarding(ranks: Sequence[RankProcess], requested: list[int]) -> Iterator[None]:
-    """Forwards SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 to `ranks`, a list that may grow, during the block. Appends SIGTERM
-    and SIGINT to `requested`. Restores the former handlers."""
+def _forwarding(ranks: Sequence[RankProcess]) -> Iterator[list[int]]:
+    """Forwards SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 to `ranks`, a list that may grow, during the block. Yields a list,
+    to which SIGTERM and SIGINT are appended. Restores the former handlers."""
+    requested: list[int] = []
 
     def forward(number: int, _frame: FrameType | None) -> None:
         if number in (signal.SIGTERM, signal.SIGINT):
@@ -269,7 +269,7 @@ def _forwarding(ranks: Sequence[RankProcess], requested: list[int]) -> Iterator[
 
     before = {number: signal.signal(number, forward) for number in _FORWARDED}
     try:
-        yield
+        yield requested
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
