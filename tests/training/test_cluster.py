@@ -104,7 +104,7 @@ def test_both_formats_of_the_metadata(text: str, addresses: tuple[str, ...]) -> 
     assert parse_endpoints(text) == addresses
     last = len(addresses) - 1
     known = {"worker-network-endpoints": text, "agent-worker-number": str(last), "accelerator-type": "v4-16"}
-    assert cluster_module.from_metadata(known.get, {}) == Cluster(last, addresses, "v4-16")
+    assert from_environment(cluster_module.metadata_variables(known.get)) == Cluster(last, addresses, "v4-16")
 
 
 @pytest.mark.parametrize(

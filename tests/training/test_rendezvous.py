@@ -373,8 +373,9 @@ def test_a_host_is_lost_unless_it_said_goodbye(last_words: bytes, why_lost: str 
     server = RendezvousServer(cluster, 4.0, Machine(network=Mock(), threads=Mock()))
     protocol = server._protocol
     assert protocol.state.connect(1, Identity("r", 0, 2), 0.0) is None
-    protocol._peers[7], protocol._connections[1] = _Sender(LineBuffer(HOST_BYTES), "", 0.0, worker=1), 7
-    server._connections[7] = _Peer(7, reset)
-    server._perform([(7, b"news\n")])
+    peer = _Peer(reset)
+    protocol._peers[peer], protocol._connections[1] = _Sender(LineBuffer(HOST_BYTES), "", 0.0, worker=1), peer
+    server._connections[peer] = None
+    server._perform([(peer, b"news\n")])
     assert server._connections == {}
     assert protocol.state.lost == why_lost

@@ -95,35 +95,51 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
     return entries
 
 
-def from_environment(environment: Mapping[str, str]) -> Cluster | None:
-    """Returns the cluster of TPU_WORKER_HOSTNAMES (else TPU_LAUNCH_HOST_NAME, else localhost) and TPU_WORKER_ID (else
-    JOB_COMPLETION_INDEX, else 0); None if neither hosts nor worker are set. Raises BadInput for bad values."""
-    names = parse_hostnames(environment.get("TPU_WORKER_HOSTNAMES", "")) or _names_from_pattern(environment)
+def from_environment(environment: Mapping[str, str]) -> Cluster:
+    """Returns the cluster of TPU_WORKER_HOSTNAMES (else TPU_LAUNCH_HOST_NAME, else localhost), TPU_WORKER_ID (else
+    JOB_COMPLETION_INDEX, else 0), TPU_ACCELERATOR_TYPE and, with defaults, the TPU_LAUNCH variables: run id, attempt,
+    ports and secret. Raises BadInput for bad values, and if the worker has no address."""
+    addresses = _find_names(environment) or ("localhost",)
     variable = "TPU_WORKER_ID" if environment.get("TPU_WORKER_ID") else "JOB_COMPLETION_INDEX"
-    if not names and not environment.get(variable):
-        return None
     worker = _parse_variable(environment, variable, "0")
-    return _make_cluster(worker, names or ("localhost",), environment.get("TPU_ACCELERATOR_TYPE") or None, environment)
+    if worker >= len(addresses):
+        raise BadInput(
+            f"this host is worker {worker}, but only {len(addresses)} host(s) are known: {', '.join(addresses)}; check "
+            "TPU_WORKER_ID and TPU_WORKER_HOSTNAMES"
+        )
+    return Cluster(
+        worker=worker,
+        addresses=addresses,
+        accelerator_type=environment.get("TPU_ACCELERATOR_TYPE") or None,
+        run_id=environment.get("TPU_LAUNCH_RUN_ID") or "local",
+        attempt=_parse_variable(environment, "TPU_LAUNCH_ATTEMPT", "0"),
+        rendezvous_port=_parse_variable(environment, "TPU_LAUNCH_RENDEZVOUS_PORT", str(RENDEZVOUS_PORT), 65535),
+        gloo_port=_parse_variable(environment, "TPU_LAUNCH_GLOO_PORT", str(GLOO_PORT), 65535),
+        secret=_read_secret(environment),
+    )
 
 
-def _names_from_pattern(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the names of a Kubernetes Job's hosts: TPU_LAUNCH_HOST_NAME with 0 to TPU_LAUNCH_HOSTS - 1 for its `*`;
-    () if it is not set. Raises BadInput for a bad TPU_LAUNCH_HOSTS."""
-    pattern = environment.get("TPU_LAUNCH_HOST_NAME", "")
-    if not pattern:
-        return ()
+def _find_names(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the addresses of TPU_WORKER_HOSTNAMES; else the names of a Kubernetes Job's hosts, TPU_LAUNCH_HOST_NAME
+    with 0 to TPU_LAUNCH_HOSTS - 1 for its `*`; () if neither is set. Raises BadInput for a bad TPU_LAUNCH_HOSTS."""
+    names, pattern = environment.get("TPU_WORKER_HOSTNAMES", ""), environment.get("TPU_LAUNCH_HOST_NAME", "")
+    if parse_hostnames(names) or not pattern:
+        return parse_hostnames(names)
     hosts = _parse_variable(environment, "TPU_LAUNCH_HOSTS", "", 65536)
     return tuple(pattern.replace("*", str(worker)) for worker in range(hosts))
 
 
-def from_metadata(read: Callable[[str], str | None], environment: Mapping[str, str]) -> Cluster | None:
-    """Returns the cluster that the metadata server describes, this host worker 0 if it does not say; None if it lists
-    no hosts. `read(key)` returns an attribute or None. Raises BadInput for a bad value, also in `environment`."""
+def metadata_variables(read: Callable[[str], str | None]) -> dict[str, str]:
+    """Returns the variables for `from_environment` that the metadata server knows; {} if it lists no hosts.
+    `read(key)` returns an attribute or None."""
     endpoints = read("worker-network-endpoints")
     if not endpoints:
-        return None
-    worker = _parse_number("metadata attribute agent-worker-number", read("agent-worker-number") or "0")
-    return _make_cluster(worker, parse_endpoints(endpoints), read("accelerator-type"), environment)
+        return {}
+    return {
+        "TPU_WORKER_HOSTNAMES": ",".join(parse_endpoints(endpoints)),
+        "TPU_WORKER_ID": read("agent-worker-number") or "0",
+        "TPU_ACCELERATOR_TYPE": read("accelerator-type") or "",
+    }
 
 
 def discover(environment: Mapping[str, str] | None = None) -> Cluster:
@@ -131,10 +147,11 @@ def discover(environment: Mapping[str, str] | None = None) -> Cluster:
     the metadata server, if it answers; else this host alone. Raises BadInput for bad values or a server's HTTP
     error."""
     environment = os.environ if environment is None else environment
-    cluster = from_environment(environment)
-    if cluster is None and device_kind(environment) == "TPU" and not environment.get("TPU_SKIP_MDS_QUERY"):
-        cluster = from_metadata(_read_metadata, environment)
-    return cluster or _make_cluster(0, ("localhost",), environment.get("TPU_ACCELERATOR_TYPE") or None, environment)
+    is_told = any(environment.get(name) for name in ("TPU_WORKER_ID", "JOB_COMPLETION_INDEX"))
+    if not is_told and not _find_names(environment) and device_kind(environment) == "TPU":
+        known = {} if environment.get("TPU_SKIP_MDS_QUERY") else metadata_variables(_read_metadata)
+        environment = {**environment, **known}
+    return from_environment(environment)
 
 
 def device_kind(environment: Mapping[str, str] | None = None) -> str:
@@ -229,28 +246,6 @@ def tensorflow_plugin() -> dict[str, str]:
     }
 
 
-def _make_cluster(
-    worker: int, addresses: tuple[str, ...], accelerator_type: str | None, environment: Mapping[str, str]
-) -> Cluster:
-    """Returns a cluster with the run id, attempt, ports and secret of `environment`'s TPU_LAUNCH variables, or else the
-    defaults. Raises BadInput if one is bad or `worker` has no address."""
-    if worker >= len(addresses):
-        raise BadInput(
-            f"this host is worker {worker}, but only {len(addresses)} host(s) are known: {', '.join(addresses)}; check "
-            "TPU_WORKER_ID and TPU_WORKER_HOSTNAMES"
-        )
-    return Cluster(
-        worker=worker,
-        addresses=addresses,
-        accelerator_type=accelerator_type,
-        run_id=environment.get("TPU_LAUNCH_RUN_ID") or "local",
-        attempt=_parse_variable(environment, "TPU_LAUNCH_ATTEMPT", "0"),
-        rendezvous_port=_parse_variable(environment, "TPU_LAUNCH_RENDEZVOUS_PORT", str(RENDEZVOUS_PORT), 65535),
-        gloo_port=_parse_variable(environment, "TPU_LAUNCH_GLOO_PORT", str(GLOO_PORT), 65535),
-        secret=_read_secret(environment),
-    )
-
-
 def _read_secret(environment: Mapping[str, str]) -> bytes:
     """Returns TPU_LAUNCH_SECRET without blanks around it, b"" if not set. Raises BadInput below 16 characters."""
     secret = environment.get(SECRET_VARIABLE, "").strip()  # a file ends with a line end
@@ -263,11 +258,7 @@ def _read_secret(environment: Mapping[str, str]) -> bytes:
 
 def _parse_variable(environment: Mapping[str, str], name: str, default: str, largest: int = 999_999_999) -> int:
     """Returns the whole number in a variable, or else `default`. Raises BadInput unless it is from 0 to `largest`."""
-    return _parse_number(name, environment.get(name) or default, largest)
-
-
-def _parse_number(name: str, text: str, largest: int = 999_999_999) -> int:
-    """Returns a whole number from 0 to `largest`. Raises BadInput, which names the variable, for any other text."""
+    text = environment.get(name) or default
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) > largest:
         raise BadInput(f"{name} is {text!r:.80}; it must be a whole number of at most {largest}")
     return int(text)

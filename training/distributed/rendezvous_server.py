@@ -26,7 +26,6 @@ _CHUNK = 1 << 16
 
 @dataclass(eq=False)
 class _Peer:
-    number: int
     socket: Connection
     unsent: deque[memoryview] = field(default_factory=deque)
     watched_for_writing: bool = False
@@ -41,9 +40,8 @@ class RendezvousServer:
         self._lost_seconds = lost_seconds
         self._machine, self._clock = machine, machine.clock.monotonic
         self._stop = machine.threads.event()
-        self._connections: dict[int, _Peer] = {}
+        self._connections: dict[_Peer, None] = {}  # an ordered set
         self._exchange: dict[int, Connection] = {}  # by worker, until `take_exchange`
-        self._opened = 0
         self._listener = machine.network.listen(cluster.addresses[0], cluster.rendezvous_port)
         self._listener.settimeout(0.0)
         self._selector = machine.network.selector()
@@ -98,7 +96,7 @@ class RendezvousServer:
             _warn(f"failed: {describe_error(error)}")
         finally:
             self._listener.close()
-            for connection in (*(peer.socket for peer in self._connections.values()), *self._exchange.values()):
+            for connection in (*(peer.socket for peer in self._connections), *self._exchange.values()):
                 connection.close()
             self._selector.close()
 
@@ -125,46 +123,41 @@ class RendezvousServer:
             except OSError:
                 accepted.close()  # already broken
                 continue
-            connection = _Peer(self._opened, accepted)
-            self._opened += 1
-            self._connections[connection.number] = connection
+            connection = _Peer(accepted)
+            self._connections[connection] = None
             self._selector.register(accepted, selectors.EVENT_READ, connection)
-            self._perform(self._protocol.opened(connection.number, self._clock()))
+            self._perform(self._protocol.opened(connection, self._clock()))
 
     def _handle(self, connection: _Peer, events: int) -> None:
         """Reads from or writes to a ready connection. Closes it on any error."""
-        if self._connections.get(connection.number) is not connection:
+        if connection not in self._connections:
             return  # closed since the selector looked
         try:
             if events & selectors.EVENT_WRITE and not self._flush(connection):
                 self._perform(self._lose(connection))
             elif events & selectors.EVENT_READ:
-                self._read(connection)
+                self._perform(self._read(connection))
         except Exception as error:  # a bug in handling one host must not end the server of all
             _warn(f"closes a connection: {describe_error(error)}")
-            self._perform(self._protocol.drop(connection.number))
+            self._perform(self._protocol.drop(connection))
 
-    def _read(self, connection: _Peer) -> None:
-        """Reads once from a connection and performs the protocol's actions for the bytes; closes it at its end."""
+    def _read(self, connection: _Peer) -> Actions:
+        """Reads once from a connection, which it closes at its end. Returns the actions that follow."""
         try:
             data = connection.socket.recv(_CHUNK)
         except BlockingIOError:
-            return
+            return []
         except OSError:
             data = b""
-        if data:
-            self._perform(self._protocol.received(connection.number, data, self._clock()))
-        else:
-            self._perform(self._lose(connection))
+        return self._protocol.received(connection, data, self._clock()) if data else self._lose(connection)
 
     def _perform(self, actions: Actions) -> None:
         """Sends messages, closes connections and hands them over as `actions` say. Loses each connection that breaks,
         and performs the actions that follow too."""
         pending = deque(actions)
         while pending:
-            number, data = pending.popleft()
-            connection = self._connections.get(number)
-            if connection is None:
+            connection, data = pending.popleft()
+            if connection not in self._connections:
                 continue
             if isinstance(data, HandOver) and not connection.unsent:
                 self._forget(connection)
@@ -185,9 +178,9 @@ class RendezvousServer:
         actions: Actions = []
         with contextlib.suppress(OSError):
             while data := connection.socket.recv(_CHUNK):
-                actions += self._protocol.received(connection.number, data, self._clock())
+                actions += self._protocol.received(connection, data, self._clock())
         self._close(connection)
-        return actions + self._protocol.closed(connection.number)
+        return actions + self._protocol.closed(connection)
 
     def _flush(self, connection: _Peer) -> bool:
         """Sends unsent bytes as far as the peer takes them, and has the selector wait for room for the rest. Returns
@@ -216,7 +209,7 @@ class RendezvousServer:
         connection.socket.close()
 
     def _forget(self, connection: _Peer) -> None:
-        del self._connections[connection.number]
+        del self._connections[connection]
         self._selector.unregister(connection.socket)
 
 

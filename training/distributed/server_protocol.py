@@ -5,7 +5,7 @@ thread and a clock.
 a barrier, leaves, its connection breaks, time passes) is a method that returns the messages to send, as (worker,
 message); a message to several hosts is one object. An arrival counts once, and a lost attempt stays lost.
 
-`ServerProtocol` turns bytes into these events and messages into bytes. A connection is a number that the caller
+`ServerProtocol` turns bytes into these events and messages into bytes. A connection is any value that the caller
 chooses; it is pending until its handshake (`handshake.py`) is complete. Every event (opened, received, closed, time
 passes) is a method that returns actions, in order: (connection, bytes to send), (connection, None) to close it, or
 (connection, HandOver): it is no longer this protocol's. The caller does not report a close that it was told to do. Bad
@@ -15,7 +15,7 @@ All hosts receive one summary of all phases, at most once a second, so what a ho
 the number of hosts."""
 
 import hmac
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,7 +47,7 @@ class HandOver:
     worker: int
 
 
-Actions = list[tuple[int, bytes | HandOver | None]]
+Actions = list[tuple[Any, bytes | HandOver | None]]
 Outgoing = list[tuple[int, Message]]
 
 
@@ -225,8 +225,8 @@ class ServerProtocol:
         """`own`: host 0's credentials; their purpose does not matter."""
         self.state = BarrierState(own.identity)
         self._own, self._machine = own, machine
-        self._peers: dict[int, _Sender] = {}  # by connection, the oldest first
-        self._connections: dict[int, int] = {}  # by worker
+        self._peers: dict[Hashable, _Sender] = {}  # by connection, the oldest first
+        self._connections: dict[int, Hashable] = {}  # by worker
         self._news: Message = {}
         self._next_news = 0.0
 
@@ -236,17 +236,17 @@ class ServerProtocol:
         return list(self._connections)
 
     @property
-    def pending(self) -> list[int]:
+    def pending(self) -> list[Hashable]:
         """Returns the connections whose handshake is not complete, the oldest first."""
         return [connection for connection, peer in self._peers.items() if peer.worker is None]
 
-    def opened(self, connection: int, now: float) -> Actions:
+    def opened(self, connection: Hashable, now: float) -> Actions:
         """Begins the handshake on a new connection, and closes pending ones that are too old or too many."""
         nonce = make_nonce(self._machine)
         self._peers[connection] = _Sender(LineBuffer(messages.HANDSHAKE_BYTES), nonce, now + HANDSHAKE_SECONDS)
         return [*self._close_overdue(now), (connection, encode({"challenge": nonce}))]
 
-    def received(self, connection: int, data: bytes, now: float) -> Actions:
+    def received(self, connection: Hashable, data: bytes, now: float) -> Actions:
         """Returns the actions for bytes of a handshake or of messages. If they are malformed, drops the connection,
         which ends the attempt if it is a host's."""
         actions: Actions = []
@@ -265,11 +265,11 @@ class ServerProtocol:
         except Malformed:
             return [*actions, *self.drop(connection)]
 
-    def drop(self, connection: int) -> Actions:
+    def drop(self, connection: Hashable) -> Actions:
         """Closes a connection. If it is a host's that had not said goodbye, the attempt ends for all."""
         return [(connection, None), *self.closed(connection)]
 
-    def closed(self, connection: int) -> Actions:
+    def closed(self, connection: Hashable) -> Actions:
         """Forgets a broken connection. If its host had not said goodbye, the attempt ends for all."""
         peer = self._peers.pop(connection, None)
         if peer is None or peer.worker is None or self._connections.get(peer.worker) != connection:
@@ -299,7 +299,7 @@ class ServerProtocol:
         overdue = [each for place, each in enumerate(pending) if place < surplus or now >= self._peers[each].deadline]
         return [action for connection in overdue for action in self.drop(connection)]
 
-    def _shake_hands(self, connection: int, peer: _Sender, hello: Message, now: float) -> Actions:
+    def _shake_hands(self, connection: Hashable, peer: _Sender, hello: Message, now: float) -> Actions:
         """Ends a handshake: accepts a host, and tells it if the attempt is lost; or hands its connection over, if it is
         for the gradient exchange; or refuses it and closes. Raises Malformed if its proof is wrong."""
         worker, nonces = hello["hello"], (peer.nonce, hello["nonce"])
