@@ -269,7 +269,7 @@ class _Fetcher:
     """Fetches the lines of an attempt's hosts into the run's files while no other process supervises the run."""
 
     def __init__(self, session: Session, number: int, files: Mapping[int, Path]) -> None:
-        self._session, self._files, self._container = session, files, session.container(number)
+        self._session, self._attempt, self._files = session, number, files
         self._problems = dict.fromkeys(files, "")
         self._next_page: dict[int, str] = {}  # time from which on a host's last observation had no room for lines
         self.containers_ended = False  # whether the last fetch found no running container on any host
@@ -305,11 +305,7 @@ class _Fetcher:
         says when the host stops answering or answers again. Returns whether its container may go on writing; True
         without an answer. Raises OSError."""
         log = HostLog(self._files[worker])
-        try:
-            since = page or log.cursor.since
-            observation = replace(self._session.provider.observe(worker, self._container, since), since=since)
-        except LaunchError as error:
-            observation = Observation(worker, None, problem=str(error).splitlines()[0])
+        observation = self._session.observe(worker, self._attempt, page or log.cursor.since)
         if observation.problem not in ("", self._problems[worker]):
             self._session.context.output.say(f"host {worker} does not answer: {observation.problem}")
         elif self._problems[worker] and not observation.problem:

@@ -6,14 +6,14 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.gcloud import Retry
 from launcher.home import hold_shared, of_slice, write_private
-from launcher.provider import LogLine, Overlay, Provider, SliceState, container_name
+from launcher.provider import LogLine, Observation, Overlay, Provider, SliceState, container_name
 from launcher.run import specification
 from launcher.run.bucket import FOLDER, Lease, RunBucket
 from launcher.run.events import RunEvent, Supervised
@@ -118,6 +118,20 @@ class Session:
 
     def container(self, attempt: int) -> str:
         return container_name(self.ledger.run_id, attempt)
+
+    def observe(
+        self, worker: int, attempt: int, since: str | None, *, patience: float = 0.0, progress: bool = False
+    ) -> Observation:
+        """Returns the provider's observation of an attempt's container on a host, with `since` and when it was asked.
+        Any exception, even a bug's, is its `problem`: a task that observes must go on."""
+        asked = self.machine.clock.monotonic()
+        try:
+            found = self.provider.observe(worker, self.container(attempt), since, patience=patience, progress=progress)
+            return replace(found, since=since, asked=asked)
+        except LaunchError as error:
+            return Observation(worker, None, problem=str(error).splitlines()[0])
+        except Exception as error:
+            return Observation(worker, None, problem=f"tpu-launch can't read its answer: {error!r}")
 
     def describe_slice(self, wait: Callable[[float], object] | None = None, doubted: str = "") -> SliceState | None:
         """Returns the slice, None without one. Asks the API again, after a `wait` (None: sleep) of 5 s, if there is

@@ -172,11 +172,7 @@ def observe_phase(session: Session) -> Phase:
     inbox: Queue[Observation] = threads.queue(len(session.workers))
 
     def observe(worker: int) -> None:
-        """Puts a host's answer into the inbox, or an observation with the problem."""
-        try:
-            inbox.put(session.provider.observe(worker, session.container(state.attempt), since))
-        except LaunchError as error:
-            inbox.put(Observation(worker, None, problem=str(error)))
+        inbox.put(session.observe(worker, state.attempt, since))
 
     deadline = clock.monotonic() + _ANSWER_SECONDS + len(session.workers) / 2
     for worker in session.workers:

@@ -383,7 +383,7 @@ class _Supervision:
         self.polled_all = True
 
         def poll(worker: int) -> None:
-            self.inbox.put(self._observe(worker, self.logs[worker].cursor.since, 0.0))
+            self.inbox.put(self.session.observe(worker, self.attempt, self.logs[worker].cursor.since))
 
         for view in self.views.values():
             if view.ended_seen is None:
@@ -406,7 +406,7 @@ class _Supervision:
             begun = self.clock.monotonic()
             progress = begun - asked >= _PROGRESS_EVERY
             asked = begun if progress else asked
-            observation = self._observe(worker, since, patience, progress=progress)
+            observation = self.session.observe(worker, self.attempt, since, patience=patience, progress=progress)
             if self.over.is_set():
                 return
             cursor = log.cursor
@@ -432,17 +432,6 @@ class _Supervision:
                 observation = self.provider.look(worker, self.container)
                 if observation.container is not None:
                     self.inbox.put(replace(observation, open=self.open_lines.get(worker, {}), asked=asked))
-
-    def _observe(self, worker: int, since: str | None, patience: float, *, progress: bool = False) -> Observation:
-        """Returns an observation of a host. Any exception, even a bug's, is its `problem`, as the task must go on."""
-        asked = self.clock.monotonic()
-        try:
-            observation = self.provider.observe(worker, self.container, since, patience=patience, progress=progress)
-            return replace(observation, since=since, asked=asked)
-        except LaunchError as error:
-            return Observation(worker, None, problem=str(error).splitlines()[0])
-        except Exception as error:
-            return Observation(worker, None, problem=f"tpu-launch can't read its answer: {error!r}")
 
     def _stop_hosts(self) -> None:
         """Repeats the requested stop until all hosts report success or the attempt is over. Blocks. The process that
@@ -479,7 +468,7 @@ class _Supervision:
         log = self.logs[worker]
         since, failures, begun = log.cursor.since, 0, self.clock.monotonic()
         while True:
-            observation = self._observe(worker, since, 0.0)
+            observation = self.session.observe(worker, self.attempt, since)
             if observation.container is None:
                 failures += 1
                 problem, last = observation.problem or "no answer", failures == _LAST_TRIES

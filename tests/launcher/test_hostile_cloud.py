@@ -718,7 +718,7 @@ def test_time_in_which_this_process_stood_still_counts_against_no_host(work: Wor
     supervision.date -= 3600  # a machine that sleeps, whose monotonic clock stood still
     supervision._forgive_standstill(now + still + 1)
     assert supervision.views[0].answering_since == now + still + 1
-    asked = supervision._observe(1, None, 0.0).asked
+    asked = supervision.session.observe(1, 0, None).asked
     supervision._update_view(Observation(1, ContainerState("running"), asked=asked))
     assert now <= supervision.views[1].asked <= work.clock.monotonic()
     for step, moves in ((5, False), (5, False), (6, True), (6, False)):
