@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from launcher import costs
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
-from launcher.provider import LogLine, Observation, Provider, SliceState, container_name
+from launcher.provider import LogLine, Provider, SliceState, container_name
 from launcher.run import events
 from launcher.run.events import Entry
 from launcher.run.ledger import Ledger
@@ -169,7 +169,9 @@ def _look_at_hosts(
         written = parse_time(last.timestamp)
         quiet = None if written is None else max(0.0, round(machine.clock.time() - written, 1))
         text = last.text.rstrip("\r").rpartition("\r")[2][:_SHOWN_CHARACTERS]  # a progress bar's newest state
-        state = _describe_container(observation)
+        state = f"not reachable: {observation.problem}"
+        if (found := observation.container) is not None:
+            state = describe_exit(found) if found.ended else found.status
         return HostStatus(worker, addresses[worker], state, text, quiet, slowest(observation.progress))
 
     return machine.threads.map(look, range(len(addresses)), at_once=64)
@@ -181,13 +183,6 @@ def describe_progress(line: ProgressLine) -> str:
     parts.append("" if line.loss is None else f"loss {line.loss:.5f}")
     parts.append(f"{line.examples_per_second:,.1f} examples/s" if line.examples_per_second else "")
     return ", ".join(filter(None, parts))
-
-
-def _describe_container(observation: Observation) -> str:
-    """Returns the state of a host's container in words, or why the host could not be asked."""
-    if observation.container is None:
-        return f"not reachable: {observation.problem}"
-    return describe_exit(observation.container) if observation.container.ended else observation.container.status
 
 
 @dataclass(frozen=True)
@@ -220,7 +215,7 @@ def render(view: View, columns: int, rows: int | None = None) -> list[str]:
     lines += _hosts(hosts, columns) if hosts else []
     if left := len(view.hosts) - len(hosts):
         lines.append(f"and {left} more")
-    return [_cut(line, columns) for line in lines + history]
+    return [line if len(line) <= columns else f"{line[: columns - 1]}…" for line in lines + history]
 
 
 def _usualness(host: HostStatus) -> tuple[bool, int, float]:
@@ -309,11 +304,6 @@ def _memory(used: int, total: int) -> str:
 def _spread(left: str, right: str, columns: int) -> str:
     """Returns both texts on one line, the right one at the end of the columns, two blanks apart at least."""
     return f"{left}{right:>{max(len(right) + 2, columns - len(left))}}"
-
-
-def _cut(line: str, columns: int) -> str:
-    """Returns the line, shortened to `columns` with "…" at its end if it is longer."""
-    return line if len(line) <= columns else f"{line[: columns - 1]}…"
 
 
 class Top:
