@@ -68,10 +68,12 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class _Read:
-    """The events' file as it was last read."""
+    """The events' file as far as it was read."""
 
     size: int = 0
-    entries: tuple[Entry, ...] = ()
+    whole: tuple[Entry, ...] = ()  # entries of its whole lines
+    end: int = 0  # bytes up to the end of its last whole line
+    entries: tuple[Entry, ...] = ()  # with the entry of a last line that lacks its newline
     state: RunState = field(default_factory=RunState)
 
 
@@ -260,16 +262,30 @@ class Ledger:
         return self._read_on().entries
 
     def _read_on(self) -> _Read:
-        """Returns all entries and the run's state; reads the file if its size has changed. Leaves out lines that a
-        crash has cut; a last line without its end counts if it parses. Raises BadInput for another version's event."""
-        read = self._read
+        """Returns all entries and the run's state, after reading what was appended since the last call. Reads a file
+        that became shorter anew. An incomplete last line counts if it parses, and is read again."""
+        before = self._read
         try:
             size = os.stat(self._events).st_size
         except FileNotFoundError:
             size = 0
-        if size == read.size:  # it is asked for many times a second
-            return read
-        data, entries = self._events.read_bytes(), list[Entry]()
+        if size == before.size:  # the file only grows, and is asked for many times a second
+            return before
+        if size < before.end:
+            before = _Read()
+        with open(self._events, "rb") as file:
+            file.seek(before.end)
+            data = file.read()
+        lines, newline, rest = data.rpartition(b"\n")
+        whole = (*before.whole, *self._parse(lines))
+        entries = (*whole, *self._parse(rest))
+        end = before.end + len(lines) + len(newline)
+        self._read = read = _Read(before.end + len(data), whole, end, entries, state_of(item.event for item in entries))
+        return read
+
+    def _parse(self, data: bytes) -> list[Entry]:
+        """Returns the entries of lines, without those that a crash has cut. Raises BadInput for another version's."""
+        entries = []
         for line in data.decode(errors="replace").split("\n"):
             with contextlib.suppress(json.JSONDecodeError):
                 try:
@@ -279,8 +295,7 @@ class Ledger:
                         f"{self._events}: an event of another version of tpu-launch ({error!r}): {line[:200]}\n"
                         "  use that version, or remove the run's folder"
                     ) from None
-        self._read = read = _Read(len(data), tuple(entries), state_of(entry.event for entry in entries))
-        return read
+        return entries
 
     def events(self) -> list[RunEvent]:
         return [entry.event for entry in self.entries()]

@@ -22,7 +22,7 @@ from launcher.provider import ContainerState, Overlay
 from launcher.providers import this_machine
 from launcher.run import events, post_mortem, specification
 from launcher.run import ledger as ledger_module
-from launcher.run.events import AttemptBegan, Ended, HostBack
+from launcher.run.events import AttemptBegan, Ended, Entry, HostBack
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.session import begin_run, find_run, list_runs, new_run_id
 from launcher.run.specification import SecretSource, Specification, read_env_file
@@ -94,6 +94,21 @@ def test_a_line_that_a_crash_cut_swallows_neither_the_next_event_nor_a_number(tm
     assert run.state.outcome == "finished"
     path.write_text(lines[0])
     assert run.events() == [AttemptBegan(0)], "a file that became shorter is read anew"
+
+
+def test_threads_that_read_the_events_at_once_count_none_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, parse = new_run(tmp_path), Ledger._parse
+    run.append(AttemptBegan(0))
+
+    def parse_while_another_thread_reads(ledger: Ledger, data: bytes) -> list[Entry]:
+        monkeypatch.setattr(Ledger, "_parse", parse)
+        assert [event.attempt for event in ledger.events()] == [0]
+        return parse(ledger, data)
+
+    monkeypatch.setattr(Ledger, "_parse", parse_while_another_thread_reads)
+    assert run.events() == run.events() == [AttemptBegan(0)]
+    run.append(Ended(0, "saved"))
+    assert run.events() == [AttemptBegan(0), Ended(0, "saved")]
 
 
 def test_an_event_that_does_not_fit_on_the_disk_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
