@@ -22,7 +22,7 @@ from launcher.gke.workload import node_selector
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "k8s"
 EXAMPLE = ROOT / "examples" / "gke.yaml"
-HEADING = "Made by tools/kustomize.py; its source is launcher/gke/manifest.py with examples/gke.yaml."
+HEADING = "Made by tools/kustomize.py; its source is launcher/gke/jobset.yaml with examples/gke.yaml."
 IMAGE = "us-central2-docker.pkg.dev/my-project/tpu-launch/torch-xla"
 NO_DIGEST = "sha256:" + "0" * 64  # stands for the user's own
 SECRET_FILE = "host-secret"  # in base/, created by the user
