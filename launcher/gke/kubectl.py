@@ -20,10 +20,7 @@ class Kubectl:
     """Runs kubectl in one namespace of one cluster."""
 
     machine: Workstation
-
-    context: str | None
-    """None: kubectl's current context."""
-
+    context: str | None  # None: kubectl's current one
     namespace: str
 
     def argv(self, *words: str, seconds: float = SECONDS) -> list[str]:
