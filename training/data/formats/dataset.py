@@ -55,6 +55,7 @@ VERSION = 2
 UNKNOWN = ""  # tokenizer_hash of a dataset without a manifest
 
 Dtype = Literal["uint8", "uint16", "int32", "float32", "int64"]
+Layout = Literal["compact", "recipe"]
 Rows = Literal["packed", "documents", "class-labelled", "number-labelled", "set-labelled", "token-labelled"]
 
 LABEL = "label"  # the feature that holds a row's label
@@ -102,7 +103,7 @@ class DatasetManifest(_Strict):
     """The content of dataset.json without `format`, `version` and `hash`."""
 
     rows: Rows
-    layout: Literal["compact", "recipe"] = "compact"
+    layout: Layout = "compact"
     split: str
     sequence_length: Annotated[int, Field(ge=1, le=1 << 20)]
     features: dict[str, Feature]

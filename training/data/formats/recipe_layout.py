@@ -68,17 +68,15 @@ def open_folder(url: str) -> Dataset | None:
         raise BadInput(f"{url}: no shard has a record, by their names")
     length = _read_length(first)
     shards = [_shard(match, stat, length) for match, stat in named]
-    manifest = DatasetManifest.model_validate(
-        {
-            "rows": "packed",
-            "layout": "recipe",
-            "split": named[0][0]["name"],
-            "sequence_length": length,
-            "features": {name: feature.model_dump() for name, feature in features().items()},
-            "tokenizer_hash": UNKNOWN,
-            "vocabulary": 1,
-            "shards": [shard.model_dump() for shard in shards],
-        }
+    manifest = DatasetManifest(
+        rows="packed",
+        layout="recipe",
+        split=named[0][0]["name"],
+        sequence_length=length,
+        features=features(),
+        tokenizer_hash=UNKNOWN,
+        vocabulary=1,
+        shards=shards,
     )
     return Dataset(url, manifest, hashlib.sha256(manifest.model_dump_json().encode()).hexdigest())
 

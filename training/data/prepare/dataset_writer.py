@@ -21,6 +21,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel
 
 from training import storage
 from training.data.formats import fixed_records, recipe_layout
@@ -29,6 +30,7 @@ from training.data.formats.dataset import (
     Dataset,
     DatasetManifest,
     Feature,
+    Layout,
     Shard,
     dump_manifest,
     load_manifest,
@@ -53,12 +55,11 @@ class DatasetPlan:
     tokenizer_hash: str
     vocabulary: int  # number of ids of that tokenizer
     records_per_shard: int
-    layout: str = "compact"  # or "recipe"
+    layout: Layout = "compact"
     origin: dict[str, Any] = field(default_factory=dict)  # corpus and options, as JSON values
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(BaseModel):
     """The end of shard `number`: after `tokens` ids of the batch of documents that starts at document `document`."""
 
     number: int
@@ -95,42 +96,36 @@ def find_existing(url: str, plan: DatasetPlan, overwrite: bool) -> Dataset | Non
     """Returns the dataset in a folder if its plan is this one, even with `overwrite`, without a look at its shards;
     None if it has to be made, or continued. Raises BadInput when the folder holds something else: other files, a
     damaged or another dataset, or the beginning of one; with `overwrite`, deletes as `_clear` instead."""
-    refuse = "use another --out, or --overwrite to replace it"
+    mistake: str | None = None
     try:
         dataset = load_manifest(storage.read(storage.join(url, MANIFEST)), url)
     except storage.NotFound:
-        _check_unfinished(url, plan, overwrite, refuse)
-        return None
+        mistake = _unfinished_mistake(url, plan)
+        if mistake is None:
+            return None
     except BadInput:
         if not overwrite:
             raise
     else:
         if dataset.manifest.origin.get("plan") == json.loads(_dump_plan(plan)):
             return dataset
-        if not overwrite:
-            raise BadInput(
-                f"{url} holds another dataset ({dataset.records} records of {dataset.sequence_length} tokens): {refuse}"
-            )
+        mistake = f"{url} holds another dataset ({dataset.records} records of {dataset.sequence_length} tokens)"
+    if not overwrite:
+        raise BadInput(f"{mistake}: use another --out, or --overwrite to replace it")
     _clear(url)
     return None
 
 
-def _check_unfinished(url: str, plan: DatasetPlan, overwrite: bool, refuse: str) -> None:
-    """Raises BadInput unless a folder without a manifest is empty or holds the beginning of the planned dataset; with
-    `overwrite`, deletes the dataset's files in a folder that it would refuse. `refuse`: the advice in the message."""
+def _unfinished_mistake(url: str, plan: DatasetPlan) -> str | None:
+    """Returns why the planned dataset can't be made in a folder without a manifest; None if it is empty, or holds the
+    beginning of this dataset."""
     plan_url = storage.join(url, PREPARING, PLAN)
     try:
         stored_plan = storage.read(plan_url)
     except storage.NotFound:
         others = [stat.url for stat in storage.listing(url)]
-        if others and not overwrite:
-            raise BadInput(f"{url} is not empty ({others[0]}) and not a dataset: {refuse}") from None
-        _clear(url)
-        return
-    if stored_plan != _dump_plan(plan):
-        if not overwrite:
-            raise BadInput(f"{url} holds the beginning of another dataset ({plan_url}): {refuse}") from None
-        _clear(url)
+        return f"{url} is not empty ({others[0]}) and not a dataset" if others else None
+    return None if stored_plan == _dump_plan(plan) else f"{url} holds the beginning of another dataset ({plan_url})"
 
 
 def _clear(url: str) -> None:
@@ -160,10 +155,9 @@ def begin_dataset(url: str, plan: DatasetPlan) -> list[Mark]:
     storage.write(storage.join(url, PREPARING, PLAN), _dump_plan(plan))
     stats = {storage.name_of(stat.url): stat for stat in storage.files(url)}
     kept = [stat.url for stat in storage.listing(storage.join(url, PREPARING)) if stat.url.endswith(".tfrecord.json")]
-    values = [json.loads(storage.read(mark_url)) for mark_url in kept]
+    found = [Mark.model_validate_json(storage.read(mark_url)) for mark_url in kept]
     marks: list[Mark] = []
-    for value in sorted(values, key=lambda value: int(value["number"])):
-        mark = Mark(value["number"], Shard.model_validate(value["shard"]), value["document"], value["tokens"])
+    for mark in sorted(found, key=lambda mark: mark.number):
         stat = stats.get(mark.shard.name)
         if (
             mark.number != len(marks)
@@ -178,8 +172,7 @@ def begin_dataset(url: str, plan: DatasetPlan) -> list[Mark]:
 
 def write_mark(url: str, mark: Mark) -> None:
     """Writes the mark of a shard, written before, to `.preparing/` of the folder: another run continues after it."""
-    value = {"number": mark.number, "shard": mark.shard.model_dump(), "document": mark.document, "tokens": mark.tokens}
-    storage.write(storage.join(url, PREPARING, f"{mark.shard.name}.json"), json.dumps(value).encode())
+    storage.write(storage.join(url, PREPARING, f"{mark.shard.name}.json"), mark.model_dump_json().encode())
 
 
 def write_packed(url: str, plan: DatasetPlan, number: int, rows: Ids) -> Shard:
@@ -226,18 +219,16 @@ def finish_dataset(
 ) -> Dataset:
     """Writes dataset.json, which commits the dataset, removes `.preparing/`, and returns the dataset. `more`: other
     keys of the manifest, `rows` and, if labelled, `labels`. Raises AlreadyExists when there is a dataset.json."""
-    manifest = DatasetManifest.model_validate(
-        {
-            **more,
-            "layout": plan.layout,
-            "split": plan.split,
-            "sequence_length": plan.length,
-            "features": {name: feature.model_dump() for name, feature in features.items()},
-            "tokenizer_hash": plan.tokenizer_hash,
-            "vocabulary": plan.vocabulary,
-            "origin": {"plan": json.loads(_dump_plan(plan))},
-            "shards": [shard.model_dump() for shard in shards],
-        }
+    manifest = DatasetManifest(
+        **more,
+        layout=plan.layout,
+        split=plan.split,
+        sequence_length=plan.length,
+        features=dict(features),
+        tokenizer_hash=plan.tokenizer_hash,
+        vocabulary=plan.vocabulary,
+        origin={"plan": json.loads(_dump_plan(plan))},
+        shards=shards,
     )
     data = dump_manifest(manifest)
     storage.write(storage.join(url, MANIFEST), data, create_only=True)

@@ -8,10 +8,11 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 from training import storage
 from training.data import tokenizer as tokenizers
+from training.data.formats.dataset import Layout
 from training.data.prepare import dataset_writer, pack
 from training.data.prepare.corpus import Corpus, is_in_split
 from training.data.prepare.dataset_writer import DatasetPlan, WrittenDataset
@@ -56,7 +57,7 @@ class DatasetOptions:
     lengths: str | None = None  # of labelled rows, "N,N,...", ascending; None: halves of the sequence length
     splits: tuple[str, ...] = SPLITS
     records_per_shard: int | None = None  # None: shards of about 64 MB
-    layout: Literal["compact", "recipe"] = "compact"
+    layout: Layout = "compact"
     overwrite: bool = False
 
     @cached_property

@@ -21,7 +21,7 @@ import json
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -86,36 +86,6 @@ class PackingProgress:
     shards: int
 
 
-@dataclass
-class _Stream:
-    """The units (ids, or rows) that are not yet in a shard, batch after batch of documents. `used` maps the document at
-    which a batch starts to the number of its units that are in shards."""
-
-    used: dict[int, int]
-    batches: list[tuple[int, Ids]] = field(default_factory=list)  # (first document, ids)
-
-    def append(self, document: int, ids: Ids) -> None:
-        """Adds the ids of the batch that starts at a document, except those already in a shard."""
-        self.batches.append((document, ids[self.used.setdefault(document, 0) :]))
-
-    def __len__(self) -> int:
-        return sum(len(ids) for _, ids in self.batches)
-
-    def take(self, count: int) -> tuple[Ids, int, int]:
-        """Removes and returns the next `count` units; also returns, of the batch in which they end, the number of its
-        first document and how many of its units are used now."""
-        taken, missing = [], count
-        for number, (document, ids) in enumerate(self.batches):
-            part = ids[:missing]
-            taken.append(part)
-            missing -= len(part)
-            self.used[document] += len(part)
-            if not missing:
-                self.batches = [(document, ids[len(part) :]), *self.batches[number + 1 :]]
-                return np.concatenate(taken), document, self.used[document]
-        raise AssertionError("the stream is shorter than its length")
-
-
 def batches_of(documents: Iterable[str]) -> Iterator[list[str]]:
     """Yields batches of documents. One ends at BATCH_DOCUMENTS documents, or once it has BATCH_CHARACTERS or more."""
     batch: list[str] = []
@@ -151,25 +121,31 @@ def write_rows(
     marks = dataset_writer.begin_dataset(url, plan)
     shards = [mark.shard for mark in marks]
     start, used = (marks[-1].document, marks[-1].tokens) if marks else (0, 0)
-    per_shard = plan.records_per_shard * kind.units
-    stream, documents_read = _Stream({start: used}), start
+    per_shard, documents_read = plan.records_per_shard * kind.units, start
+    rest: list[Ids] = []  # the units that are in no shard yet
+    place, end = 0, -used  # of the first of these, and behind the last one, in the stream from the last mark on
+    begins: list[tuple[int, int]] = []  # for each batch of documents: the place of its first unit, its first document
 
     def report() -> None:
         progress(PackingProgress(documents_read, sum(shard.records for shard in shards), len(shards)))
 
     for batch in batches_of(itertools.islice(documents(), start, None)):
-        stream.append(documents_read, kind.encode(batch))
-        documents_read += len(batch)
-        while len(stream) >= per_shard:
-            units, document, tokens = stream.take(per_shard)
-            shards.append(kind.write(url, len(shards), units))
-            dataset_writer.write_mark(url, Mark(len(shards) - 1, shards[-1], document, tokens))
+        units = kind.encode(batch)
+        begins.append((end, documents_read))
+        rest.append(units[max(0, -end) :])  # without what is in a shard of an interrupted run
+        end, documents_read = end + len(units), documents_read + len(batch)
+        while end - place >= per_shard:
+            whole = rest[0] if len(rest) == 1 else np.concatenate(rest)
+            shards.append(kind.write(url, len(shards), whole[:per_shard]))
+            rest, place = [whole[per_shard:]], place + per_shard
+            begin, document = begins[bisect.bisect_left(begins, (place,)) - 1]  # of the batch in which the shard ends
+            mark = Mark(number=len(shards) - 1, shard=shards[-1], document=document, tokens=place - begin)
+            dataset_writer.write_mark(url, mark)
             report()
-    count = len(stream)
+    count = max(0, end - place)
     dropped = count % kind.units
     if count >= kind.units:
-        units, _, _ = stream.take(count - dropped)
-        shards.append(kind.write(url, len(shards), units))
+        shards.append(kind.write(url, len(shards), np.concatenate(rest)[: count - dropped]))
     if not shards:
         raise BadInput(
             f"{url}: the {plan.split} split has {count} tokens in {documents_read} documents, less than one row of "
