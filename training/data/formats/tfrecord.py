@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import google_crc32c
 
@@ -40,8 +41,8 @@ class Corrupt(BadInput):
         return Corrupt(self.shard, self.record, self.offset, self.reason, irreplaceable)
 
 
-def mask(crc: int) -> int:
-    """Returns the CRC as TFRecord stores it: rotated right by 15 bits, plus a constant
+def mask(crc: Any) -> Any:
+    """Returns a CRC, an integer or an array of uint32, as TFRecord stores it: rotated right by 15 bits, plus a constant
     (tensorflow/core/lib/hash/crc32c.h)."""
     return (((crc >> 15) | (crc << 17)) + MASK_DELTA) & 0xFFFFFFFF
 
