@@ -30,7 +30,7 @@ from training.data.loading.batches import (
     mlm_evaluation,
 )
 from training.data.loading.reader import DaemonPool
-from training.data.loading.record_source import FixedShards, HostSlice, read_replacing
+from training.data.loading.record_source import FixedShards, HostSlice
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import ClassLabels, write_labelled_rows
 from training.data.sampling import order
@@ -206,13 +206,13 @@ def test_bad_records_of_blocks_of_four_are_replaced(bad: set[int], expected: lis
 
     def load(first: int, last: int) -> Any:
         errors = {record - first: BadInput(str(record)) for record in bad if first <= record < last}
-        return {"input_ids": np.arange(first, last)[:, None]}, errors
+        numbers = np.arange(first, last)[:, None]
+        return {"input_ids": numbers, "replaced": np.zeros_like(numbers)}, errors
 
+    source: Any = object.__new__(FixedShards)
+    source.records, source.on_corrupt, source.load = 11, "skip", load
     for length in (4, 8, 12):
-        replaced_rows = [
-            read_replacing(load, first, min(first + length, 11), block=4, records=11, on_corrupt="skip")
-            for first in range(0, 11, length)
-        ]
+        replaced_rows = [source.read(first, min(first + length, 11), 4) for first in range(0, 11, length)]
         assert np.concatenate([arrays["input_ids"] for arrays in replaced_rows])[:, 0].tolist() == expected
         assert set(np.flatnonzero(np.concatenate([arrays["replaced"] for arrays in replaced_rows]))) == bad
 

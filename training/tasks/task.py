@@ -15,7 +15,7 @@ from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.data.formats.dataset import Dataset, find_shards
 from training.data.formats.open_dataset import open_dataset
-from training.data.loading.batches import LabelledBatches, PackedBatches
+from training.data.loading.batches import Batches
 from training.data.loading.reader import prefetch
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import SpecialTokens
@@ -29,7 +29,7 @@ class Task(ABC):
 
     has_labels: ClassVar[bool]  # its data names classes
     has_lengths: ClassVar[bool]  # its batches have several lengths; otherwise all have the dataset's sequence length
-    source: PackedBatches[Any] | LabelledBatches  # of training batches; a subclass opens it
+    source: Batches[Any]  # of training batches; a subclass opens it
     labels: tuple[str, ...] | None = None  # names of the classes
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:

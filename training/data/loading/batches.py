@@ -12,7 +12,7 @@ reads; a run that resumes at step k starts as fast as one at step 0. `training.d
                       next longer one and its rows are padded further
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from training import storage
 from training.data.formats.dataset import IGNORED, LABEL, SEGMENTS, TARGETS, TYPES, Dataset, Rows
 from training.data.loading.reader import read_once, training_reader
-from training.data.loading.record_source import REPLACED, Arrays, FixedShards, HostSlice, RecordSource, open_source
+from training.data.loading.record_source import REPLACED, Arrays, HostSlice, RecordSource, open_source
 from training.data.sampling.masking import Masked, Masker, Masking
 from training.data.sampling.order import batch_of_step, group_lengths
 from training.data.sampling.random_bits import Ints, bucket_seed
@@ -36,37 +36,56 @@ B = TypeVar("B")
 Convert = Callable[[Ints, Ints, Arrays], B]
 
 
-class PackedBatches(Generic[B]):
+class Batches(Generic[B]):
     """Endless training batches. Thread-safe; `close` ends its threads."""
 
-    def __init__(self, dataset: Dataset, host_slice: HostSlice, seed: int, rows: Rows, convert: Convert[B]) -> None:
-        """Checks every shard with one listing and starts the reader's threads; reads no record yet. `convert` makes a
-        batch of what `Reader.rows` returns. Raises StorageError, and BadInput unless the dataset's rows are of the kind
-        `rows`, hosts can share a batch, the tokenizer has its ids, and its shards are the manifest's."""
-        source = _open(dataset, host_slice, rows)
-        self._batch_size, self._convert = host_slice.global_batch_size, convert
-        self._reader = training_reader(source, host_slice, seed, _threads(dataset))
+    def __init__(
+        self, dataset: Dataset, host_slice: HostSlice, seed: int, rows: Rows | None, convert: Convert[B]
+    ) -> None:
+        """Checks every shard, with one listing per length bucket, and starts each bucket's reader threads; reads no
+        record yet. `convert` makes a batch of what `Reader.rows` returns. Raises StorageError, and BadInput unless the
+        dataset's rows are of the kind `rows` (None: labelled ones), hosts can share a batch, the tokenizer has its ids,
+        and its shards are the manifest's."""
+        sources = _open_buckets(dataset, host_slice, rows)
+        self.lengths = tuple(source.length for source in sources)
+        self._records = tuple(source.records for source in sources)
+        self._starts = np.cumsum([0, *self._records])  # the first record of each bucket
+        self._batch_size, self._seed, self._convert = host_slice.global_batch_size, seed, convert
+        self._readers = [
+            training_reader(source, host_slice, seed if rows else bucket_seed(seed, source.length), _threads(dataset))
+            for source in sources
+        ]
 
     def batch(self, k: int) -> B:
-        """Returns this host's rows of global batch k, once they are read. Raises BadInput for a damaged record that is
-        not replaced, a changed shard or an id beyond the tokenizer's; and StorageError."""
-        return self._convert(*self._reader.rows(k * self._batch_size, (k + 1) * self._batch_size))
+        """Returns this host's rows of global batch k, all of the length bucket that step k takes, once they are read.
+        Raises BadInput for a damaged record that is not replaced, a changed shard or an id beyond the tokenizer's; and
+        StorageError."""
+        bucket, number = batch_of_step(self._records, self._batch_size, self._seed, k)
+        start = number * self._batch_size
+        epochs, records, arrays = self._readers[bucket].rows(start, start + self._batch_size)
+        return self._convert(epochs, records + self._starts[bucket], arrays)
 
     def close(self) -> None:
-        """Ends the reader's threads after the requests that they have begun, without waiting for them. A `batch` that
+        """Ends the readers' threads after the requests that they have begun, without waiting for them. A `batch` that
         waits for a queued one, or is called later and has to read, raises CancelledError."""
-        self._reader.close()
+        for reader in self._readers:
+            reader.close()
 
 
-def packed_evaluation(dataset: Dataset, host_slice: HostSlice, rows: Rows, convert: Convert[B]) -> Iterator[B]:
-    """Yields this host's rows of each batch of one pass in record order, as `convert` makes them. Every host gets the
-    same number of batches; rows of weight 0 fill the last one. Opens the dataset, whose rows must be of the kind
-    `rows`, when the first batch is asked for. Raises BadInput, StorageError."""
-    source = _open(dataset, host_slice, rows)
+def evaluation_batches(dataset: Dataset, host_slice: HostSlice, rows: Rows | None, convert: Convert[B]) -> Iterator[B]:
+    """Yields this host's rows of each batch of one pass, bucket by bucket, in record order, as `convert` makes them.
+    Every host gets the same number of batches; rows of weight 0 fill the last one of each bucket. Opens the dataset,
+    as `Batches`, when the first batch is asked for. Raises BadInput, StorageError."""
     first, last = host_slice.rows()
-    fillers = {"input_ids": host_slice.tokenizer.pad, "records": -1}
-    for found in read_once(source, host_slice, _threads(dataset)):
-        yield fill_rows(convert(*found), last - first, fillers)
+    start = 0  # the bucket's first record
+    for source in _open_buckets(dataset, host_slice, rows):
+        # One token of attention: a row without any would divide by zero in a softmax.
+        attended = np.arange(source.length) == 0
+        fillers = {"input_ids": host_slice.tokenizer.pad, "attention_mask": attended, "records": -1}
+        for _, records, arrays in read_once(source, host_slice, _threads(dataset)):
+            epochs = np.full_like(records, EVALUATION_EPOCH)
+            yield fill_rows(convert(epochs, records + start, arrays), last - first, fillers)
+        start += source.records
 
 
 def fill_rows(batch: B, rows: int, fillers: Mapping[str, Any]) -> B:
@@ -84,23 +103,30 @@ def fill_rows(batch: B, rows: int, fillers: Mapping[str, Any]) -> B:
     return replace(batch, **{name: fill(name, values) for name, values in arrays.items()})  # type: ignore[type-var]
 
 
-def _open(dataset: Dataset, host_slice: HostSlice, rows: Rows) -> RecordSource:
-    """Opens the dataset's record source; reads no record. Raises as `open_source`, and BadInput without records, for
-    rows of another kind, when hosts can't share a batch, or its manifest has more ids than the given tokenizer."""
-    dataset.require(rows=rows)
+def _open_buckets(dataset: Dataset, host_slice: HostSlice, rows: Rows | None) -> list[RecordSource]:
+    """Opens the record source of each length bucket, ascending; each has enough records for a global batch, if the
+    dataset has. Reads no record. Raises BadInput without records, for rows of another kind (None: without labels), when
+    hosts can't share a batch, or the manifest has more ids than the given tokenizer; and as `open_source`."""
+    if rows:
+        dataset.require(rows=rows)
+    else:
+        dataset.require_labels()
     host_slice.rows()
-    vocabulary = host_slice.tokenizer.vocabulary
-    if dataset.manifest.vocabulary > vocabulary:
+    tokenizer = host_slice.tokenizer
+    if dataset.manifest.vocabulary > tokenizer.vocabulary:
         raise BadInput(
             f"{dataset.url} was written with a tokenizer of {dataset.manifest.vocabulary} ids, and the given one has "
-            f"{vocabulary}: give the one it was made with"
+            f"{tokenizer.vocabulary}: give the one it was made with"
         )
-    return open_source(dataset, vocabulary=vocabulary, on_corrupt=host_slice.on_corrupt)
+    options = {"vocabulary": tokenizer.vocabulary, "pad": tokenizer.pad, "on_corrupt": host_slice.on_corrupt}
+    groups = group_lengths(dataset.records_of_length, host_slice.global_batch_size)
+    return [open_source(dataset, lengths=lengths, **options) for lengths in groups]
 
 
 def _threads(dataset: Dataset) -> int:
-    """Returns how many threads read a dataset, more from Cloud Storage than from a disk; half as many per bucket."""
-    return 16 if storage.is_remote(dataset.url) else 2
+    """Returns how many threads read one length bucket, more from Cloud Storage than from a disk."""
+    buckets = 1 if len(dataset.records_of_length) == 1 else 2
+    return (16 if storage.is_remote(dataset.url) else 2) // buckets
 
 
 EVALUATION_EPOCH = -1  # no training epoch has this number: masks of evaluation are always the same
@@ -114,25 +140,24 @@ class MlmBatch(Masked):
     replaced: npt.NDArray[np.bool_]  # (rows,): another record has the place of a damaged one
 
 
-class MlmBatches(PackedBatches[MlmBatch]):
-    """Endless training batches. Thread-safe; `close` ends its threads."""
+class MlmBatches(Batches[MlmBatch]):
+    """Endless training batches of packed rows; `seed` decides the order and the masks."""
 
     def __init__(self, dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int) -> None:
-        """Checks shards, starts threads and raises as `PackedBatches`; `seed` decides the order and the masks."""
         masker = Masker(masking, host_slice.tokenizer, seed)
-        super().__init__(dataset, host_slice, seed, "packed", partial(_mask, masker, None))
+        super().__init__(dataset, host_slice, seed, "packed", partial(_mask, masker))
 
 
 def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int = 0) -> Iterator[MlmBatch]:
-    """Yields this host's rows of each batch of one pass in record order, the last one filled with rows of weight 0.
-    `seed` and the record alone decide the masks, so that runs can be compared. Raises BadInput, StorageError."""
+    """Yields batches as `evaluation_batches`. `seed` and the record alone decide the masks, so that runs can be
+    compared."""
     masker = Masker(masking, host_slice.tokenizer, seed)
-    return packed_evaluation(dataset, host_slice, "packed", partial(_mask, masker, EVALUATION_EPOCH))
+    return evaluation_batches(dataset, host_slice, "packed", partial(_mask, masker))
 
 
-def _mask(masker: Masker, epoch: int | None, epochs: Ints, records: Ints, arrays: Arrays) -> MlmBatch:
-    """Masks packed rows as in `epoch`; None: each row as in its own of `epochs`. Another epoch gives other masks."""
-    masked = masker(arrays["input_ids"].astype(np.int32), epochs if epoch is None else epoch, records)
+def _mask(masker: Masker, epochs: Ints, records: Ints, arrays: Arrays) -> MlmBatch:
+    """Masks packed rows, each as in its own of `epochs`: another epoch gives other masks."""
+    masked = masker(arrays["input_ids"].astype(np.int32), epochs, records)
     return MlmBatch(**vars(masked), records=records, replaced=arrays[REPLACED][:, 0])
 
 
@@ -151,17 +176,16 @@ class DocumentBatch:
     replaced: npt.NDArray[np.bool_]  # (rows,): another record has the place of a damaged one
 
 
-class DocumentBatches(PackedBatches[DocumentBatch]):
-    """Endless training batches. Thread-safe; `close` ends its threads."""
+class DocumentBatches(Batches[DocumentBatch]):
+    """Endless training batches of rows of documents; `seed` decides the order."""
 
     def __init__(self, dataset: Dataset, host_slice: HostSlice, seed: int) -> None:
         super().__init__(dataset, host_slice, seed, "documents", follow)
 
 
 def document_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[DocumentBatch]:
-    """Yields this host's rows of each batch of one pass in record order; rows of weight 0 fill the last one. Raises
-    BadInput, StorageError."""
-    return packed_evaluation(dataset, host_slice, "documents", follow)
+    """Yields batches as `evaluation_batches`."""
+    return evaluation_batches(dataset, host_slice, "documents", follow)
 
 
 def follow(_epochs: Ints, records: Ints, arrays: Arrays) -> DocumentBatch:
@@ -204,118 +228,25 @@ class PairBatch(LabelledBatch):
     token_type_ids: npt.NDArray[np.int32]
 
 
-class JoinedLengths:
-    """One `RecordSource` over shards of several row lengths: shorter rows first, all padded to the longest length."""
-
-    def __init__(self, sources: Sequence[FixedShards], fillers: Mapping[str, int]) -> None:
-        """Joins `sources`, ascending by row length. `fillers`: the value, by column, that pads shorter rows."""
-        self.sources, self.fillers = sources, fillers
-        self.length = sources[-1].length
-        self.records = sum(source.records for source in sources)
-        self.record_bytes = sources[-1].record_bytes
-
-    def empty(self, count: int) -> Arrays:
-        return self.sources[-1].empty(count)
-
-    def read(self, first: int, last: int, block: int) -> Arrays:
-        """Reads records [first, last) as `RecordSource.read`; only one of the same row length replaces a bad one."""
-        if len(self.sources) == 1:
-            return self.sources[0].read(first, last, block)
-        arrays, start = self.empty(last - first), 0  # (n, length) and (n, 1); first record of the source
-        for name, filler in self.fillers.items():
-            arrays[name][:] = filler
-        for source in self.sources:
-            # Read block by block: replacements must not depend on which blocks are read together.
-            for begin in range(first, last, block):
-                low, high = max(begin, start), min(begin + block, last, start + source.records)
-                if low < high:
-                    for name, values in source.read(low - start, high - start, block).items():
-                        arrays[name][low - first : high - first, : values.shape[1]] = values
-            start += source.records
-        return arrays
-
-
-class LabelledBatches:
-    """Endless training batches. Thread-safe; `close` ends its threads."""
+class LabelledBatches(Batches[LabelledBatch]):
+    """Endless training batches of labelled rows, each of one length bucket; `seed` decides the order."""
 
     def __init__(self, dataset: Dataset, host_slice: HostSlice, seed: int) -> None:
-        """Checks every shard with one listing per length and starts each bucket's reader threads; reads no record.
-        Raises StorageError, and BadInput when rows have no labels, hosts can't share a batch, or a shard is not the
-        manifest's."""
-        dataset.require_labels()
-        host_slice.rows()  # raises before any shard is listed
-        self._rows, self._batch_size, self._seed = dataset.manifest.rows, host_slice.global_batch_size, seed
-        self._pad = host_slice.tokenizer.pad
-        buckets = _open_buckets(dataset, host_slice)
-        self.lengths = tuple(bucket.length for bucket in buckets)
-        self._records = tuple(bucket.records for bucket in buckets)
-        self._starts = np.cumsum([0, *self._records])  # the first record of each bucket
-        self._readers = [
-            training_reader(bucket, host_slice, bucket_seed(seed, bucket.length), _threads(dataset) // 2)
-            for bucket in buckets
-        ]
-
-    def batch(self, k: int) -> LabelledBatch:
-        """Returns this host's rows of global batch k, all of the length bucket that step k takes, once they are read.
-        Raises as `PackedBatches.batch`."""
-        bucket, number = batch_of_step(self._records, self._batch_size, self._seed, k)
-        start = number * self._batch_size
-        _, records, arrays = self._readers[bucket].rows(start, start + self._batch_size)
-        return _labelled_batch(arrays, records + self._starts[bucket], self._pad, self._rows)
-
-    def close(self) -> None:
-        """Ends the readers' threads, as `PackedBatches.close`."""
-        for reader in self._readers:
-            reader.close()
+        convert = partial(_label, dataset.manifest.rows, host_slice.tokenizer.pad)
+        super().__init__(dataset, host_slice, seed, None, convert)
 
 
 def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[LabelledBatch]:
-    """Yields this host's rows of all records once, bucket by bucket, in record order. Every host gets the same number
-    of batches; rows of weight 0 fill the last one of each bucket. Raises BadInput, StorageError."""
-    dataset.require_labels()
-    first, last = host_slice.rows()
-    bucket_start, pad = 0, host_slice.tokenizer.pad
-    for bucket in _open_buckets(dataset, host_slice):
-        for _, records, arrays in read_once(bucket, host_slice, _threads(dataset) // 2):
-            batch = _labelled_batch(arrays, records + bucket_start, pad, dataset.manifest.rows)
-            # One token of attention: a row without any would divide by zero in a softmax.
-            attended = np.arange(bucket.length) == 0
-            yield fill_rows(batch, last - first, {"input_ids": pad, "attention_mask": attended, "records": -1})
-        bucket_start += bucket.records
+    """Yields batches as `evaluation_batches`."""
+    convert = partial(_label, dataset.manifest.rows, host_slice.tokenizer.pad)
+    return evaluation_batches(dataset, host_slice, None, convert)
 
 
-def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[JoinedLengths]:
-    """Opens the length buckets, ascending; each has enough records for a global batch, if the dataset has. Raises
-    BadInput for a missing shard or one that is not the manifest's, and StorageError."""
-
-    def open_length(length: int) -> FixedShards:
-        return FixedShards(
-            dataset, length=length, vocabulary=host_slice.tokenizer.vocabulary, on_corrupt=host_slice.on_corrupt
-        )
-
-    return [
-        JoinedLengths([open_length(length) for length in lengths], fillers(dataset, host_slice.tokenizer.pad))
-        for lengths in group_lengths(dataset.records_of_length, host_slice.global_batch_size)
-    ]
-
-
-def fillers(dataset: Dataset, pad: int) -> dict[str, int]:
-    """Returns column -> the value that pads its rows to a longer length: `pad` for ids, IGNORED for the labels of
-    tokens, 0 for token types; other columns are not padded."""
-    labels = {LABEL: IGNORED} if dataset.manifest.rows == "token-labelled" else {}
-    return {"input_ids": pad, **labels, **({TYPES: 0} if dataset.has_pairs else {})}
-
-
-def label_dtype(stored: np.dtype[np.generic]) -> np.dtype[np.int32 | np.float32]:
-    """Returns the dtype of a batch's labels: float32 for stored floats, int32 for stored integers."""
-    return np.dtype(np.float32) if np.issubdtype(stored, np.floating) else np.dtype(np.int32)
-
-
-def _labelled_batch(arrays: Arrays, records: Ints, pad: int, rows: Rows) -> LabelledBatch:
-    """Builds a batch from a source's columns, a PairBatch if there are token types. Weights are 1, but 0 at tokens
-    without a label; attention is 0 at `pad`. records: (rows,)."""
-    ids = arrays["input_ids"].astype(np.int32)  # (rows, length)
-    labels = arrays[LABEL].astype(label_dtype(arrays[LABEL].dtype))  # (rows, numbers)
+def _label(rows: Rows, pad: int, _epochs: Ints, records: Ints, arrays: Arrays) -> LabelledBatch:
+    """Builds a batch of rows of the kind `rows`, a PairBatch if there are token types. Labels are float32 if they are
+    stored as floats, else int32. Weights are 1, but 0 at tokens without a label; attention is 0 at `pad`."""
+    ids, stored = arrays["input_ids"].astype(np.int32), arrays[LABEL]  # (rows, length), (rows, numbers)
+    labels: Labels = stored.astype(np.float32 if np.issubdtype(stored.dtype, np.floating) else np.int32)
     weights, replaced = np.ones(len(ids), np.float32), arrays[REPLACED][:, 0]  # (rows,), (rows,)
     if rows == "token-labelled":
         weights = (labels != IGNORED).astype(np.float32)  # (rows, length)

@@ -258,6 +258,8 @@ def batch_lengths(records_of_length: Mapping[int, int], at_least: int) -> tuple[
 
 def batch_of_step(records: tuple[int, ...], batch: int, seed: int, k: int) -> tuple[int, int]:
     """Returns the bucket of step k, and which of that bucket's batches it takes, from 0. records: of each bucket."""
+    if len(records) == 1:
+        return 0, k
     epoch, index = epoch_of_step(records, batch, k)
     bucket = int(epoch_order(records, batch, seed, epoch)[index])
     return bucket, batches_before(records, batch, seed, epoch, index, bucket)
