@@ -17,7 +17,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.rows import finish, row
-from training.data.sampling.order import Order, host_rows, training_order
+from training.data.sampling.order import TrainingOrder, host_rows, training_order
 
 HOSTS = (1, 2, 8, 64, 512)
 
@@ -38,7 +38,7 @@ def main() -> None:
     finish("read_amplification", rows, options.json)
 
 
-def blocks_of_hosts(order: Order, batch: int, epoch: int, number: int, hosts: int) -> list[int]:
+def blocks_of_hosts(order: TrainingOrder, batch: int, epoch: int, number: int, hosts: int) -> list[int]:
     """Returns how many blocks each host reads for a window."""
     block = order.window(epoch, number) // order.block  # (cells,)
     start, size = order.bounds(epoch, number)

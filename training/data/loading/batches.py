@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from training import storage
 from training.data.formats.dataset import IGNORED, LABEL, SEGMENTS, TARGETS, TYPES, Dataset, Rows
-from training.data.loading.reader import read_once, training_reader
+from training.data.loading.reader import Reader, read_once
 from training.data.loading.record_source import REPLACED, Arrays, HostSlice, RecordSource, open_source
 from training.data.sampling.masking import Masked, Masker, Masking
 from training.data.sampling.order import batch_of_step, group_lengths
@@ -52,7 +52,7 @@ class Batches(Generic[B]):
         self._starts = np.cumsum([0, *self._records])  # the first record of each bucket
         self._batch_size, self._seed, self._convert = host_slice.global_batch_size, seed, convert
         self._readers = [
-            training_reader(source, host_slice, seed if rows else bucket_seed(seed, source.length), _threads(dataset))
+            Reader(source, host_slice, seed if rows else bucket_seed(seed, source.length), _threads(dataset))
             for source in sources
         ]
 
@@ -82,7 +82,7 @@ def evaluation_batches(dataset: Dataset, host_slice: HostSlice, rows: Rows | Non
         # One token of attention: a row without any would divide by zero in a softmax.
         attended = np.arange(source.length) == 0
         fillers = {"input_ids": host_slice.tokenizer.pad, "attention_mask": attended, "records": -1}
-        for _, records, arrays in read_once(source, host_slice, _threads(dataset)):
+        for records, arrays in read_once(source, host_slice, _threads(dataset)):
             epochs = np.full_like(records, EVALUATION_EPOCH)
             yield fill_rows(convert(epochs, records + start, arrays), last - first, fillers)
         start += source.records

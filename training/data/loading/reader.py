@@ -22,21 +22,14 @@ import queue
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
 
 from training.data.loading.record_source import Arrays, HostSlice, RecordSource
-from training.data.sampling.order import (
-    EvaluationOrder,
-    Order,
-    cells_of_rows,
-    evaluation_order,
-    split_places,
-    training_order,
-)
+from training.data.sampling.order import cells_of_rows, split_places, training_order
 from training.data.sampling.random_bits import Ints
 
 RUN_BYTES = 4 << 20  # the largest request
@@ -44,13 +37,13 @@ WINDOWS_KEPT = 3
 
 
 class Reader:
-    """Reads rows [first, last) of each global batch of `batch` rows. Thread-safe. Close it in the end."""
+    """Reads one host's rows of each global batch, in training order. Thread-safe. Close it in the end."""
 
-    def __init__(
-        self, source: RecordSource, order: Order, batch: int, first: int, last: int, *, threads: int = 8
-    ) -> None:
-        """Starts `threads` threads, which read nothing before the first call of `rows`."""
-        self.source, self.order, self.batch, self.first, self.last = source, order, batch, first, last
+    def __init__(self, source: RecordSource, host_slice: HostSlice, seed: int, threads: int) -> None:
+        """Starts `threads` threads, which read nothing before the first call of `rows`. `seed`: of the order. Raises
+        BadInput if hosts can't share a batch evenly."""
+        self.source, self.batch, (self.first, self.last) = source, host_slice.global_batch_size, host_slice.rows()
+        self.order = training_order(source.records, source.record_bytes, seed=seed, batch=self.batch)
         self._windows: OrderedDict[tuple[int, int], _Window] = OrderedDict()
         self._lock = threading.Lock()
         self._workers = DaemonPool(threads, "reader")
@@ -68,10 +61,9 @@ class Reader:
             arrays.append(window.gather(int(low), int(high)))
             records.append(window.records[low:high])
             epochs.append(np.full(high - low, epoch, np.int64))
-            is_last = number + 1 == self.order.windows
-            if window.complete and not (is_last and isinstance(self.order, EvaluationOrder)):
+            if window.complete:
                 with self._lock:
-                    self._window(*((epoch + 1, 0) if is_last else (epoch, number + 1)))
+                    self._window(*((epoch, number + 1) if number + 1 < self.order.windows else (epoch + 1, 0)))
         if len(arrays) == 1:
             return epochs[0], records[0], arrays[0]
         return (
@@ -161,45 +153,50 @@ class _Window:
 def _runs(needed: Ints, longest: int) -> Ints:
     """Returns the number of each block's run, (blocks,), for the ascending block numbers `needed`: neighbours share a
     run, at most `longest` of them."""
-    run = np.zeros(len(needed), np.int64)
-    number = size = 0
-    for index in range(1, len(needed)):
-        size = size + 1 if needed[index] == needed[index - 1] + 1 and size + 1 < longest else 0
-        number += size == 0
-        run[index] = number
+    places = np.arange(len(needed))
+    begins = np.diff(needed, prepend=-2) != 1  # of a row of neighbours
+    within = places - np.maximum.accumulate(np.where(begins, places, 0))
+    run: Ints = np.cumsum(within % longest == 0) - 1
     return run
 
 
 T = TypeVar("T")
 
 
-def training_reader(source: RecordSource, host_slice: HostSlice, seed: int, threads: int) -> Reader:
-    """Starts the threads of a reader of a host's rows in training order; reads nothing yet. Raises BadInput if hosts
-    can't share a batch evenly."""
-    batch = host_slice.global_batch_size
-    order = training_order(source.records, source.record_bytes, seed=seed, batch=batch)
-    return Reader(source, order, batch, *host_slice.rows(), threads=threads)
+def read_once(source: RecordSource, host_slice: HostSlice, threads: int) -> Iterator[tuple[Ints, Arrays]]:
+    """Yields records (n,) and feature -> (n, ...) of this host's rows of each batch of one pass in record order; the
+    last batch may be short, with no row for some hosts. Every host reads all records, in requests of whole batches.
+    Raises BadInput, StorageError."""
+    batch, (first, last) = host_slice.global_batch_size, host_slice.rows()
+    together = batch * max(1, RUN_BYTES // (batch * source.record_bytes))
 
+    def read(number: int) -> Arrays:
+        return source.read(number * together, min((number + 1) * together, source.records), together)
 
-def read_once(source: RecordSource, host_slice: HostSlice, threads: int) -> Iterator[tuple[Ints, Ints, Arrays]]:
-    """Yields this host's rows (`Reader.rows`) of each batch of one pass in record order; the last batch may be short,
-    with no row for some hosts. Has threads read while it is iterated. Raises BadInput, StorageError."""
-    batch, order = host_slice.global_batch_size, evaluation_order(source.records, source.record_bytes)
-    with contextlib.closing(Reader(source, order, batch, *host_slice.rows(), threads=threads)) as reader:
+    with contextlib.closing(prefetch(read, 0, threads, stop=-(-source.records // together), threads=threads)) as parts:
         for start in range(0, source.records, batch):
-            yield reader.rows(start, min(start + batch, source.records))
+            if start % together == 0:
+                part = next(parts)
+            stop = min(start + last, source.records)
+            place = start % together
+            rows = {name: values[place + first : place + stop - start] for name, values in part.items()}
+            yield np.arange(min(start + first, stop), stop), rows
 
 
-def prefetch(function: Callable[[int], T], start: int, depth: int) -> Iterator[T]:
-    """Yields function(start), function(start + 1), ... without end, computed at most `depth` values ahead by a thread
-    that starts with the first `next`. Only this thread calls the function; its exception is raised when its value is
-    due. Closing the iterator ends the thread after the current call."""
-    pool, waiting = DaemonPool(1, "prefetch"), deque[Future[T]]()
+def prefetch(
+    function: Callable[[int], T], start: int, depth: int, *, stop: int | None = None, threads: int = 1
+) -> Generator[T, None, None]:
+    """Yields function(start), function(start + 1), ..., up to `stop` if that is given, computed at most `depth` values
+    ahead by daemon threads, which start with the first `next`. Only they call the function; its exception is raised
+    when its value is due. Closing the iterator ends the threads after their current calls."""
+    pool, waiting = DaemonPool(threads, "prefetch"), deque[Future[T]]()
     try:
-        for number in itertools.count(start):
+        for number in itertools.count(start) if stop is None else range(start, stop):
             waiting.append(pool.submit(function, number))
             if len(waiting) > depth:
                 yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
     finally:
         pool.close()
 

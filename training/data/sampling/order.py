@@ -4,10 +4,10 @@ functions of (records, seed, batch size, step).
 `training.data` has the glossary of indices.
 
 Reading single records in random order would cost one request each, so records are read in blocks: an order permutes
-whole blocks and mixes the records of a window of them. `EvaluationOrder` is record 0, 1, 2, ... `TrainingOrder` divides
-the rows of a batch into *lanes* of equal size, so that each host reads (nearly) only what it uses: at most MAX_LANES, a
-divisor of the batch size. The number of lanes follows from the batch and the dataset, not from the hosts; hosts hold
-consecutive rows, so consecutive lanes. An epoch is shuffled in these stages, which all depend on seed and epoch:
+whole blocks and mixes the records of a window of them. It divides the rows of a batch into *lanes* of equal size, so
+that each host reads (nearly) only what it uses: at most MAX_LANES, a divisor of the batch size. The number of lanes
+follows from the batch and the dataset, not from the hosts; hosts hold consecutive rows, so consecutive lanes. An epoch
+is shuffled in these stages, which all depend on seed and epoch:
 
   1. Permute all full blocks of the dataset: `block_permutation`, 8 bytes of state per block.
   2. Deal the permuted blocks to windows, consecutive ones, the same number to every lane of a window. The rest that
@@ -54,29 +54,6 @@ WINDOW_BLOCKS = 256  # blocks per window
 BLOCK_BYTES = 256 << 10  # the largest block
 MIN_BLOCK = 64  # records in the smallest block
 MAX_LANES = 512
-
-
-@dataclass(frozen=True)
-class EvaluationOrder:
-    """Every epoch is record 0, 1, 2, ..."""
-
-    records: int  # in the dataset
-    block: int  # records per block; the last block may be shorter
-    window_size: int  # cells per window, a multiple of `block`; the last window of an epoch may be shorter
-
-    @property
-    def windows(self) -> int:  # in an epoch
-        return -(-self.records // self.window_size)
-
-    def bounds(self, epoch: int, number: int) -> tuple[int, int]:
-        """Returns the first index of a window in its epoch, and how many cells it has."""
-        start = number * self.window_size
-        return start, min(self.window_size, self.records - start)
-
-    def window(self, epoch: int, number: int) -> Ints:
-        """Returns the records of a window in the order in which steps use them. (cells,)"""
-        start, size = self.bounds(epoch, number)
-        return np.arange(start, start + size)
 
 
 @dataclass(frozen=True)
@@ -132,34 +109,21 @@ class TrainingOrder:
         return _shuffled_window(self, epoch, number)
 
 
-Order = EvaluationOrder | TrainingOrder
-
-
-def evaluation_order(records: int, record_bytes: int) -> EvaluationOrder:
-    """Returns the evaluation order of a dataset, with windows of equal size. Arguments as for `training_order`."""
-    block = _block_records(records, record_bytes, BLOCK_BYTES)
-    windows = -(-records // (block * WINDOW_BLOCKS))
-    return EvaluationOrder(records, block, -(-records // (windows * block)) * block)
-
-
 def training_order(records: int, record_bytes: int, *, seed: int, batch: int) -> TrainingOrder:
-    """Returns the training order of a dataset with so many records, 1 or more, of this size in their shards. `seed`: of
+    """Returns the order of a dataset with so many records, 1 or more, of this size in their shards. `seed`: of
     the run, or of a length bucket; `batch`: rows of a global batch."""
+    assert records > 0
     # A window is WINDOW_BLOCKS * BLOCK_BYTES with any number of lanes: more lanes have smaller blocks.
     lanes = max(count for count in range(1, min(MAX_LANES, batch) + 1) if batch % count == 0)
-    block = _block_records(records, record_bytes, WINDOW_BLOCKS * BLOCK_BYTES // max(lanes, WINDOW_BLOCKS))
+    block_bytes = WINDOW_BLOCKS * BLOCK_BYTES // max(lanes, WINDOW_BLOCKS)
+    # Fewer records in a small dataset, so that it has many blocks.
+    block = min(max(1, block_bytes // record_bytes), max(MIN_BLOCK, -(-records // WINDOW_BLOCKS)))
     rows = batch // lanes  # of a lane in each step: a block has whole steps
     if block >= rows:
         block = block // rows * rows
     elif rows <= 2 * block:
         block = rows
     return TrainingOrder(records, block, lanes, max(1, WINDOW_BLOCKS // lanes), seed, batch)
-
-
-def _block_records(records: int, record_bytes: int, block_bytes: int) -> int:
-    """Returns the records of a block of at most `block_bytes`; fewer in a small dataset, so that it has many blocks."""
-    assert records > 0
-    return min(max(1, block_bytes // record_bytes), max(MIN_BLOCK, -(-records // WINDOW_BLOCKS)))
 
 
 @lru_cache(maxsize=4)
@@ -205,7 +169,7 @@ def _shuffled_window(order: TrainingOrder, epoch: int, number: int) -> Ints:
     return records
 
 
-def split_places(order: Order, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
+def split_places(order: TrainingOrder, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
     """Cuts the places [first, last), which count rows through all epochs, at the borders of windows and epochs. Yields
     (epoch, window, start, stop) for each part: cells [start, stop) of the window."""
     while first < last:
@@ -215,7 +179,7 @@ def split_places(order: Order, first: int, last: int) -> Iterator[tuple[int, int
         first += stop - start
 
 
-def locate(order: Order, place: int) -> tuple[int, int, int]:
+def locate(order: TrainingOrder, place: int) -> tuple[int, int, int]:
     """Returns the epoch of a place (a row of the endless stream), the number of its window, and its cell there."""
     epoch, index = divmod(place, order.records)
     number = bisect_right(range(order.windows), index, key=lambda window: order.bounds(epoch, window)[0]) - 1
@@ -227,7 +191,9 @@ def host_rows(batch: int, host: int, hosts: int) -> tuple[int, int]:
     return host * batch // hosts, (host + 1) * batch // hosts
 
 
-def cells_of_rows(order: Order, batch: int, epoch: int, number: int, first: int, last: int) -> npt.NDArray[np.bool_]:
+def cells_of_rows(
+    order: TrainingOrder, batch: int, epoch: int, number: int, first: int, last: int
+) -> npt.NDArray[np.bool_]:
     """Returns for each cell of a window whether it is in rows [first, last) of its batch of `batch` rows. (cells,)"""
     start, size = order.bounds(epoch, number)
     row = (epoch * order.records + start + np.arange(size)) % batch  # (cells,)
@@ -260,25 +226,14 @@ def batch_of_step(records: tuple[int, ...], batch: int, seed: int, k: int) -> tu
     """Returns the bucket of step k, and which of that bucket's batches it takes, from 0. records: of each bucket."""
     if len(records) == 1:
         return 0, k
-    epoch, index = epoch_of_step(records, batch, k)
-    bucket = int(epoch_order(records, batch, seed, epoch)[index])
-    return bucket, batches_before(records, batch, seed, epoch, index, bucket)
-
-
-def batches_before(records: tuple[int, ...], batch: int, seed: int, epoch: int, index: int, bucket: int) -> int:
-    """Counts a bucket's batches, from epoch 0, before step number `index` of `epoch`. records: of each bucket."""
-    taken = epoch_order(records, batch, seed, epoch)[:index]
-    return epoch * records[bucket] // batch + int(np.count_nonzero(taken == bucket))
-
-
-def epoch_of_step(records: tuple[int, ...], batch: int, k: int) -> tuple[int, int]:
-    """Returns the epoch of step k, and the step's index in it. records: of each bucket."""
     epoch = max(0, k * batch // sum(records) - 1)
     while _first_step(records, batch, epoch + 1) <= k:
         epoch += 1
     while _first_step(records, batch, epoch) > k:
         epoch -= 1
-    return epoch, k - _first_step(records, batch, epoch)
+    order, index = epoch_order(records, batch, seed, epoch), k - _first_step(records, batch, epoch)
+    bucket = int(order[index])
+    return bucket, epoch * records[bucket] // batch + int(np.count_nonzero(order[:index] == bucket))
 
 
 @lru_cache(maxsize=4)
