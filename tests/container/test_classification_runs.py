@@ -15,7 +15,7 @@ from tests.container import small_runs
 from training.cli.main import tpu_train
 from training.data import tokenizer as tokenizers
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.labelled_rows import ClassLabels, LabelledText, write_labelled_rows
+from training.data.prepare.labelled_rows import LabelKind, LabelledText, write_labelled_rows
 from training.errors import BadInput
 from training.models.export import export_checkpoint
 from training.models.predict import classify
@@ -40,7 +40,7 @@ def write(folder: Path, tokenizer: Path, count: int, seed: int, labels: list[str
         return [np.array([0, *ids, 1], np.int32) for ids in encode(texts)]  # [CLS] text [SEP]
 
     plan = DatasetPlan("train", small_runs.LONGEST, found.hash, vocabulary=small_runs.VOCABULARY, records_per_shard=100)
-    lengths, kinds = (8, small_runs.LONGEST), ClassLabels(tuple(labels))
+    lengths, kinds = (8, small_runs.LONGEST), LabelKind(names=tuple(labels))
     write_labelled_rows(str(folder), plan, lengths, kinds, lambda: rows(count, seed), framed, found.special.pad)
 
 

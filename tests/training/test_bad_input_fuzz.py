@@ -39,7 +39,7 @@ from training.data.loading.record_source import open_source
 from training.data.prepare import labelled_rows
 from training.data.prepare.corpus import Corpus
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.labelled_rows import ClassLabels, FloatLabels, LabelSets, TokenLabels, select_columns
+from training.data.prepare.labelled_rows import LabelKind, select_columns
 from training.errors import BadInput
 from training.models.flops import flops_per_row
 from training.models.hugging_face import (
@@ -179,7 +179,7 @@ def _read_corpus(folder: Path, random: Random, name: str, content: str) -> bool:
         if way == 0:
             texts = list(corpus.documents())
         else:
-            labels = (ClassLabels(), FloatLabels(), LabelSets(), TokenLabels())[way - 1]
+            labels = LabelKind(("class-labelled", "number-labelled", "set-labelled", "token-labelled")[way - 1])
             pairs = list(select_columns(corpus.rows(), "text", "label", corpus.name, labels))
             texts = [text if isinstance(text, str) else " ".join(text) for text, _ in pairs]
             assert way == 4 or all(isinstance(text, str) for text, _ in pairs)

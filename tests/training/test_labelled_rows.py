@@ -22,18 +22,12 @@ from training.data.loading.record_source import HostSlice
 from training.data.prepare import labelled_rows
 from training.data.prepare.corpus import Corpus
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.labelled_rows import (
-    ClassLabels,
-    FloatLabels,
-    LabelledText,
-    select_columns,
-    write_labelled_rows,
-)
+from training.data.prepare.labelled_rows import LabelKind, LabelledText, select_columns, write_labelled_rows
 from training.data.sampling.order import batch_of_step
 from training.errors import BadInput
 
 LABELS = ["card", "cash", "transfer"]
-CLASSES = ClassLabels(tuple(LABELS))
+CLASSES = LabelKind(names=tuple(LABELS))
 BUCKETS = (8, 16, 32)
 record_counts = st.lists(st.integers(1, 500), min_size=1, max_size=5)
 
@@ -154,7 +148,7 @@ def test_writing_again_does_nothing_and_other_labels_are_refused(tmp_path: Path)
     again = write_labelled_rows(str(tmp_path), plan, BUCKETS, CLASSES, lambda: 1 / 0, encode, pad=3)
     assert again.reused
     assert {stat.url: storage.read(stat.url) for stat in storage.listing(str(tmp_path))} == first
-    two = ClassLabels(tuple(LABELS[:2]))
+    two = LabelKind(names=tuple(LABELS[:2]))
     with pytest.raises(BadInput, match="label 'transfer' is not among the 2 labels"):
         write_labelled_rows(str(tmp_path / "x"), plan, BUCKETS, two, lambda: rows(50), encode, pad=3)
 
@@ -198,7 +192,7 @@ def test_a_label_that_is_no_number_is_named_with_its_place(tmp_path: Path, name:
     (tmp_path / name).write_text(text)
     corpus = Corpus(str(tmp_path / name))
     with pytest.raises(BadInput, match=rf"{place}: label 'high' is not a number: name the column with --label"):
-        list(select_columns(corpus.rows(), "text", "label", corpus.name, labelled_rows.FloatLabels()))
+        list(select_columns(corpus.rows(), "text", "label", corpus.name, LabelKind("number-labelled")))
 
 
 VALUES = [(-1.0) ** number * number / 7 for number in range(90)]
@@ -208,7 +202,9 @@ def make_numbers(folder: Path, labels: list[Any] = VALUES) -> Dataset:
     plan = DatasetPlan("train", 16, "t", TOKENS.vocabulary, 30)
     texts = [f"0 {5 + number} {'5 ' * (number % 12)}1" for number in range(len(labels))]  # of 3 to 14 tokens
     rows = list(zip(texts, map(str, labels), strict=True))
-    return write_labelled_rows(str(folder), plan, (8, 16), FloatLabels(), lambda: rows, encode, TOKENS.pad).dataset
+    return write_labelled_rows(
+        str(folder), plan, (8, 16), LabelKind("number-labelled"), lambda: rows, encode, TOKENS.pad
+    ).dataset
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -232,7 +228,7 @@ def test_a_label_that_is_no_finite_number_is_refused(tmp_path: Path, label: str)
 
 def test_verify_finds_a_label_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(problems(make_numbers(tmp_path / "good"))) == []
-    monkeypatch.setattr(FloatLabels, "encode", lambda self, label, url: float(label))
+    monkeypatch.setattr(labelled_rows, "_parse_number", lambda label, place: float(label))
     [problem] = problems(make_numbers(tmp_path / "bad", ["0.5", "nan"]))
     assert problem.endswith("record 1 has label nan, which is not a finite number")
 

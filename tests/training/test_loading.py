@@ -32,7 +32,7 @@ from training.data.loading.batches import (
 from training.data.loading.reader import DaemonPool
 from training.data.loading.record_source import FixedShards, HostSlice
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.labelled_rows import ClassLabels, write_labelled_rows
+from training.data.prepare.labelled_rows import LabelKind, write_labelled_rows
 from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.errors import BadInput
@@ -291,7 +291,7 @@ def make_labelled(folder: Path) -> Dataset:
     def encode(numbers: list[str]) -> list[Any]:
         return [texts[int(number)] for number in numbers]
 
-    kind = ClassLabels(names)
+    kind = LabelKind(names=names)
     return write_labelled_rows(str(folder), plan, (4, 8, 16), kind, lambda: rows, encode, GOLDEN_TOKENS.pad).dataset
 
 

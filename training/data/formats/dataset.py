@@ -62,7 +62,7 @@ LABEL = "label"  # the feature that holds a row's label
 TYPES = "token_type_ids"  # the feature of rows of two texts: 1 at the tokens of the second one, else 0
 IGNORED = -100  # the label of tokens that have none, as in transformers
 SEGMENTS, TARGETS = "segments", "targets"  # the features of rows of documents
-# The dtypes that a label may have; none: rows have no label.
+# The dtypes that a label may have, first the one that is written; none: rows have no label.
 LABEL_DTYPES: Mapping[Rows, tuple[Dtype, ...]] = {
     "packed": (),
     "documents": (),
@@ -71,6 +71,11 @@ LABEL_DTYPES: Mapping[Rows, tuple[Dtype, ...]] = {
     "set-labelled": ("uint8",),
     "token-labelled": ("int32",),
 }
+
+
+def label_shape(rows: Rows, labels: int) -> list[Any]:
+    """Returns the shape of the feature LABEL in rows of this kind, of a dataset with so many labels."""
+    return [labels] if rows == "set-labelled" else ["length"] if rows == "token-labelled" else []
 
 
 class _Strict(BaseModel):
@@ -245,8 +250,7 @@ def _inconsistency(manifest: DatasetManifest) -> str | None:
             return f"no feature {name}"
     if label_dtypes and manifest.features[LABEL].dtype not in label_dtypes:
         return f"the label of {manifest.rows} rows can't be {manifest.features[LABEL].dtype}"
-    label_shapes = {"set-labelled": [len(manifest.labels)], "token-labelled": ["length"]}
-    if label_dtypes and manifest.features[LABEL].shape != label_shapes.get(manifest.rows, []):
+    if label_dtypes and manifest.features[LABEL].shape != label_shape(manifest.rows, len(manifest.labels)):
         return f"the label of {manifest.rows} rows can't have the shape {manifest.features[LABEL].shape}"
     return None
 

@@ -4,10 +4,10 @@ A row is padded to the shortest of a few lengths (buckets) that holds it, so tha
 at the length of the longest; texts longer than the longest bucket are cut, and counted. Shards have one feature more
 than those of `training.data.prepare.pack`, `label`:
 
-  ClassLabels   class numbers of named classes (int32, class-labelled rows)
-  FloatLabels   finite numbers (float32, number-labelled rows)
-  LabelSets     any number of named classes, each 0 or 1 (uint8, set-labelled rows)
-  TokenLabels   the class number of each word at its first token (int32, token-labelled rows)
+  class-labelled rows    class numbers of named classes (int32)
+  number-labelled        finite numbers (float32)
+  set-labelled           any number of named classes, each 0 or 1 (uint8)
+  token-labelled         the class number of each word at its first token (int32)
 
 and, in rows of two texts, `token_type_ids` (uint8): 1 at the second one.
 
@@ -19,11 +19,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from training.data.formats.dataset import IGNORED, LABEL, TYPES, Dtype, Feature, Rows, Shard
+from training.data.formats.dataset import IGNORED, LABEL, LABEL_DTYPES, TYPES, Feature, Rows, Shard, label_shape
 from training.data.prepare import dataset_writer
 from training.data.prepare.corpus import replace_surrogates, text_of
 from training.data.prepare.dataset_writer import DatasetPlan, Ids, WrittenDataset
@@ -37,80 +37,55 @@ EncodeTexts = Callable[[list[Any]], Sequence[Ids]]  # of `Text`s
 
 
 @dataclass(frozen=True)
-class ClassLabels:
-    """Named classes; a class's number is its place in `names`, which are empty until the corpus was read."""
+class LabelKind:
+    """How the labels of one kind of rows are stored. The number of a class is its place in `names`, which are empty for
+    numbers, and until the corpus was read."""
 
+    rows: Rows = "class-labelled"
     names: tuple[str, ...] = ()
-    rows: ClassVar[Rows] = "class-labelled"
-    dtype: ClassVar[Dtype] = "int32"
-    is_list: ClassVar[bool] = False  # a label of the corpus is a list of names
-    shape: ClassVar[list[Any]] = []  # of the feature
+
+    @property
+    def is_list(self) -> bool:  # a label of the corpus is a list of names
+        return self.rows in ("set-labelled", "token-labelled")
+
+    @property
+    def has_names(self) -> bool:
+        return self.rows != "number-labelled"
+
+    @property
+    def feature(self) -> Feature:
+        return Feature(dtype=LABEL_DTYPES[self.rows][0], shape=label_shape(self.rows, len(self.names)))
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.names)}
 
     def encode(self, label: Any, place: str) -> Any:
-        """Returns the number of a class. Raises BadInput, with `place` before the message, for an unknown one."""
-        number = self._numbers.get(label)
-        if number is None:
-            raise BadInput(
-                f"{place}: label {label!r} is not among the {len(self.names)} labels ({', '.join(self.names[:5])}, ...)"
-            )
-        return number
+        """Returns a float, the number of a class, (words,) numbers of each word's, or, of a set, for each class whether
+        the label names it. Raises BadInput, with `place` before the message, for an unknown class, and for a number
+        that is no finite float32."""
+        if self.rows == "number-labelled":
+            return _parse_number(label, place)
+        names = label if self.is_list else [label]
+        for name in names:
+            if name not in self._numbers:
+                known = ", ".join(self.names[:5])
+                raise BadInput(f"{place}: label {name!r} is not among the {len(self.names)} labels ({known}, ...)")
+        numbers = [self._numbers[name] for name in names]
+        if self.rows == "set-labelled":
+            return [number in numbers for number in range(len(self.names))]
+        return np.array(numbers, np.int32) if self.is_list else numbers[0]
 
 
-class LabelSets(ClassLabels):
-    """Any number of named classes for each text."""
-
-    rows: ClassVar[Rows] = "set-labelled"
-    dtype: ClassVar[Dtype] = "uint8"
-    is_list: ClassVar[bool] = True
-
-    @property
-    def shape(self) -> list[Any]:  # type: ignore[override]
-        return [len(self.names)]
-
-    def encode(self, label: Any, place: str) -> Any:
-        """Returns a list: for each class 1 if the label names it, else 0. Raises as `ClassLabels.encode`."""
-        numbers = {ClassLabels.encode(self, name, place) for name in label}
-        return [number in numbers for number in range(len(self.names))]
-
-
-class TokenLabels(ClassLabels):
-    """A named class for each word."""
-
-    rows: ClassVar[Rows] = "token-labelled"
-    is_list: ClassVar[bool] = True
-    shape: ClassVar[list[Any]] = ["length"]
-
-    def encode(self, label: Any, place: str) -> Any:
-        """Returns the number of each word's class, (words,). Raises as `ClassLabels.encode`."""
-        return np.array([ClassLabels.encode(self, name, place) for name in label], np.int32)
-
-
-@dataclass(frozen=True)
-class FloatLabels:
-    """Numbers, stored as float32."""
-
-    rows: ClassVar[Rows] = "number-labelled"
-    dtype: ClassVar[Dtype] = "float32"
-    names: ClassVar[tuple[str, ...]] = ()
-    is_list: ClassVar[bool] = False
-    shape: ClassVar[list[Any]] = []
-
-    def encode(self, label: str, place: str) -> Any:
-        """Returns the number that a label is. Raises BadInput, after `place`, unless it is a finite float32."""
-        try:
-            number = float(label)
-        except ValueError:
-            raise BadInput(f"{place}: label {label!r} is not a number: name the column with --label") from None
-        if not math.isfinite(number) or abs(number) > float(np.finfo(np.float32).max):
-            raise BadInput(f"{place}: label {label!r} is not a finite float32: leave such rows out of the corpus")
-        return number
-
-
-LabelKind = ClassLabels | FloatLabels
+def _parse_number(label: str, place: str) -> float:
+    """Returns the number that a label is. Raises BadInput, after `place`, unless it is a finite float32."""
+    try:
+        number = float(label)
+    except ValueError:
+        raise BadInput(f"{place}: label {label!r} is not a number: name the column with --label") from None
+    if not math.isfinite(number) or abs(number) > float(np.finfo(np.float32).max):
+        raise BadInput(f"{place}: label {label!r} is not a finite float32: leave such rows out of the corpus")
+    return number
 
 
 def default_lengths(longest: int) -> tuple[int, ...]:
@@ -126,14 +101,14 @@ def select_columns(
     text: str,
     label: str,
     corpus: str,
-    labels: LabelKind = ClassLabels(),
+    labels: LabelKind = LabelKind(),
     pair: str | None = None,
 ) -> Iterator[LabelledText]:
     """Yields the text, or the two texts, and the label of each row (column -> value) of the corpus with this name.
 
     `text`, `label` and, if a row has two texts, `pair` name the columns. A label is text, a number or a truth value,
-    which is converted to text, an integer that is no name to the name of the class with this number; for `LabelSets`
-    and `TokenLabels` a list of them. The text of `TokenLabels` is a list of words; rows without words are left out.
+    which is converted to text, an integer that is no name to the name of the class with this number; for sets and
+    words a list of them. The text of labelled words is a list of these; rows without words are left out.
     `labels` checks each label; classes without names allow any printable one. Raises BadInput, with file:line or the
     corpus and the row's number, for a row that lacks a column, whose text is not text, or whose label is impossible."""
     for number, row in enumerate(rows, 1):
@@ -148,11 +123,11 @@ def select_columns(
             raise BadInput(f"{place}: label {row[label]!r:.80} is not a list of labels: name the column with --label")
         names = [_label_name(value, place, labels) for value in (row[label] if labels.is_list else [row[label]])]
         own: Any = names if labels.is_list else names[0]
-        if labels.names or not isinstance(labels, ClassLabels):
+        if labels.names or not labels.has_names:
             labels.encode(own, place)
         if pair:
             yield (text_of(row, text, place), text_of(row, pair, place)), own
-        elif not isinstance(labels, TokenLabels):
+        elif labels.rows != "token-labelled":
             yield text_of(row, text, place), own
         elif words := _words_of(row, text, place, len(names)):
             yield words, names
@@ -171,7 +146,7 @@ def _label_name(value: Any, place: str, labels: LabelKind) -> str:
         raise BadInput(f"{place}: label {name} is not a finite number: leave such rows out of the corpus")
     if type(value) is int and name not in labels.names and 0 <= value < len(labels.names):
         return labels.names[value]
-    if isinstance(labels, ClassLabels) and not labels.names and (mistake := label_mistake(name)):
+    if labels.has_names and not labels.names and (mistake := label_mistake(name)):
         raise BadInput(f"{place}: label {name!r:.80} {mistake}")
     return name
 
@@ -222,7 +197,7 @@ def write_labelled_rows(
         return WrittenDataset(existing, reused=True)
     dataset_writer.begin_dataset(url, plan)
     features = dataset_writer.id_features(plan.vocabulary)
-    features[LABEL] = Feature(dtype=labels.dtype, shape=labels.shape)
+    features[LABEL] = labels.feature
     if has_pairs:
         features[TYPES] = Feature(dtype="uint8", shape=["length"])
     waiting: dict[int, list[tuple[Ids, Any]]] = {length: [] for length in lengths}
@@ -239,7 +214,7 @@ def write_labelled_rows(
             if ids.shape[-1] > plan.length:
                 cut += 1
                 ids = np.append(ids[..., : plan.length - 1], ids[..., -1:], axis=-1)  # keep the final special token
-            if labels.shape == ["length"]:
+            if labels.rows == "token-labelled":
                 ids, words = ids  # (tokens,) each
                 value = np.where(words >= 0, value[words], IGNORED)  # (tokens,)
             length = next(length for length in lengths if ids.shape[-1] <= length)

@@ -8,21 +8,17 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 from training import storage
 from training.data import tokenizer as tokenizers
-from training.data.formats.dataset import Layout
+from training.data.formats.dataset import Layout, Rows
 from training.data.prepare import dataset_writer, pack
 from training.data.prepare.corpus import Corpus, is_in_split
 from training.data.prepare.dataset_writer import DatasetPlan, WrittenDataset
 from training.data.prepare.labelled_rows import (
-    ClassLabels,
-    FloatLabels,
     LabelKind,
     LabelledText,
-    LabelSets,
-    TokenLabels,
     default_lengths,
     label_mistake,
     select_columns,
@@ -35,7 +31,6 @@ from training.registry import TASKS, TaskName
 
 SPLITS = ("train", "evaluation")
 UNLABELLED = ("packed", "documents")
-_KINDS: dict[str, type[ClassLabels]] = {kind.rows: kind for kind in (ClassLabels, LabelSets, TokenLabels)}
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ def _check(options: DatasetOptions) -> None:
     rows = TASKS[options.task].rows
     if rows != "packed" and options.layout != "compact":
         raise BadInput(f"--task {options.task} has the compact layout only")
-    if options.text_pair is not None and rows in (*UNLABELLED, TokenLabels.rows):
+    if options.text_pair is not None and rows in (*UNLABELLED, "token-labelled"):
         raise BadInput(f"--text-pair is for tasks of whole texts, and --task {options.task} is none: leave it out")
     if options.chat is not None and rows != "documents":
         raise BadInput(f"--chat is for --task causal-lm, and --task {options.task} reads texts: leave it out")
@@ -180,7 +175,7 @@ def _make_labelled(
         return (row for row, text in joined if is_in_split(text, split, options.percent))
 
     pairs = tokenizers.PairEncoder(tokenizer, options.sequence_length) if options.text_pair else None
-    encode_texts = tokenizers.word_encoder(tokenizer) if isinstance(labels, TokenLabels) else pairs or encode
+    encode_texts = tokenizers.word_encoder(tokenizer) if labels.rows == "token-labelled" else pairs or encode
     result = write_labelled_rows(
         url, plan, lengths, labels, rows, encode_texts, tokenizer.special.pad, has_pairs=pairs is not None,
         overwrite=options.overwrite,
@@ -210,20 +205,20 @@ def parse_lengths(lengths: str | None, longest: int) -> tuple[int, ...]:
 def _labels(options: DatasetOptions) -> LabelKind:
     """Returns how labels are stored, and classes' names: from --labels, else the training corpus's description, else
     all its rows, sorted. Raises BadInput for impossible names, or --labels with a regression; StorageError."""
-    if options.task == "regression":
+    kind = LabelKind(cast(Rows, TASKS[options.task].rows))
+    if not kind.has_names:
         if options.labels is not None:
             raise BadInput(
                 "--labels lists the names of classes, and a --task regression label is a number: leave it out"
             )
-        return FloatLabels()
-    kind = _KINDS[TASKS[options.task].rows]
+        return kind
     if options.labels is None:
         corpus = options.corpora["train"]
         if names := corpus.label_names():
-            return kind(names)
-        columns = select_columns(corpus.rows(), corpus.field, options.label, corpus.name, kind())
+            return replace(kind, names=names)
+        columns = select_columns(corpus.rows(), corpus.field, options.label, corpus.name, kind)
         lists = (label if kind.is_list else [label] for _, label in columns)
-        return kind(tuple(sorted({name for names in lists for name in names})))
+        return replace(kind, names=tuple(sorted({name for names in lists for name in names})))
     try:
         names = json.loads(storage.read(options.labels))
     except storage.NotFound as error:
@@ -240,4 +235,4 @@ def _labels(options: DatasetOptions) -> LabelKind:
     for name in names:
         if mistake := label_mistake(name):
             raise BadInput(f"--labels {options.labels}: label {name!r:.80} {mistake}")
-    return kind(tuple(names))
+    return replace(kind, names=tuple(names))
