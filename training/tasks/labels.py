@@ -105,8 +105,16 @@ class Classification(LabelledRows):
         """Returns what a checkpoint must agree with, the labels among it."""
         return {**super().identity(), "labels": list(self.labels)}
 
+    @property
+    def label_values(self) -> int:
+        """Returns how many values a label can have, from 0 on."""
+        return len(self.labels)
+
     def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
-        check_labels(dataset.url, batch.labels, batch.records, len(self.labels), self._config.task)
+        """Raises BadInput for a number that is no class, except at tokens without a label."""
+        counts = batch.weights > 0 if batch.weights.ndim == batch.labels.ndim else True
+        labels = np.where(counts, batch.labels, 0)
+        check_labels(dataset.url, labels, batch.records, self.label_values, self._config.task)
 
     def training_batch(self, batch: LabelledBatch) -> HostBatch:
         """Returns what a step takes of a training batch, with weights multiplied by `train.class_weights`."""
@@ -130,11 +138,6 @@ class Classification(LabelledRows):
 class TokenClassification(Classification):
     """Classes of words. Only the first token of a word has a label; others, and special tokens, have weight 0."""
 
-    def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
-        """Raises BadInput for a number that is no class, at tokens that have a label."""
-        labels = np.where(batch.weights > 0, batch.labels, 0)
-        check_labels(dataset.url, labels, batch.records, len(self.labels), self._config.task)
-
     def figures(self, total: StepResult) -> dict[str, float]:
         """Returns the loss, the accuracy over all classes, and the micro F1 over all but OUTSIDE."""
         confusion = np.array(self.confusion(total.counts))
@@ -149,10 +152,7 @@ class MultiLabel(Classification):
     that were predicted."""
 
     least_labels = 1
-
-    def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
-        """Raises BadInput for a number that is neither 0 nor 1."""
-        check_labels(dataset.url, batch.labels, batch.records, 2, self._config.task)
+    label_values = 2
 
     def figures(self, total: StepResult) -> dict[str, float]:
         """Returns the loss and the micro F1 over all texts and labels."""
