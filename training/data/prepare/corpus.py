@@ -261,24 +261,17 @@ def _file_rows(url: str, field: str, label: str = "label") -> Iterator[dict[str,
 def _columns(url: str, field: str, label: str) -> Iterator[dict[str, Any]]:
     """Yields {field: words, label: labels} of each text of a file in CoNLL's columns, without its -DOCSTART- lines.
     Raises BadInput for a line of one column."""
-    text: list[list[str]] = []
-    number = 0
-    for number, line in enumerate(lines(url), 1):
-        columns = line.split()
-        if not columns:
-            yield from _labelled_words(f"{url}:{number}", text, field, label)
-            text = []
-        elif columns[0] != "-DOCSTART-":
+    numbered = ((number, line, line.split()) for number, line in enumerate(lines(url), 1))
+    for has_columns, group in itertools.groupby(numbered, key=lambda entry: bool(entry[2])):
+        text: list[list[str]] = []
+        for number, line, columns in group if has_columns else ():
+            if columns[0] == "-DOCSTART-":
+                continue
             if len(columns) < 2:
                 raise BadInput(f"{url}:{number}: a word and its label expected, not {line!r:.80}")
             text.append(columns)
-    yield from _labelled_words(f"{url}:{number}", text, field, label)
-
-
-def _labelled_words(place: str, text: list[list[str]], field: str, label: str) -> Iterator[dict[str, Any]]:
-    """Yields the row of a text, given as the columns of its lines, words first and labels last; none without lines."""
-    if text:
-        yield Row(place, {field: [line[0] for line in text], label: [line[-1] for line in text]})
+        if text:
+            yield Row(f"{url}:{number}", {field: [line[0] for line in text], label: [line[-1] for line in text]})
 
 
 def _table(url: str) -> Iterator[dict[str, Any]]:
