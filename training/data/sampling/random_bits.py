@@ -35,19 +35,15 @@ UInts = npt.NDArray[np.uint64]
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
-_ALL = 2**64 - 1
 
 
 def mix_int(z: int) -> int:
-    """Applies SplitMix64's output function to one Python integer."""
-    z &= _ALL
-    z = ((z ^ (z >> 30)) * FIRST) & _ALL
-    z = ((z ^ (z >> 27)) * SECOND) & _ALL
-    return z ^ (z >> 31)
+    """Applies SplitMix64's output function to the lowest 64 bits of a Python integer."""
+    return int(mix(np.array([z % 2**64], np.uint64))[0])
 
 
 def mix(z: UInts) -> UInts:
-    """Applies `mix_int` to an array of any shape in place, and returns it."""
+    """Applies SplitMix64's output function to an array of any shape in place, and returns it."""
     scratch = z >> np.uint64(30)
     z ^= scratch
     z *= np.uint64(FIRST)
