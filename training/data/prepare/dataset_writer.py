@@ -180,9 +180,8 @@ def write_packed(url: str, plan: DatasetPlan, number: int, rows: Ids) -> Shard:
     name. Raises BadInput for an id beyond the vocabulary."""
     if plan.layout != "recipe":
         return write_columns(url, plan, id_features(plan.vocabulary), f"{number:05d}", {"input_ids": rows})
-    _check_vocabulary(plan, rows)
-    name, data = recipe_layout.shard_name(plan.split, number, len(rows)), recipe_layout.encode_shard(rows)
-    return write_shard(url, name, plan.length, len(rows), data)
+    name = recipe_layout.shard_name(plan.split, number, len(rows))
+    return _write_shard(url, plan, name, rows, recipe_layout.encode_shard(rows))
 
 
 def write_columns(
@@ -192,26 +191,23 @@ def write_columns(
     feature -> (n, count) or (n,), converted to the feature's dtype; those that are no feature are left out. Raises
     BadInput for an id beyond the vocabulary."""
     ids = columns["input_ids"]
-    _check_vocabulary(plan, ids)
     layout = fixed_records.record_layout(features, ids.shape[1])
     values = {name: columns[name].astype(feature.dtype) for name, feature in features.items()}
     data = fixed_records.encode_records(layout, values)
-    return write_shard(url, f"{plan.split}-{name}.tfrecord", ids.shape[1], len(ids), data)
+    return _write_shard(url, plan, f"{plan.split}-{name}.tfrecord", ids, data)
 
 
-def _check_vocabulary(plan: DatasetPlan, rows: Ids) -> None:
-    """Raises BadInput for an id beyond the plan's vocabulary."""
-    if int(rows.max()) >= plan.vocabulary:
+def _write_shard(url: str, plan: DatasetPlan, name: str, ids: Ids, data: bytes) -> Shard:
+    """Writes the bytes of a shard with `ids`, (n, length), to the file `name` of a folder. Returns the shard's entry in
+    the manifest. Raises BadInput for an id beyond the plan's vocabulary."""
+    if int(ids.max()) >= plan.vocabulary:
         raise BadInput(
-            f"the tokenizer gave id {int(rows.max())}, beyond its own vocabulary of {plan.vocabulary}: "
+            f"the tokenizer gave id {int(ids.max())}, beyond its own vocabulary of {plan.vocabulary}: "
             "its tokenizer.json is damaged"
         )
-
-
-def write_shard(url: str, name: str, length: int, records: int, data: bytes) -> Shard:
-    """Writes the bytes of a shard to the file `name` of a folder. Returns the shard's entry in the manifest."""
     storage.write(storage.join(url, name), data)
-    return Shard(name=name, length=length, records=records, bytes=len(data), crc32c=google_crc32c.value(data))
+    crc32c = google_crc32c.value(data)
+    return Shard(name=name, length=ids.shape[1], records=len(ids), bytes=len(data), crc32c=crc32c)
 
 
 def finish_dataset(
