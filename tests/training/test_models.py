@@ -26,15 +26,10 @@ from training.errors import BadInput
 from training.models.export import write_model_folder
 from training.models.flops import WorkCounter, flops_per_row, mfu, peak_flops
 from training.models.hub import BackgroundUploader, Push, find_result
-from training.models.hugging_face import (
-    ModelRequirements,
-    build_model_config,
-    local_copy,
-    read_labels,
-    usable_positions,
-)
+from training.models.hugging_face import ModelRequirements, build_model_config, read_labels, usable_positions
 from training.models.initial import initial_weight, initial_weights
 from training.registry import TASKS, task_of_model
+from training.storage.hub import TOKENIZER_FILES, local_copy
 from training.tasks.labels import Regression, accuracy, check_labels, pearson, weighted_f1
 
 EMBEDDING = "bert.embeddings.word_embeddings.weight"
@@ -140,12 +135,11 @@ def test_only_tokenizer_and_model_of_a_trainers_checkpoint_folder_are_copied(tmp
     model, tokenizer = ("config.json", "model.safetensors"), ("tokenizer.json", "vocab.txt")
     for name in (*model, *tokenizer, "optimizer.pt", "rng_state.pth", "checkpoint-1/model.safetensors"):
         storage.write(f"gs://bucket/trainer/{name}", name.encode())
-    fetched = tokenizers.fetch("gs://bucket/trainer", tmp_path / "fetched")
     write_model_folder(str(tmp_path / "export"), {}, lambda _: Snapshot(()), {}, "gs://bucket/trainer")
-    with local_copy("gs://bucket/trainer") as copy:
+    with local_copy("gs://bucket/trainer") as copy, local_copy("gs://bucket/trainer", TOKENIZER_FILES) as fetched:
         found = {file.name: file.read_text() for file in Path(copy).iterdir()}
+        assert {file.name for file in Path(fetched).iterdir()} == set(tokenizer)
     assert found == {name: name for name in (*model, *tokenizer)}
-    assert {file.name for file in fetched.iterdir()} == set(tokenizer)
     assert {file.name for file in (tmp_path / "export").iterdir()} == {*model, *tokenizer}
 
 

@@ -1,15 +1,14 @@
 """Reads tokenizer folders, identifies them by a hash, and encodes text.
 
 A folder holds tokenizer.json, tokenizer_config.json and special_tokens_map.json, as Hugging Face tokenizers do:
-`transformers.AutoTokenizer.from_pretrained(folder)` loads it. That function does not read gs://, so `fetch` copies a
-folder first. `training.data.prepare.tokenizer_training` makes such folders. Only `load` needs the `tokenizers` library.
+`transformers.AutoTokenizer.from_pretrained(folder)` loads it. `training.data.prepare.tokenizer_training` makes such
+folders. Only `load` needs the `tokenizers` library.
 """
 
 import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from training import storage
 from training.data.formats.dataset import tokenizer_hash
 from training.data.sampling.masking import SpecialTokens, special_tokens
 from training.errors import BadInput
-from training.storage.hub import TOKENIZER_FILES, tokenizer_folder
+from training.storage.hub import tokenizer_folder
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -68,23 +67,6 @@ def _end_of_text(url: str) -> str | None:
         return None
     name = token.get("content") if isinstance(token, dict) else token
     return name if isinstance(name, str) else None
-
-
-def fetch(url: str, folder: Path) -> Path:
-    """Returns a local folder with the tokenizer's files, for AutoTokenizer: a local `url` itself, the Hub's cache, to
-    which a name on the Hub is downloaded, or `folder`, to which a bucket's files are copied. Raises BadInput when the
-    Hub does not have the name, or the bucket's folder no tokenizer.json; and StorageError."""
-    url = tokenizer_folder(url)
-    if not storage.is_remote(url):
-        return Path(url)
-    for name in TOKENIZER_FILES:
-        if storage.stat(storage.join(url, name)):
-            storage.download(storage.join(url, name), folder / name)
-        elif name == FILE:
-            raise BadInput(
-                f"{url} is not a tokenizer folder: it has no {FILE}. Make one with `tpu-train tokenizer --out {url}`"
-            )
-    return folder
 
 
 def files(content: bytes) -> dict[str, bytes]:

@@ -6,21 +6,17 @@ family trains through its own modules: its masked-LM head at all positions, unle
 `MASKED_LM_HEADS` and gives the network's own result; a fresh head is what lies outside the network's base model.
 """
 
-import contextlib
 import json
 import re
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
-from pathlib import Path
 from typing import Any
 
 from training import storage
 from training.config import Model
 from training.errors import BadInput
 from training.registry import MASKED_LM, BackendName, Head
-from training.storage.hub import MODEL_FILES, model_folder
+from training.storage.hub import model_folder
 
 DROPOUT = 0.1  # the rate of named models, as BERT's (https://arxiv.org/abs/1810.04805, A.2)
 
@@ -242,22 +238,6 @@ def check_capacity(network_config: Any, requirements: ModelRequirements) -> None
             f"the tokenizer has {requirements.vocabulary} tokens, but the model only {network_config.vocab_size}; "
             "train with the model's own tokenizer, or set model.vocabulary_size"
         )
-
-
-@contextlib.contextmanager
-def local_copy(folder: str) -> Iterator[str]:
-    """Yields a local model folder: `folder` itself; for a name on the Hub, the cache to which it downloads the model;
-    for a bucket, a copy of its `MODEL_FILES`, deleted after the block. Raises BadInput, StorageError."""
-    folder = model_folder(folder)
-    if not storage.is_remote(folder):
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as scratch:
-        for stat in storage.listing(folder):
-            name = stat.url.removeprefix(folder.rstrip("/") + "/")
-            if "/" not in name and any(fnmatch(name, pattern) for pattern in MODEL_FILES):
-                storage.download(stat.url, Path(scratch) / name)
-        yield scratch
 
 
 def read_config(folder: str) -> dict[str, Any]:

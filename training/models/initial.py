@@ -8,9 +8,10 @@ norms 1, and 0 for the padding token.
 
 import hashlib
 import os
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,23 +47,10 @@ def initial_weight(
 
 
 def initial_weights(
-    parameters: Sequence[tuple[str, tuple[int, ...]]],
-    *,
-    seed: int,
-    deviation: float = 0.02,
-    model_type: str = "bert",
-    pad: int | None = None,
+    parameters: Iterable[tuple[str, tuple[int, ...]]], **options: Any
 ) -> Iterator[npt.NDArray[np.float32]]:
-    """Yields `initial_weight` of each parameter (name, shape), in order. Every processor makes one at a time, ahead of
-    the caller: a single one takes seconds for bert-large."""
-    workers = os.cpu_count() or 1
-    waiting: deque[Future[npt.NDArray[np.float32]]] = deque()
-    with ThreadPoolExecutor(workers, thread_name_prefix="initial-weights") as pool:  # numpy releases Python's lock
-        for name, shape in parameters:
-            waiting.append(
-                pool.submit(initial_weight, name, shape, seed=seed, deviation=deviation, model_type=model_type, pad=pad)
-            )
-            if len(waiting) > workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+    """Yields `initial_weight` of each parameter (name, shape), in order; `options` are its keywords. Every processor
+    makes one at a time, ahead of the caller: a single one takes seconds for bert-large."""
+    make = partial(initial_weight, **options)
+    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="initial-weights") as pool:  # numpy releases the lock
+        yield from pool.map(make, *zip(*parameters, strict=True))

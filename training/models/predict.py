@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from training.errors import BadInput
-from training.models.hugging_face import WEIGHTS, has_weights, local_copy, read_config, usable_positions
+from training.models.hugging_face import WEIGHTS, has_weights, read_config, usable_positions
 from training.registry import BACKENDS, TASKS, load, task_of_model
+from training.storage.hub import local_copy
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,15 @@ once, to the Hub's own cache (HF_HOME); HF_TOKEN gives access to private ones, H
 downloaded only as safetensors. Framework-free.
 """
 
+import contextlib
 import functools
 import re
+import tempfile
+from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
+from training import storage
 from training.errors import BadInput
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -36,6 +41,22 @@ def model_folder(path: str) -> str:
 def tokenizer_folder(path: str) -> str:
     """Returns the folder of a tokenizer, like `model_folder`, without the model's weights."""
     return _folder(path, "data.tokenizer", "tokenizer", TOKENIZER_FILES)
+
+
+@contextlib.contextmanager
+def local_copy(folder: str, files: tuple[str, ...] = MODEL_FILES) -> Iterator[str]:
+    """Yields a local model folder: `folder` itself; for a name on the Hub, the cache to which it downloads the model;
+    for a bucket, a copy of its `files` (patterns), deleted after the block. Raises BadInput, StorageError."""
+    folder = model_folder(folder)
+    if not storage.is_remote(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        for stat in storage.files(folder):
+            name = storage.name_of(stat.url)
+            if any(fnmatch(name, pattern) for pattern in files):
+                storage.download(stat.url, Path(scratch) / name)
+        yield scratch
 
 
 @functools.cache

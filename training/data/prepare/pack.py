@@ -18,11 +18,9 @@ Failure model: as of `training.data.prepare.dataset_writer`. An interrupted run 
 import bisect
 import itertools
 import json
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,6 +32,7 @@ from training.data.prepare.corpus import Corpus, replace_surrogates
 from training.data.prepare.dataset_writer import DatasetPlan, Ids, Mark, WrittenDataset
 from training.data.tokenizer import Encode, Tokenizer
 from training.errors import BadInput
+from training.storage.hub import TOKENIZER_FILES, local_copy, tokenizer_folder
 
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 4096
@@ -324,14 +323,14 @@ class WholeChats(WholeDocuments):
 
 
 def open_template(url: str) -> Any:
-    """Returns transformers' tokenizer of a folder or a name on the Hub, which is downloaded. Raises as
-    `tokenizer.fetch`, BadInput without transformers or a chat template, and transformers' errors for a bad folder."""
+    """Returns transformers' tokenizer of a folder or a name on the Hub, which is downloaded. Raises
+    BadInput without transformers or a chat template, StorageError, and transformers' errors for a bad folder."""
     try:
         from transformers import AutoTokenizer
     except ImportError:
         raise BadInput("--chat needs the `transformers` package: run it in the image") from None
-    with tempfile.TemporaryDirectory() as scratch:
-        loaded = AutoTokenizer.from_pretrained(tokenizers.fetch(url, Path(scratch)), local_files_only=True)
+    with local_copy(tokenizer_folder(url), TOKENIZER_FILES) as folder:
+        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if not loaded.chat_template:
         raise BadInput(f"{url}: the tokenizer has no chat template, which --chat needs: take one of a chat model")
     return loaded

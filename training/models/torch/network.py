@@ -27,7 +27,6 @@ from training.models.hugging_face import (
     check_capacity,
     dropout_rates,
     is_of_head,
-    local_copy,
     read_config,
     read_labels,
 )
@@ -35,6 +34,7 @@ from training.models.initial import initial_weights
 from training.models.torch.attention import Barrier, Linear, SelfAttention, recompute
 from training.models.torch.dropout import Dropout, DropoutNoise
 from training.registry import CAUSAL_LM, Head
+from training.storage.hub import local_copy
 
 
 def build(model: Model, needs: ModelRequirements, *, dropout: float | None, seed: int) -> torch.nn.Module:
@@ -328,9 +328,8 @@ def build_empty(model: Model, needs: ModelRequirements, *, dropout: float | None
     values: dict[str, Any] = build_model_config(model, needs, dropout)
     if needs.head.network == "ForMaskedLM" and values["model_type"] not in BERT_LIKE:
         return None
-    unwanted: dict[str, Any] = {name: False for name in ("reference_compile", "use_cache") if name in values}
-    config = transformers.AutoConfig.for_model(**{**values, **unwanted})
-    config.update(dropout_rates(config.to_dict(), dropout))
+    config = transformers.AutoConfig.for_model(**values)
+    config.update(_training_values(config, dropout))
     with no_init_weights(), parameters_without_values():
         network = getattr(transformers, f"AutoModel{needs.head.network}").from_config(
             config, attn_implementation="eager"
