@@ -64,8 +64,6 @@ class Reader:
             if window.complete:
                 with self._lock:
                     self._window(*((epoch, number + 1) if number + 1 < self.order.windows else (epoch + 1, 0)))
-        if len(arrays) == 1:
-            return epochs[0], records[0], arrays[0]
         return (
             np.concatenate(epochs),
             np.concatenate(records),
@@ -105,7 +103,7 @@ class _Window:
         self.cells, self.records = cells, records
         self.complete: bool
         self._arrays: Arrays
-        self._futures: dict[int, Future[None]] = {}  # by run
+        self._futures: dict[int, Future[None]] = {}  # by block; a request is of several
         self._source, self._block = source, block
         # The blocks (blocks,), where each is first used (blocks,), and which of them each record is in (n,).
         needed, first_use, slot = np.unique(records // block, return_index=True, return_inverse=True)
@@ -116,23 +114,19 @@ class _Window:
             return
         self._arrays = source.empty(len(needed) * block)
         self._location = slot * block + records % block  # (n,) rows of the arrays
-        self._run_of_slot = _runs(needed, max(1, RUN_BYTES // (block * source.record_bytes)))
         self.complete = not len(needed)
-        if self.complete:
-            return
-        runs = np.split(np.arange(len(needed)), np.flatnonzero(np.diff(self._run_of_slot)) + 1)
-        for number in sorted(range(len(runs)), key=lambda number: int(first_use[runs[number]].min())):
-            slots = runs[number]
-            first, last = int(needed[slots[0]]), int(needed[slots[-1]]) + 1
-            self._futures[number] = pool.submit(self._load, first, last, int(slots[0]))
+        runs = _runs(needed, max(1, RUN_BYTES // (block * source.record_bytes)))
+        for slots in sorted(runs, key=lambda slots: int(first_use[slots].min())):
+            future = pool.submit(self._load, int(needed[slots[0]]), int(needed[slots[-1]]) + 1, int(slots[0]))
+            self._futures.update(dict.fromkeys(slots.tolist(), future))
 
     def gather(self, low: int, high: int) -> Arrays:
         """Waits for the blocks of the records at [low, high) of `records`. Returns feature -> (high - low, ...). Raises
         the error of a request that failed, CancelledError if it was cancelled."""
         location = self._location[low:high]
         if not self.complete:
-            for run in np.unique(self._run_of_slot[location // self._block]):
-                self._futures[run].result()
+            for slot in np.unique(location // self._block).tolist():
+                self._futures[slot].result()
             self.complete = all(
                 future.done() and not future.cancelled() and not future.exception() for future in self._futures.values()
             )
@@ -150,14 +144,13 @@ class _Window:
             self._arrays[name][slot * self._block : slot * self._block + last - first] = values
 
 
-def _runs(needed: Ints, longest: int) -> Ints:
-    """Returns the number of each block's run, (blocks,), for the ascending block numbers `needed`: neighbours share a
-    run, at most `longest` of them."""
+def _runs(needed: Ints, longest: int) -> list[Ints]:
+    """Divides ascending block numbers into runs of neighbours, at most `longest` each; returns their places in `needed`
+    for each run."""
     places = np.arange(len(needed))
     begins = np.diff(needed, prepend=-2) != 1  # of a row of neighbours
     within = places - np.maximum.accumulate(np.where(begins, places, 0))
-    run: Ints = np.cumsum(within % longest == 0) - 1
-    return run
+    return [run for run in np.split(places, np.flatnonzero(within % longest == 0)) if len(run)]
 
 
 T = TypeVar("T")
