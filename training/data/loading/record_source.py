@@ -92,7 +92,7 @@ class RecordSource(ABC):
         self.shards = sorted(shards, key=lambda shard: shard.length)
         self.stats = find_shards(dataset)  # by the shard's URL
         self._starts = list(itertools.accumulate((shard.records for shard in self.shards), initial=0))
-        self._fillers = {"input_ids": pad, LABEL: IGNORED}
+        self._fillers = {"input_ids": pad, **({LABEL: IGNORED} if dataset.manifest.rows == "token-labelled" else {})}
         self.records = self._starts[-1]
 
     @abstractmethod
@@ -144,9 +144,9 @@ class RecordSource(ABC):
         while True:
             count = min(size, self.records - begin)
             arrays, bad = self.load(begin, begin + count)
-            error, tried = error or bad[min(bad)], tried + count
             if len(bad) < count:
                 break
+            error, tried = error or bad[min(bad)], tried + count
             if tried >= self.records:
                 raise error.without_replacement(NO_GOOD_RECORD) if isinstance(error, Corrupt) else error
             begin = (begin + count) % self.records
