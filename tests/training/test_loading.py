@@ -243,9 +243,9 @@ def tokenizer(pieces: list[str], kind: str) -> bytes:
 def test_hidden_replaced_and_kept_words_are_told_apart() -> None:
     ids, positions, labels = (np.array([row], np.int32) for row in ([0, 5, 4, 7, 9, 5, 1], [2, 4, 5, 0], [6, 8, 5, 0]))
     batch = MlmBatch(ids, positions, labels, np.array([[1, 1, 1, 0]], np.float32), np.array([42]), np.array([False]))
-    heading, text = map(click.unstyle, preview.render(batch, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram"))))
-    assert heading == "record 42: 7 tokens, 3 to predict (1 hidden, 1 replaced, 1 left)"
-    assert text == "[CLS] the [cat]s [sat~dog] [the=] [SEP]"
+    summary, text = preview.show_masked(batch, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), 0)
+    assert summary == "7 tokens, 3 to predict (1 hidden, 1 replaced, 1 left)"
+    assert click.unstyle(text) == " [CLS] the [cat]s [sat~dog] [the=] [SEP]"
 
 
 def test_wordpieces_are_joined() -> None:
@@ -259,8 +259,8 @@ def test_wordpieces_are_joined() -> None:
 def test_a_labelled_row_is_shown_without_padding(label: Any, names: list[str], shown: str) -> None:
     ids, one = np.array([[0, 5, 6, 1, 3, 3]], np.int32), np.ones(1, np.float32)
     batch = LabelledBatch(ids, (ids != 3).astype(np.int32), np.array([label]), one, np.array([7]), np.array([False]))
-    lines = preview.render_labelled(batch, 5, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), names)
-    assert list(map(click.unstyle, lines)) == [f"record 7: {shown}, 4 tokens", "[CLS] the cat [SEP]"]
+    summary, text = preview.show_labelled(batch, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), names, 0)
+    assert (summary, click.unstyle(text)) == (f"{shown}, 4 tokens", " [CLS] the cat [SEP]")
 
 
 GOLDEN: dict[str, dict[str, str]] = json.loads((Path(__file__).parents[1] / "golden" / "data.json").read_text())
