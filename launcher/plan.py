@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from launcher import shell
 from launcher.config import Config
-from launcher.images import local
+from launcher.images import build, local
 from launcher.providers import this_machine
 from launcher.run import specification
 from launcher.shell import Result
@@ -65,12 +65,15 @@ def list_commands(config: Config) -> list[PlannedCommand]:
 
 
 def _list_image_commands(config: Config) -> list[PlannedCommand]:
-    """Returns the commands that make the image: [] for a given one, the token's alone where no engine is needed."""
-    if not config.image.reference and not local.needs_engine(config):
+    """Returns the commands that still have to run to make and push the image: [] for a given one, the token's alone
+    where no engine is needed. Raises BadInput."""
+    if config.image.reference:
+        return []
+    if not local.needs_engine(config):
         command = ["gcloud", "auth", "print-access-token", "--quiet"]
         return [PlannedCommand("run", "get the token of the registry, in which the image is made", command)]
     what = "build the image, if it does not exist"
-    return [PlannedCommand("run", what, command) for command in local.build_commands(config)]
+    return [PlannedCommand("run", what, command) for command in build.list_commands(local.image_spec(config))]
 
 
 def _record_commands(config: Config) -> Iterator[PlannedCommand]:

@@ -36,8 +36,8 @@ _CREDENTIALS_IN_VALUE = re.compile(r"://[^/\s:@]+:[^/\s@]+@|://[^/\s:@]{20,}@|PR
 
 # Key -> why a secret does not belong there, and what to do instead.
 _VISIBLE = {
-    ("run", "environment"): "values here are visible in files and to `docker inspect`: name it in run.secrets instead",
-    ("image", "build_args"): (
+    "run.environment": "values here are visible in files and to `docker inspect`: name it in run.secrets instead",
+    "image.build_args": (
         "build arguments stay visible in the image, in its log and in `tpu-launch plan`: build the image with a build "
         "secret yourself, and name it in image.reference"
     ),
@@ -235,13 +235,12 @@ def _as_list(value: str | Sequence[str]) -> list[str]:
 
 def _check_secrets(config: Config) -> None:
     """Raises ConfigError for the first secret in run.environment or image.build_args. The message lacks its value."""
-    values = {("run", "environment"): config.run.environment, ("image", "build_args"): config.image.build_args}
+    values = {"run.environment": config.run.environment, "image.build_args": config.image.build_args}
     for key, reason in _VISIBLE.items():
         for name, value in values[key].items():
             if _is_secret(name, value):
-                raise ConfigError(
-                    f"{config.document.place((*key, name))}: {'.'.join(key)}: {name} looks like a secret, and {reason}"
-                )
+                place = config.document.place((*key.split("."), name))
+                raise ConfigError(f"{place}: {key}: {name} looks like a secret, and {reason}")
 
 
 def _is_secret(name: str, value: str) -> bool:

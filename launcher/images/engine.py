@@ -37,10 +37,9 @@ def require_engine() -> str:
     lines = answer.stderr.strip().splitlines()
     if "permission denied" in answer.stderr.lower():
         advice = "your user may not use it: add it to the group docker (and log in again), or run as root"
-    elif os.environ.get("DOCKER_HOST"):
-        advice = "start it, or set DOCKER_HOST to one that runs"
     else:
-        advice = "start it (systemctl start docker, or dockerd as root), or set DOCKER_HOST to one that runs"
+        how = "" if os.environ.get("DOCKER_HOST") else " (systemctl start docker, or dockerd as root)"
+        advice = f"start it{how}, or set DOCKER_HOST to one that runs"
     raise BadInput(
         f"no container engine answers at {_address(docker)}: {advice}"
         + (f"\n  docker said: {lines[-1]}" if lines else "")

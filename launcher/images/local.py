@@ -12,7 +12,7 @@ from launcher import shell
 from launcher.config import Config
 from launcher.errors import BadInput
 from launcher.images import appended, build_context, engine
-from launcher.images.build import Image, ensure_image, find_pushed, list_commands
+from launcher.images.build import Image, ensure_image, find_pushed
 from launcher.images.repositories import parse_reference
 from launcher.images.specification import ImageSpec, default_spec, folder_spec, own_files, training_files
 
@@ -84,12 +84,6 @@ def append_spec(config: Config) -> appended.AppendSpec:
         create_repository=section.create_repository,
         ca_bundle=spec.ca_bundle,
     )
-
-
-def build_commands(config: Config) -> list[list[str]]:
-    """Returns the commands that still have to run to build and push the image (`list_commands`); [] with
-    image.reference, or when the registry makes it. Raises BadInput."""
-    return [] if config.image.reference or not needs_engine(config) else list_commands(image_spec(config))
 
 
 def check(config: Config) -> None:

@@ -213,7 +213,6 @@ def test_without_engine_the_registry_is_taken(config: Config, monkeypatch: pytes
             local.check(changed)
     assert local.needs_engine(load_text(config.folder, FILE.replace("registry,", "engine,")))
     assert not local.needs_engine(config)
-    assert local.build_commands(config) == []
     local.check(config)
 
 
