@@ -185,49 +185,48 @@ class Evaluations:
         }
 
 
+@dataclass
 class Compilations:
     """Counts programs and their seconds of compiling, and finds steps after the first of a shape that compile again."""
 
-    def __init__(
-        self, backend: Backend, timer: PhaseTimer, shapes: int, *, strict: bool, warn: Callable[[str], None]
-    ) -> None:
-        """Starts counting at zero. `shapes`: the number of different shapes of training batches; `strict`: raise an
-        error if a step compiles one more program, instead of calling `warn`."""
-        self._backend, self._timer, self._shapes = backend, timer, shapes
-        self._strict, self._warn = strict, warn
-        self._training = 0  # programs of training steps
-        self._evaluation = 0  # programs of evaluations
-        self._known: set[tuple[tuple[int, ...], ...]] = set()  # shapes of the training batches of this attempt
+    backend: Backend
+    timer: PhaseTimer
+    shapes: int  # of training batches: how many different ones
+    strict: bool  # raise an error if a step compiles one more program, instead of calling `warn`
+    warn: Callable[[str], None]
+    _training: int = 0  # programs of training steps
+    _evaluation: int = 0  # programs of evaluations
+    _known: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)  # shapes of training batches so far
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Times the block as a phase; the seconds that it spends compiling count as "compile"."""
-        seconds = self._backend.compilations()[1]
+        seconds = self.backend.compilations()[1]
         try:
-            with self._timer.phase(phase):
+            with self.timer.phase(phase):
                 yield
         finally:
-            self._timer.move(phase, "compile", self._backend.compilations()[1] - seconds)
+            self.timer.move(phase, "compile", self.backend.compilations()[1] - seconds)
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         """Times the block as an evaluation, and does not count its programs as the training's."""
-        count = self._backend.compilations()[0]
+        count = self.backend.compilations()[0]
         with self.timed("evaluation"):
             yield
-        self._evaluation += self._backend.compilations()[0] - count
+        self._evaluation += self.backend.compilations()[0] - count
 
     def check_step(self, number: int, batch: HostBatch) -> None:
         """Warns, or with train.strict raises TrainError, if step `number`, which was just started, compiled a program.
         The first step of each expected shape may compile one; a shape beyond the expected number may not."""
         shape = tuple(array.shape for array in batch.arrays.values())
-        is_first = shape not in self._known and len(self._known) < self._shapes
+        is_first = shape not in self._known and len(self._known) < self.shapes
         self._known.add(shape)
-        before, self._training = self._training, self._backend.compilations()[0] - self._evaluation
+        before, self._training = self._training, self.backend.compilations()[0] - self._evaluation
         if self._training > before and not is_first:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in batch.arrays.items())
             programs = f"another program (training has {self._training} now)"
             message = f"step {number} compiled {programs}; its arrays were {shapes}"
-            if self._strict:
+            if self.strict:
                 raise TrainError(f"{message} (train.strict)")
-            self._warn(message)
+            self.warn(message)

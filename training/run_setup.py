@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from training import storage as default_storage
 from training.backends.protocol import Backend, OpenBackend
@@ -183,14 +183,21 @@ def model_requirements(config: TrainerConfig, task: Task) -> ModelRequirements:
 
 def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, task: Task) -> Backend:
     """Sets the device's environment variables, imports the framework, opens the devices and builds the model. Ends the
-    process if that takes longer than rendezvous.start_seconds. Raises BadInput, for a batch that does not divide over
-    the real devices for instance, and UnusableTpu."""
+    process if that takes longer than rendezvous.start_seconds. Raises BadInput, for a framework that is not installed
+    or a batch that does not divide over the real devices for instance, and UnusableTpu."""
     set_device_environment(config.backend, cluster)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     requirements = model_requirements(config, task)
     config = config.for_device(device_kind())
     with rendezvous.limit("opening the devices", config.rendezvous.start_seconds):
-        backend = _import_for_devices(config.backend, cluster)(config, cluster, rendezvous, requirements)
+        try:
+            prepare_framework(config.backend)
+            backend_class: OpenBackend = load(BACKENDS[config.backend].backend)
+        except Exception as error:  # importing TensorFlow may open the TPU
+            if isinstance(error, ImportError | TrainError) or os.environ["PJRT_DEVICE"] != "TPU":
+                raise
+            raise UnusableTpu(str(error), cluster.accelerator_type) from None
+        backend = backend_class(config, cluster, rendezvous, requirements)
     if mistake := batch_mistake(config, cluster.hosts, backend.devices):
         raise BadInput(mistake)
     return backend
@@ -215,20 +222,6 @@ def set_device_environment(name: str, cluster: Cluster) -> None:
         os.environ.update(load(BACKENDS[name].tpu_environment)(cluster, os.environ))
     elif (flags := BACKENDS[name].cpu_flags) not in (given := os.environ.get("XLA_FLAGS", "")):
         os.environ["XLA_FLAGS"] = f"{given} {flags}".strip()
-
-
-def _import_for_devices(name: str, cluster: Cluster) -> OpenBackend:
-    """Imports a backend's framework and returns its class. Raises BadInput if the framework is not installed. On a TPU,
-    which importing TensorFlow may open, errors but ImportError and TrainError become UnusableTpu."""
-    try:
-        prepare_framework(name)
-        return cast(OpenBackend, load(BACKENDS[name].backend))
-    except (ImportError, TrainError):
-        raise
-    except Exception as error:
-        if os.environ["PJRT_DEVICE"] != "TPU":
-            raise
-        raise UnusableTpu(str(error), cluster.accelerator_type) from None
 
 
 def open_tracer(backend: str) -> Tracer:

@@ -481,16 +481,15 @@ class StepRate:
     """The seconds of a step, and the share of them that waited for the batch, between two updates."""
 
     def __init__(self) -> None:
-        self._seconds, self._waited, self._steps = 0.0, 0.0, 0  # at the last update
-        self._seconds_per_step, self._data_wait = 0.0, 0.0
+        self._totals, self._rate = (0.0, 0.0, 0), (0.0, 0.0)  # of the last update
 
     def update(self, seconds: float, waited: float, steps: int) -> tuple[float, float]:
         """Returns the seconds of a step since the last update and their share, 0 to 1, that waited for batches; the
         former values if no step came since. `seconds`, `waited` and `steps` are totals so far."""
-        if steps > self._steps:
-            spent = seconds - self._seconds
-            self._seconds_per_step = spent / (steps - self._steps)
+        earlier_seconds, earlier_waited, earlier_steps = self._totals
+        if steps > earlier_steps:
+            spent = seconds - earlier_seconds
             # A framework may count more seconds of compiling, which leave the step's, than the clock has.
-            self._data_wait = min(1.0, (waited - self._waited) / spent) if spent > 0 else 0.0
-            self._seconds, self._waited, self._steps = seconds, waited, steps
-        return self._seconds_per_step, self._data_wait
+            data_wait = min(1.0, (waited - earlier_waited) / spent) if spent > 0 else 0.0
+            self._totals, self._rate = (seconds, waited, steps), (spent / (steps - earlier_steps), data_wait)
+        return self._rate

@@ -73,7 +73,9 @@ def test_a_framework_opens_the_devices_within_the_limit_of_the_start(monkeypatch
         return SimpleNamespace(devices=1)
 
     opened: list[tuple[str, float]] = []
-    monkeypatch.setattr(run_setup, "_import_for_devices", lambda *_: open_devices)
+    monkeypatch.setattr(run_setup, "prepare_framework", lambda _: None)
+    monkeypatch.setattr(run_setup, "load", lambda _: open_devices)
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setattr(run_setup, "set_device_environment", lambda *_: None)
     config = TrainerConfig.model_validate(small_runs.document(Path("none"), rendezvous={"start_seconds": 7}))
     data = SimpleNamespace(tokens=SimpleNamespace(vocabulary=9, pad=0, end=None), sequence_length=8)

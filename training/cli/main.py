@@ -1,10 +1,5 @@
 """`tpu-train`: what runs in the container. Every error becomes one message and an exit code (training/errors.py).
 
-    data.py         tokenizer, shards, dataset show|verify|preview
-    preflight.py    preflight: compile for a TPU that is not there; check: what in a step will be slow on a TPU
-    train.py        train, evaluate, check-devices: run on every host of the slice; exec, profile
-    results.py      report, checkpoint list|show|verify|restore, export, push, predict
-
 Commands parse, call and print; they hold no logic. A command is imported when it is used, and imports what it needs
 when it is called, so that `--help` is quick.
 """
