@@ -18,12 +18,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from training import storage as default_storage
 from training.checkpoint import format as form
 from training.checkpoint.format import Manifest, Part, PartSlice, committed_steps, read_manifest
-from training.checkpoint.snapshot import allocate, find_nonfinite
+from training.checkpoint.snapshot import find_nonfinite
 from training.checkpoint.tensors import Damaged, NotFinite, Slice, TensorSpec, copy_into, load_whole, plan_file
 from training.errors import BadInput
 from training.machine import SYSTEM, Future, Threads
@@ -37,7 +38,7 @@ _READERS, _READERS_REMOTE = 2, 6  # one connection to a bucket gives a fraction 
 
 _TO_AVOID = "the first step after it was not finite in an earlier attempt"
 
-# Loads some tensors: name -> (specification, raw bytes). Must copy the bytes: they are overwritten once it returns.
+# Loads some tensors: name -> (specification, raw bytes). Must copy the bytes: a view keeps all that was read at once.
 LoadState = Callable[[Mapping[str, tuple[TensorSpec, memoryview]]], None]
 # (name, specification) of a tensor in the checkpoint -> what of it to load; None: nothing.
 Choose = Callable[[str, TensorSpec], Slice | None]
@@ -166,8 +167,8 @@ def load_tensors(
     choose: Choose = load_whole,
 ) -> None:
     """Passes the slice of each tensor of a checkpoint that `choose` returns (None: skips the tensor) to `load_state`,
-    some at a time; their bytes are valid until `load_state` returns. Raises Damaged when what it read is not what was
-    committed; the caller must then discard the tensors loaded so far."""
+    some at a time. Raises Damaged when what it read is not what was committed; the caller must then discard the tensors
+    loaded so far."""
     urls = [_part_url(folder, manifest.step, part, storage) for part in manifest.parts]
     plans = form.slices_by_part(manifest.tensors, len(manifest.parts))
     specs = {name: tensor.spec for name, tensor in manifest.tensors.items()}
@@ -270,30 +271,23 @@ def _part_url(folder: str, step: int, part: Part, storage: Storage) -> str:
 def _read_ranges(
     url: str, part: Part, ranges: Sequence[tuple[int, int]], storage: Storage, threads: Threads
 ) -> Iterator[tuple[int, memoryview]]:
-    """Yields (start, bytes) of a part's ranges, (start, end), each valid until the next; threads read ahead. Raises
-    Damaged for a missing or short part."""
-    starts, sizes = [start for start, _ in ranges], [end - start for start, end in ranges]
-    readers = min(_READERS_REMOTE if is_remote(url) else _READERS, len(sizes))
-    # Reuse buffers for the following ranges: fresh memory is slow.
-    buffers = [allocate(max(sizes, default=0)) for _ in range(readers)]
+    """Yields (start, bytes) of a part's ranges, (start, end), while threads read ahead. Raises Damaged for a missing
+    or short part."""
+    waiting = iter(ranges)
 
-    def begin(number: int) -> Future[int]:
-        """Starts to read range `number` into its buffer."""
-        return threads.submit(storage.read_into, url, starts[number], buffers[number % len(buffers)][: sizes[number]])
+    def begin(start: int, end: int) -> Future[bytes]:
+        return threads.submit(lambda: storage.read(url, start, end))
 
-    readings = deque(begin(number) for number in range(len(buffers)))
+    readings = deque(begin(*each) for each in islice(waiting, _READERS_REMOTE if is_remote(url) else _READERS))
     try:
-        for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-            if readings.popleft().result() != size:
-                raise Damaged(f"part {part.name} ends within its bytes {start} to {start + size}")
-            yield start, buffers[number % len(buffers)][:size]
-            if number + len(buffers) < len(starts):
-                readings.append(begin(number + len(buffers)))
+        for start, end in ranges:
+            data = readings.popleft().result()
+            if len(data) != end - start:
+                raise Damaged(f"part {part.name} ends within its bytes {start} to {end}")
+            readings += [begin(*each) for each in islice(waiting, 1)]
+            yield start, memoryview(data)
     except NotFound:
         raise Damaged(f"part {part.name} is missing") from None
-    finally:
-        for reading in readings:  # wait: the threads write into `buffers`
-            reading.exception()
 
 
 def require_identity(folder: str, manifest: Manifest, identity: Mapping[str, Any]) -> None:

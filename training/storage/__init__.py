@@ -46,7 +46,7 @@ from training.storage.types import (
 )
 
 __all__ = ["REMOTE", "AlreadyExists", "Changed", "NotAllowed", "NotFound", "Stat", "Storage", "StorageError"]
-__all__ += ["append", "delete", "download", "folders", "listing", "read", "read_into", "remove_partial_files", "stat"]
+__all__ += ["append", "delete", "download", "folders", "listing", "read", "remove_partial_files", "stat"]
 __all__ += ["RangedFile", "traffic", "transfer_seconds", "write"]
 __all__ += ["crc32c", "is_remote", "join", "name_of", "split_remote"]
 
@@ -77,15 +77,10 @@ def listing(folder: str) -> list[Stat]:
     """Lists the files below a folder, at any depth, sorted by URL, no unfinished ones; [] for none. Raises NoBucket."""
     if is_remote(folder):
         return gcs.listing(folder)
-    entries = []
     with local_errors(folder):
-        for parent, _, names in os.walk(folder):
-            for name in names:
-                if not _is_partial(name):
-                    status = stat(os.path.join(parent, name))
-                    if status:
-                        entries.append(status)
-    return sorted(entries, key=lambda status: status.url)
+        paths = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
+        found = [status for path in paths if not _is_partial(name_of(path)) and (status := stat(path))]
+    return sorted(found, key=lambda status: status.url)
 
 
 def files(folder: str) -> list[Stat]:
@@ -118,17 +113,6 @@ def _read_local(url: str, start: int, end: int | None, generation: int | None) -
         file.seek(start)
         stop = status.st_size if end is None else min(end, status.st_size)
         return file.read(max(0, stop - start))
-
-
-def read_into(url: str, start: int, place: memoryview) -> int:
-    """Fills `place` with the object's bytes from `start` on. Returns how many it had. Raises NotFound, StorageError."""
-    if is_remote(url):
-        data = gcs.read(url, start, start + len(place), None)
-        place[: len(data)] = data
-        return len(data)
-    with local_errors(url), open(url, "rb") as file:
-        file.seek(start)
-        return file.readinto(place)
 
 
 def write(url: str, data: bytes | memoryview, *, create_only: bool = False, replaces: int | None = None) -> Stat:

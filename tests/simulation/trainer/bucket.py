@@ -99,11 +99,6 @@ class HostStorage:
 
         return self._call(READ, url, effect, flip=lambda: mask.append(mask.pop() ^ 1))
 
-    def read_into(self, url: str, start: int, place: memoryview) -> int:
-        data = self.read(url, start, start + len(place))
-        place[: len(data)] = data
-        return len(data)
-
     def write(self, url: str, data: bytes | memoryview, *, create_only: bool = False) -> Stat:
         content = bytes(data)  # a copy: the caller may reuse its memory afterwards
         kept = [content]
