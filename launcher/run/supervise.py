@@ -40,7 +40,7 @@ _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wa
 _LAST_SECONDS, _END_LINES = 60.0, 1000  # for which the rest of a huge log is fetched; then so many lines of its end
 _FULL_DISK_SECONDS = 40.0  # for which last lines wait on a full disk of this machine, or on a log that can't be read
 _LAST_TRIES = 3  # of a host that does not answer when its last lines are fetched
-_AT_ONCE = 64  # for work on all hosts at once
+_AT_ONCE = 64  # hosts whose last lines are fetched at once: an observation of each is in memory
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def supervise(session: Session, attempt: int) -> Verdict:
     if verdict.kind not in (Kind.FINISHED, Kind.SAVED):
         orphaned |= _end_on_hosts(session, attempt, verdict, reachable)
     verdict = supervision.confirm_lost(verdict)
-    supervision.fetch_rest(reachable)
+    session.machine.threads.map(supervision.fetch_rest, reachable, at_once=_AT_ONCE)
     supervision.progress.draw()
     if orphaned:  # Record Orphaned before Ended: readers of Ended report that nothing runs.
         ledger.append(events.Orphaned(attempt, session.container(attempt), tuple(sorted(orphaned))))
@@ -246,10 +246,6 @@ class _Supervision:
             cause = replace(cause, what=f"{cause.what} (the slice: {self.slice.trouble})")
         return replace(verdict, cause=cause)
 
-    def fetch_rest(self, workers: Sequence[int]) -> None:
-        """Delivers the last lines of these hosts, 64 at a time, holding one observation of each in memory."""
-        self.threads.map(self._fetch_rest_of, workers, at_once=_AT_ONCE)
-
     # -- the main task -----------------------------------------------------------------------------------------------
 
     def _forgive_standstill(self, now: float) -> None:
@@ -338,19 +334,15 @@ class _Supervision:
         if not self.started_everywhere and answer.container.status in ("created", "absent"):
             raise StartInterrupted(self.ledger.run_id, number)
         self.api_only_seconds, self.api_answered = 0.0, float("-inf")
-        container, ended_seen, ended_away = answer.container, view.ended_seen, view.ended_away
-        if view.ended and not view.rebooted:  # what a later reboot or removal makes of it changes nothing
-            container = view.container
-        if (container.ended or container.status == "absent") and ended_seen is None:
-            ended_seen, ended_away = now, bool(view.problem)
-            what = describe_exit(container) if container.ended else "its container is gone"
-            code = None if replace(view, container=container).rebooted else container.exit_code
-            oom, finished_at = container.oom_killed, container.finished_at
-            self.session.note(events.HostEnded(number, worker, code, oom, what, finished_at))
-        self.views[worker] = replace(
-            view, container=container, seen=now, asked=answer.asked, problem="", ended_seen=ended_seen,
-            ended_away=ended_away,
-        )  # fmt: skip
+        if not view.ended or view.rebooted:  # what a later reboot or removal makes of an end changes nothing
+            view = replace(view, container=answer.container)
+        end = view.container
+        if (end.ended or end.status == "absent") and view.ended_seen is None:
+            view = replace(view, ended_seen=now, ended_away=bool(view.problem))
+            what = describe_exit(end) if end.ended else "its container is gone"
+            code = None if view.rebooted else end.exit_code
+            self.session.note(events.HostEnded(number, worker, code, end.oom_killed, what, end.finished_at))
+        self.views[worker] = replace(view, seen=now, asked=answer.asked, problem="")
 
     def _ask_about_unreachable(self, now: float) -> None:
         """While a host is unreachable, asks the API for the slice's state every 15 s, in a task; while all are, says so
@@ -462,7 +454,7 @@ class _Supervision:
         state = RECREATED if _is_another(slice_state, self.ledger, self.attempt) else slice_state.state
         return SliceAnswer(state, slice_state.trouble)
 
-    def _fetch_rest_of(self, worker: int) -> None:
+    def fetch_rest(self, worker: int) -> None:
         """Delivers a host's last lines, each page while it holds `turn`; after 60 s only the last 1000. Tries a host
         that does not answer 3 times, as its container is removed next; then says that lines may be missing."""
         log = self.logs[worker]

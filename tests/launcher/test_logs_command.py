@@ -171,7 +171,7 @@ def fetch_rest(work: Workstation, failures: list[Exception | Observation]) -> Lo
     supervision = _Supervision(open_session(context, ledger), 0)
     for worker, log in supervision.logs.items():
         log.path, log.cursor = files[worker], type(log.cursor)()
-    supervision.fetch_rest([0, 1])
+    this_machine().threads.map(supervision.fetch_rest, [0, 1], at_once=2)
     return provider
 
 
