@@ -247,40 +247,37 @@ def _judge_failure(views: Sequence[HostView], now: float, limits: Limits, *, sto
         # Our own SIGTERM and SIGKILL are no failures; the user must know that nothing was saved.
         return Verdict(Kind.STOPPED, _describe_exit_of(_first(failed)) if failed else None)
 
-    def symptoms(cause: HostView) -> tuple[str, ...]:
-        others = [view for view in failed if view is not cause]
-        return tuple(f"host {view.worker}: {describe_exit(view.container)}" for view in others)
+    def end(kind: Kind, cause: Cause) -> Verdict:
+        """Returns the verdict, whose symptoms are the ends of the other failed hosts."""
+        others = [view for view in failed if view.worker != cause.worker]
+        return Verdict(kind, cause, tuple(f"host {view.worker}: {describe_exit(view.container)}" for view in others))
 
     if rebooted := [view for view in failed if view.rebooted]:
-        cause = rebooted[0]
         what = "the host rebooted, and its container was killed with it"
-        return Verdict(Kind.HOST_LOST, replace(_describe_exit_of(cause), what=what), symptoms(cause))
+        return end(Kind.HOST_LOST, replace(_describe_exit_of(rebooted[0]), what=what))
     # No program refuses its input because a host is lost.
-    if not refused and (found := _find_lost(failed, removed, silent, now)):
-        return Verdict(Kind.HOST_LOST, found[1], symptoms(found[0]))
+    if not refused and (lost := _find_lost(failed, removed, silent, now)):
+        return end(Kind.HOST_LOST, lost)
     if removed and all(view.exit_code == TrainerExit.LOST_PEER for view in failed):
-        cause = removed[0]
-        what = "its container was removed, and not by tpu-launch"
-        return Verdict(Kind.FAILED, Cause(cause.worker, what), symptoms(cause))
-    cause = _first(failed)
-    return Verdict(_KINDS.get(cause.exit_code, Kind.FAILED), _describe_exit_of(cause), symptoms(cause))
+        return end(Kind.FAILED, Cause(removed[0].worker, "its container was removed, and not by tpu-launch"))
+    first = _first(failed)
+    return end(_KINDS.get(first.exit_code, Kind.FAILED), _describe_exit_of(first))
 
 
 def _find_lost(
     failed: Sequence[HostView], removed: Sequence[HostView], silent: Sequence[HostView], now: float
-) -> tuple[HostView, Cause] | None:
-    """Returns the lost host, the one of `silent` (hosts that do not answer) that answered least recently, or else one
-    that went away and came back, and the cause; None without one."""
+) -> Cause | None:
+    """Returns the loss of a host as the cause: of the one of `silent` (hosts that do not answer) that answered least
+    recently, or else of one that went away and came back; None without one."""
     if lost := [view for view in silent if not view.ended]:
-        host = min(lost, key=lambda view: view.seen)
-        return host, _describe_lost(host, now)
+        return _describe_lost(min(lost, key=lambda view: view.seen), now)
     killed = [view for view in failed if view.exit_code in _KILLED and not view.container.oom_killed]
     if restarted := [view for view in killed if view.ended_away]:
         host = min(restarted, key=lambda view: view.container.finished_at)
         what = "the host went away and came back; its container was killed with it"
-        return host, replace(_describe_exit_of(host), what=what)
+        return replace(_describe_exit_of(host), what=what)
     if away := [view for view in removed if view.ended_away]:
-        return away[0], Cause(away[0].worker, "the host went away and came back without its container")
+        return Cause(away[0].worker, "the host went away and came back without its container")
     return None
 
 
