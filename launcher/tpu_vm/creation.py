@@ -17,7 +17,7 @@ from launcher.errors import BadInput, CommandTimeout, LaunchError
 from launcher.gcloud import DELETE_SECONDS, Backoff, Conflict, Preempted, Retry, StillRunning, Stockout, call_gcloud
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, queued, slice_hints, slices
-from launcher.tpu_vm.deletion import delete_in_zone, delete_node
+from launcher.tpu_vm.deletion import delete_in_zone, remove
 from launcher.workstation import Workstation
 
 _POLL_SECONDS = 2.0
@@ -266,7 +266,7 @@ class _Creation:
             )
         self.say(f"slice {node.name} is DELETING: waiting until it is gone, then creating it")
         deadline = self.machine.clock.monotonic() + DELETE_SECONDS
-        delete_node(self.config, node, self.say, self.machine, deadline, wait_only=True)
+        remove(self.config, node, self.say, self.machine, deadline, wait_only=True)
         self._reset_deadline()
 
     def _replace(self, node: SliceState) -> None:

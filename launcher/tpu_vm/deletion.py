@@ -10,7 +10,7 @@ from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud import DELETE_SECONDS, Look, Retry, delete_until_gone
 from launcher.provider import SliceState
-from launcher.tpu_vm import commands, queued, requests, slice_hints, slices
+from launcher.tpu_vm import commands, requests, slice_hints, slices
 from launcher.tpu_vm.requests import RequestRecord
 from launcher.tpu_vm.slices import NotOurs, Request
 from launcher.workstation import Workstation
@@ -18,6 +18,7 @@ from launcher.workstation import Workstation
 _LOOK_SECONDS = 120.0  # until an API that does not answer ends a deletion that has not begun
 _IN_FLIGHT_SECONDS = 300.0  # for which a create request of this machine is waited for
 LOOK_AGAIN_SECONDS = 5.0
+_GOING = ("DELETING", "SUSPENDING")  # states; a request must end SUSPENDING before it can be deleted
 
 Say = Callable[[str], None]
 
@@ -129,7 +130,7 @@ def delete_in_zone(
     say(f"deleting slice {config.slice.name}{f' ({cost})' if cost else ''}")
     if request is not None:
         say(f"its queued resource is {request.state}: deleting it with its node")
-        queued.remove(config, request, say, machine)
+        remove(config, request, say, machine, deadline)
         retry = Retry(machine, say, f"slice {config.slice.name}")
         later = retry.call(lambda: slices.describe_node(config, machine), deadline)
         if later is not None and node is None:  # granted in the meantime
@@ -137,29 +138,34 @@ def delete_in_zone(
         # A node of the same name that is not the one found may be another owner's by now: leave it.
         node = later if later is not None and (node is None or node.is_same(later)) else None
     if node is not None:
-        delete_node(config, node, say, machine, deadline)
+        remove(config, node, say, machine, deadline)
 
 
-def delete_node(
+def remove(
     config: Config, doomed: SliceState, say: Say, machine: Workstation, deadline: float, *, wait_only: bool = False
 ) -> None:
-    """Deletes a node (with `wait_only`, does not) and waits until the API shows it no more, or a recreated one, which
-    it leaves alone. Raises CommandTimeout after `deadline` (monotonic clock), LaunchError if Google refuses."""
-    retry = Retry(machine, say, f"slice {doomed.name}")
-    asked = doomed.state == "DELETING"  # else one answer without it is taken for a stale one
+    """Deletes a node, or a queued resource (Request) with its node; with `wait_only`, does not. Waits until the API
+    shows it no more, or a recreated one, which it leaves alone. Raises CommandTimeout after `deadline` (monotonic
+    clock), LaunchError if Google refuses."""
+    kind, command = "slice", commands.node_command(config, "delete")
+    describe: Callable[[Config, Workstation], SliceState | None] = slices.describe_node
+    if isinstance(doomed, Request):
+        kind, command, describe = "request", commands.delete_request_command(config), slices.describe_request
+    retry = Retry(machine, say, f"{kind} {doomed.name}")
+    asked = doomed.state in _GOING  # else one answer without it is taken for a stale one
 
     def look() -> Look | None:
-        """Returns the node's state and, unless it is being deleted, its deletion; None when it is gone or another."""
+        """Returns its state and, unless it is being deleted, its deletion; None when it is gone or another."""
         nonlocal asked
-        node = retry.call(lambda: slices.describe_node(config, machine), deadline) or (None if asked else doomed)
+        found = retry.call(lambda: describe(config, machine), deadline) or (None if asked else doomed)
         asked = True
-        if node is None:
+        if found is None:
             return None
-        if not doomed.is_same(node):
-            owner = node.labels.get(slices.OWNER) or "an unknown user"
-            say(f"slice {node.name} was recreated in the meantime by {owner}: left alone")
+        if not doomed.is_same(found):
+            owner = found.labels.get(slices.OWNER) or "an unknown user"
+            say(f"{kind} {found.name} was recreated in the meantime by {owner}: left alone")
             return None
-        wait = wait_only or node.state == "DELETING"
-        return f"slice {node.name} is {node.state}", None if wait else commands.node_command(config, "delete")
+        wait = wait_only or found.state in _GOING  # the API sometimes forgets a deletion: repeat it
+        return f"{kind} {found.name} is {found.state}", None if wait else command
 
     delete_until_gone(machine, say, look, deadline)

@@ -11,21 +11,12 @@ from collections.abc import Callable
 from launcher import costs
 from launcher.config import Config
 from launcher.errors import LaunchError
-from launcher.gcloud import (
-    DELETE_SECONDS,
-    Backoff,
-    Conflict,
-    Look,
-    Retry,
-    Stockout,
-    call_gcloud,
-    delete_until_gone,
-    explain_error,
-)
+from launcher.gcloud import DELETE_SECONDS, Backoff, Conflict, Retry, Stockout, call_gcloud, explain_error
 from launcher.provider import SliceState
-from launcher.tpu_vm import commands, slice_hints, slices
+from launcher.tpu_vm import commands, deletion, slice_hints, slices
 from launcher.tpu_vm.slices import Request
 from launcher.workstation import Workstation
+from training.machine import parse_time
 
 _SECONDS = 120.0  # for one call: creating a request is quick, providing it is not
 _FIRST_LOOK_SECONDS = 120.0  # until an API that does not answer ends what has not begun
@@ -132,9 +123,10 @@ class Acquisition:
     def _age(self) -> float:
         """Returns the seconds since the request was made; 0 for one that can't be granted any more."""
         request = self.request
-        if request is None or request.created is None or request.state in (*_DEAD, "DELETING"):
+        created = None if request is None else parse_time(request.created)
+        if request is None or created is None or request.state in (*_DEAD, "DELETING"):
             return 0.0
-        return self.machine.clock.time() - request.created
+        return self.machine.clock.time() - created
 
     def _left(self) -> float:
         """Returns the seconds until the request's time is over; negative afterwards."""
@@ -171,15 +163,15 @@ class Acquisition:
         left = self._left()
         self._remove()
         if request.state == "FAILED":
-            if request.error:
+            if request.detail:
                 command = commands.create_request_command(self.config, self.labels, max(1.0, left))
-                error = explain_error(request.error, command)
+                error = explain_error(request.detail, command)
                 if not error.transient:
                     raise error
             if left <= _LATE_SECONDS / 2:
                 raise self._too_late(request)
         wait = min(self.backoff.next(), max(0.0, self._left())) if self.replacements else 0.0
-        reason = request.error or f"by {request.initiator}"
+        reason = request.detail or f"by {request.initiator}"
         self.say(f"request {request.name} was {request.state} ({reason}): deleted it; making a new one in {wait:.0f} s")
         self.machine.clock.sleep(wait)
         self.replacements += 1
@@ -187,7 +179,8 @@ class Acquisition:
     def _remove(self) -> None:
         """Deletes the request, if there is one, and waits until it is gone."""
         if self.request is not None:
-            remove(self.config, self.request, self.say, self.machine)
+            deadline = self.machine.clock.monotonic() + DELETE_SECONDS
+            deletion.remove(self.config, self.request, self.say, self.machine, deadline)
         self.request, self.requested, self.node_missing_since = None, False, None
 
     def _check_deadline(self) -> None:
@@ -202,7 +195,7 @@ class Acquisition:
     def _too_late(self, request: Request | None) -> Stockout:
         """Returns the error for a request that was not granted in time."""
         assert self.config.slice.queued is not None
-        reason = f"\n  Google said: {request.error}" if request is not None and request.error else ""
+        reason = f"\n  Google said: {request.detail}" if request is not None and request.detail else ""
         hours = self.config.slice.queued.valid_until_hours
         return Stockout(
             f"no capacity for a {self.config.slice.accelerator_type} in {self.config.zone} within {hours:g} h "
@@ -238,24 +231,3 @@ class Acquisition:
             left = f", requested {age} ago, valid for {rest} more"
         self.say(f"request {self.config.slice.name} is {request.state}{left}")
         self.told, self.told_at = request.state, now
-
-
-def remove(config: Config, doomed: Request, say: Callable[[str], None], machine: Workstation) -> None:
-    """Deletes the request, with its node if it has one, and returns when the API does not show it any more. Leaves a
-    request alone that was recreated under its name. Raises CommandTimeout after 15 minutes."""
-    deadline = machine.clock.monotonic() + DELETE_SECONDS
-    retry = Retry(machine, say, f"request {doomed.name}")
-    asked = doomed.state in ("DELETING", "SUSPENDING")
-
-    def look() -> Look | None:
-        """Returns the request's state and, unless it is being deleted, its deletion; None when it is gone."""
-        nonlocal asked
-        request = retry.call(lambda: slices.describe_request(config, machine), deadline) or (None if asked else doomed)
-        asked = True
-        if request is None or request.created != doomed.created:
-            return None
-        # A request must end SUSPENDING before it can be deleted. The API sometimes forgets a deletion: repeat it.
-        wait = request.state in ("DELETING", "SUSPENDING")
-        return f"request {request.name} is {request.state}", None if wait else commands.delete_request_command(config)
-
-    delete_until_gone(machine, say, look, deadline)

@@ -15,7 +15,7 @@ Without these labels nothing is used or deleted, unless the command says `--any-
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from launcher.config import Config
@@ -23,7 +23,6 @@ from launcher.gcloud import Conflict, PermissionDenied, ResourceNotFound, call_g
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, slice_hints
 from launcher.workstation import Owner, Workstation
-from training.machine import parse_time
 
 _SECONDS, _REQUEST_SECONDS = 60.0, 120.0  # for one question to the API
 LAG_SECONDS = 20.0  # the API may show a new node this late
@@ -113,10 +112,8 @@ def _describe_in_zone(config: Config, machine: Workstation) -> SliceState | None
         return None  # a user has deleted the node
     # A suspended request lost its node, which is what PREEMPTED says of a node.
     state = "PREEMPTED" if request.lost else request.state
-    detail = request.error or "queued resource"
-    return SliceState(
-        request.name, state, "HEALTH_UNSPECIFIED", config.slice.accelerator_type, (), detail, labels=request.labels
-    )
+    detail = request.detail or "queued resource"
+    return SliceState(request.name, state, request.health, request.accelerator_type, (), detail, labels=request.labels)
 
 
 def describe_node(config: Config, machine: Workstation) -> SliceState | None:
@@ -153,16 +150,12 @@ def read_resource(machine: Workstation, command: list[str], seconds: float) -> d
 
 
 @dataclass(frozen=True)
-class Request:
-    """A queued resource as the API describes it."""
+class Request(SliceState):
+    """A queued resource as the API describes it; `labels` are those of the node that it becomes, `detail` is the API's
+    message about a failure. Its states: CREATING, ACCEPTED, WAITING_FOR_RESOURCES, PROVISIONING, ACTIVE, SUSPENDING,
+    SUSPENDED, FAILED, DELETING."""
 
-    name: str
-    # CREATING, ACCEPTED, WAITING_FOR_RESOURCES, PROVISIONING, ACTIVE, SUSPENDING, SUSPENDED, FAILED or DELETING
-    state: str
-    initiator: str  # USER or SERVICE: which of them suspended it
-    error: str  # the API's message about a failure
-    created: float | None  # Unix seconds
-    labels: Mapping[str, str] = field(default_factory=dict, hash=False)  # of the node that it becomes
+    initiator: str = ""  # USER or SERVICE: which of them suspended it
 
     @property
     def lost(self) -> bool:
@@ -180,10 +173,13 @@ def describe_request(config: Config, machine: Workstation) -> Request | None:
     return Request(
         name=resource["name"].rsplit("/", 1)[-1],
         state=state.get("state", "STATE_UNSPECIFIED"),
-        initiator=state.get("stateInitiator", ""),
-        error=state.get("failedData", {}).get("error", {}).get("message", ""),
-        created=parse_time(resource.get("createTime", "")),
+        health="HEALTH_UNSPECIFIED",
+        accelerator_type=config.slice.accelerator_type,
+        hosts=(),
+        detail=state.get("failedData", {}).get("error", {}).get("message", ""),
+        created=resource.get("createTime", ""),
         labels=specs[0].get("node", {}).get("labels", {}) if specs else {},
+        initiator=state.get("stateInitiator", ""),
     )
 
 

@@ -362,8 +362,9 @@ def test_a_node_that_a_user_deletes_does_not(config: Config, cloud: Cloud, monke
     cloud.state.faults.clear()
     create(config, cloud)
     cloud.delete(config.zone, config.slice.name)
+    before = slices.Request("s", "ACTIVE", "", "v5litepod-8", (), initiator="SERVICE")
     with monkeypatch.context() as patch:
-        patch.setattr(slices, "describe_request", lambda *_: slices.Request("s", "ACTIVE", "SERVICE", "", None))
+        patch.setattr(slices, "describe_request", lambda *_: before)
         assert slices.describe(config, cloud.machine()).state == "DELETING", "SERVICE made it, and took nothing away"
     assert slices.describe(config, cloud.machine()).state == "DELETING"
     for _ in range(4):
