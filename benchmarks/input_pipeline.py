@@ -226,17 +226,16 @@ def bucket(folder: str) -> Iterator[dict[str, str]]:
 
 def serve(port: int, folder: str) -> None:
     """Serves buckets in a folder, each answer LATENCY late, until the process is ended."""
+    from launcher.emulator import storage
     from launcher.emulator.bucket import Buckets
     from launcher.emulator.http_server import HttpRequest, HttpResponse, accept, serve_http
-    from launcher.emulator.storage import StorageApi
 
     buckets = Buckets(Path(folder))
     buckets.ensure("bucket")
-    api = StorageApi(buckets)
 
     def late(request: HttpRequest) -> HttpResponse:
         time.sleep(LATENCY)
-        return api.answer(request)
+        return storage.answer(buckets, request)
 
     accept({socket.create_server(("127.0.0.1", port)): lambda connection: serve_http(connection, late)})
 

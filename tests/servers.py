@@ -5,16 +5,17 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher.emulator import storage
 from launcher.emulator.bucket import Buckets
 from launcher.emulator.http_server import Handler, HttpRequest, HttpResponse, accept, serve_http
 from launcher.emulator.registry import NAMES, EmulatedRegistry
 from launcher.emulator.state import EmulatorState, Store
-from launcher.emulator.storage import StorageApi
 from launcher.emulator.tls import CA_FILE, serve_tls, tls_context
 from launcher.images.registry import ADDRESS
 
@@ -75,11 +76,11 @@ class BucketServer(LoopbackServer):
         """Forgets everything that is not on disk, as a new server after a crash."""
         buckets = Buckets(self.folder)
         buckets.ensure("bucket")
-        self.api = StorageApi(buckets)
+        self.serve_storage = partial(storage.answer, buckets)
 
     def answer(self, request: Any) -> Any:
         self.requests.append((request.method, request.path, request.headers.get("Range", "")))
-        return self.fault(request) or self.api.answer(request)
+        return self.fault(request) or self.serve_storage(request)
 
 
 class RegistryServer(LoopbackServer):

@@ -113,8 +113,7 @@ class Bucket:
 
     def get(self, name: str, generation: int | None = None) -> StoredObject:
         """Returns the object. Raises StorageApiError 404 when there is none, or when that generation was replaced."""
-        with self._lock:
-            stored = self._objects.get(name)
+        stored = self.find(name)
         if stored is None or (generation is not None and generation != stored.generation):
             version = f"#{generation}" if generation is not None and stored else ""
             raise StorageApiError(404, "notFound", f"No such object: {self.name}/{name}{version}")
@@ -122,8 +121,7 @@ class Bucket:
 
     def find(self, name: str) -> StoredObject | None:
         """Returns the object; None if there is none."""
-        with self._lock:
-            return self._objects.get(name)
+        return self._objects.get(name)
 
     def open(self, name: str, generation: int | None, expected: int | None) -> tuple[StoredObject, BinaryIO]:
         """Returns the object and an open file of its bytes, which the caller closes; it stays readable when the object

@@ -55,7 +55,6 @@ class Server:
         self.sockets = Path(state.sockets)
         self.engine = Engine(state.engine)
         self.buckets = Buckets(home / "buckets")
-        self.storage = storage.StorageApi(self.buckets)
         self.tls = tls_context(self.sockets, (*storage.NAMES, *registry.NAMES))
         self.token = state.token
         self.registry = registry.EmulatedRegistry(home / "registry", self.store)
@@ -175,7 +174,7 @@ class Server:
         with self.store.read() as state:
             refuses = any(fault.kind == "object-user" for fault in state.faults)
         refusal = storage.refuse_buckets(request) if refuses else None
-        return self._faulty("storage", lambda: refusal or self.storage.answer(request))
+        return self._faulty("storage", lambda: refusal or storage.answer(self.buckets, request))
 
     def _host_storage(self, hostname: str, request: HttpRequest) -> HttpResponse:
         """Answers a host's Cloud Storage request, once not cut off, or after 1 h. Raises Disconnected if it is gone."""

@@ -37,56 +37,51 @@ _PREFIXES = {"storage": 2, "upload": 3, "download": 3, "resumable": 4}  # how ma
 _CHUNK = 256 * 1024  # all chunks of an upload but the last are multiples of it
 
 
-class StorageApi:
-    """Answers requests to the API."""
+def answer(buckets: Buckets, request: HttpRequest) -> HttpResponse:
+    """Answers one request to the API; errors become responses in Google's shape."""
+    try:
+        return _answer(buckets, request)
+    except StorageApiError as error:
+        return error_response(error, plain=request.query.get("alt") == "media")
+    except (ValueError, KeyError, TypeError) as error:
+        return error_response(StorageApiError(400, "invalid", f"Invalid request: {error!r}"))
 
-    def __init__(self, buckets: Buckets) -> None:
-        self._buckets = buckets
 
-    def answer(self, request: HttpRequest) -> HttpResponse:
-        """Answers one request; errors become responses in Google's shape."""
-        try:
-            return self._answer(request)
-        except StorageApiError as error:
-            return error_response(error, plain=request.query.get("alt") == "media")
-        except (ValueError, KeyError, TypeError) as error:
-            return error_response(StorageApiError(400, "invalid", f"Invalid request: {error!r}"))
-
-    def _answer(self, request: HttpRequest) -> HttpResponse:
-        """Answers one request. Raises StorageApiError; ValueError, KeyError or TypeError for a malformed one."""
-        buckets, query, parts = self._buckets, request.query, request.segments
-        if refused := query.keys() & _NOT_EMULATED:
-            raise StorageApiError(400, "invalid", f"not emulated: {', '.join(sorted(refused))}")
-        kind = parts[0]
-        if kind not in _PREFIXES and len(parts) > 1:  # a path of the XML API
-            query["alt"] = "media"
-            parts = ["b", kind, "o", "/".join(parts[1:])]
-        else:
-            parts = parts[_PREFIXES[kind] :]
-        match (request.method, parts):
-            case (_, ["b", bucket, "o"]) if kind in ("upload", "resumable"):
-                return _answer_upload(request, buckets.get(bucket))
-            case _ if kind in ("upload", "resumable"):
-                pass
-            case ("GET", ["b"]):
-                found = (bucket for bucket in buckets.all() if bucket.name.startswith(query.get("prefix", "")))
-                items = [bucket_json(bucket, request) for bucket in found]
-                return json_response({"kind": "storage#buckets", "items": items})
-            case ("POST", ["b"]):
-                body = request.json()
-                return json_response(bucket_json(buckets.create(str(body.get("name", "")), body), request))
-            case ("GET", ["b", bucket]):
-                return json_response(bucket_json(buckets.get(bucket), request))
-            case ("GET", ["b", bucket, "o"]):
-                return _list(request, buckets.get(bucket))
-            case ("GET" | "HEAD", ["b", bucket, "o", name]):
-                return _show(request, buckets.get(bucket), name)
-            case ("DELETE", ["b", bucket, "o", name]):
-                buckets.get(bucket).delete(name, integer(query, "generation"), integer(query, _EXPECTED))
-                return HttpResponse(204)
-            case ("POST", ["b", bucket, "o", name, "rewriteTo", "b", target, "o", new_name]):
-                return _rewrite(request, buckets.get(bucket), name, buckets.get(target), new_name)
-        raise StorageApiError(404, "notFound", f"Not Found: {request.method} {request.path}")
+def _answer(buckets: Buckets, request: HttpRequest) -> HttpResponse:
+    """Answers one request. Raises StorageApiError; ValueError, KeyError or TypeError for a malformed one."""
+    query, parts = request.query, request.segments
+    if refused := query.keys() & _NOT_EMULATED:
+        raise StorageApiError(400, "invalid", f"not emulated: {', '.join(sorted(refused))}")
+    kind = parts[0]
+    if kind not in _PREFIXES and len(parts) > 1:  # a path of the XML API
+        query["alt"] = "media"
+        parts = ["b", kind, "o", "/".join(parts[1:])]
+    else:
+        parts = parts[_PREFIXES[kind] :]
+    match (request.method, parts):
+        case (_, ["b", bucket, "o"]) if kind in ("upload", "resumable"):
+            return _answer_upload(request, buckets.get(bucket))
+        case _ if kind in ("upload", "resumable"):
+            pass
+        case ("GET", ["b"]):
+            found = (bucket for bucket in buckets.all() if bucket.name.startswith(query.get("prefix", "")))
+            items = [bucket_json(bucket, request) for bucket in found]
+            return json_response({"kind": "storage#buckets", "items": items})
+        case ("POST", ["b"]):
+            body = request.json()
+            return json_response(bucket_json(buckets.create(str(body.get("name", "")), body), request))
+        case ("GET", ["b", bucket]):
+            return json_response(bucket_json(buckets.get(bucket), request))
+        case ("GET", ["b", bucket, "o"]):
+            return _list(request, buckets.get(bucket))
+        case ("GET" | "HEAD", ["b", bucket, "o", name]):
+            return _show(request, buckets.get(bucket), name)
+        case ("DELETE", ["b", bucket, "o", name]):
+            buckets.get(bucket).delete(name, integer(query, "generation"), integer(query, _EXPECTED))
+            return HttpResponse(204)
+        case ("POST", ["b", bucket, "o", name, "rewriteTo", "b", target, "o", new_name]):
+            return _rewrite(request, buckets.get(bucket), name, buckets.get(target), new_name)
+    raise StorageApiError(404, "notFound", f"Not Found: {request.method} {request.path}")
 
 
 # -- objects

@@ -5,13 +5,14 @@ import json
 import socket
 import ssl
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from launcher.emulator import tls
+from launcher.emulator import storage, tls
 from launcher.emulator.bucket import Buckets
-from launcher.emulator.storage import NAMES, StorageApi
+from launcher.emulator.storage import NAMES
 from tests.servers import LoopbackServer
 
 
@@ -19,14 +20,13 @@ class Google(LoopbackServer):
     """The server on a loopback port, as a name of Google's would lead to it."""
 
     def __init__(self, folder: Path) -> None:
-        buckets = Buckets(folder / "buckets")
-        buckets.ensure("bucket")
-        self.api, self.context = StorageApi(buckets), tls.tls_context(folder, NAMES)
+        self.buckets, self.context = Buckets(folder / "buckets"), tls.tls_context(folder, NAMES)
+        self.buckets.ensure("bucket")
         self.ca = folder / tls.CA_FILE
         super().__init__()
 
     def serve(self, connection: socket.socket) -> None:
-        tls.serve_tls(connection, self.context, self.api.answer)
+        tls.serve_tls(connection, self.context, partial(storage.answer, self.buckets))
 
     def ask(
         self, name: str, method: str, path: str, body: bytes = b"", ca: Path | None = None, **headers: str

@@ -14,7 +14,6 @@ from launcher.emulator.vm.engine_view import EngineView
 
 VIEW = EngineView("0badcafe", "t1v-n-12345678-w-0")
 CA_BIND = f"/private/ca.pem:{engine.CONTAINER_CA}:ro"
-IDS = ["a" * 64, "ab" + "c" * 62, "d" * 64]
 names = st.from_regex(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,20}", fullmatch=True)
 
 
@@ -27,10 +26,10 @@ def create(body: dict[str, Any]) -> dict[str, Any]:
     return engine.create_on_host(body, VIEW, find_source=find_source, image="sha256:1", ca="/private/ca.pem")
 
 
-def listed(name: str, identifier: str = IDS[0], **requested: Any) -> dict[str, Any]:
+def listed(name: str, **requested: Any) -> dict[str, Any]:
     """An own container as the workstation's engine lists it."""
     ours = {LABEL: VIEW.emulator, HOST_LABEL: VIEW.hostname, engine.REQUESTED_LABEL: json.dumps(requested)}
-    shown = {"Id": identifier, "Names": [f"/{VIEW.prefix}{name}"], "Labels": {**ours, "user": "x"}}
+    shown = {"Id": "a" * 64, "Names": [f"/{VIEW.prefix}{name}"], "Labels": {**ours, "user": "x"}}
     return {**shown, "Image": "sha256:1", "HostConfig": {"NetworkMode": "container:1"}}
 
 
@@ -126,16 +125,6 @@ def test_names_come_back_as_they_were_given(name: str) -> None:
     shown = engine.present_listing([listed(name, Image="repo:tag", NetworkMode="host")], VIEW)[0]
     assert (shown["Names"], shown["Labels"], shown["Image"]) == ([f"/{name}"], {"user": "x"}, "repo:tag")
     assert shown["HostConfig"]["NetworkMode"] == "host"
-    assert engine.resolve_container(name, [listed(name)], VIEW) == IDS[0]
-
-
-def test_containers_are_found_by_name_id_and_start_of_an_id_among_the_hosts_own() -> None:
-    own = [listed(name, identifier) for name, identifier in zip(("one", "two", "three"), IDS, strict=True)]
-    for name, found in (("two", IDS[1]), ("/two", IDS[1]), ("d", IDS[2]), (IDS[0], IDS[0])):
-        assert engine.resolve_container(name, own, VIEW) == found
-    for name, words in (("four", "No such container: four"), ("a", "Multiple IDs"), (VIEW.prefix, "No such container")):
-        with pytest.raises(EngineError, match=words):
-            engine.resolve_container(name, own, VIEW)
 
 
 def test_listings_are_filtered_to_the_host_whatever_else_was_asked() -> None:

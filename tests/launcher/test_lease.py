@@ -379,7 +379,7 @@ def test_a_lost_answer_ends_no_lease(prompt: Machines, server: BucketServer, mon
     def lose_answer(request: Any) -> HttpResponse | None:
         if request.method != "POST" or not 20 < scheduler.now < 40:
             return None
-        renewed.append(server.api.answer(request).status)
+        renewed.append(server.serve_storage(request).status)
         return HttpResponse(503)
 
     def decide() -> None:

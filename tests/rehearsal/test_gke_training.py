@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import yaml
 
 from launcher import shell
 from launcher.emulator.bucket import Buckets
-from launcher.emulator.storage import StorageApi
+from launcher.emulator.storage import answer
 from launcher.images.build import ensure_image
 from launcher.images.specification import default_spec
 from tests.container import small_runs
@@ -87,7 +88,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
     with Cluster(images={IMAGE: image}) as cluster, pytest.MonkeyPatch.context() as patch:
         buckets = Buckets(folder / "buckets")
         buckets.ensure("data")
-        server = LoopbackServer(StorageApi(buckets).answer, cluster.nodes.gateway)
+        server = LoopbackServer(partial(answer, buckets), cluster.nodes.gateway)
         cluster.nodes.environment["STORAGE_EMULATOR_HOST"] = server.url
         for name in [key for key in os.environ if key.lower().endswith("_proxy")]:
             patch.delenv(name)

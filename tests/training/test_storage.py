@@ -151,7 +151,7 @@ def test_only_a_failed_chunk_is_sent_again(gcs: Any, monkeypatch: pytest.MonkeyP
         failed.append(request.headers["Content-Range"])
         if failure == "refused":
             return HttpResponse(503, b"busy")
-        gcs.api.answer(request)
+        gcs.serve_storage(request)
         raise Disconnected
 
     gcs.fault = fail_once
@@ -182,7 +182,7 @@ def test_a_create_only_write_whose_answer_was_lost_counts_as_written(gcs: Any) -
 
     def answer_lost(request: Any) -> None:
         if request.method == "POST" and not lost:
-            lost.append(gcs.api.answer(request))
+            lost.append(gcs.serve_storage(request))
             raise Disconnected
 
     gcs.fault = answer_lost

@@ -23,7 +23,7 @@ from urllib.parse import quote, unquote, urlencode
 from launcher.emulator.http_server import HttpRequest, HttpResponse, json_response, serve_http
 from launcher.emulator.state import Store
 from launcher.emulator.vm import engine_view, virtual_tpu
-from launcher.emulator.vm.engine_client import Engine, EngineError
+from launcher.emulator.vm.engine_client import HOST_LABEL, Engine, EngineError
 from launcher.emulator.vm.engine_images import EngineImages, is_registry
 from launcher.emulator.vm.engine_view import EngineView
 from launcher.errors import BadInput
@@ -169,8 +169,17 @@ class EngineProxy:
         return view.prefix + source
 
     def _own_container(self, name: str, view: EngineView) -> str:
-        """Returns the id of a container of the host. Raises EngineError when the host has none of that name."""
-        return engine_view.resolve_container(name, self.engine.containers(*view.labels), view)
+        """Returns the id of a container of the host. Raises EngineError when the host has none of that name or id."""
+        for known in (view.prefix + name.removeprefix("/"), name):
+            try:
+                container = self.engine.call("GET", f"/containers/{quote(known, safe='')}/json")
+            except EngineError as error:
+                if error.status not in (400, 404):  # 400: it begins the ids of several containers
+                    raise
+            else:
+                if (container["Config"].get("Labels") or {}).get(HOST_LABEL) == view.hostname:
+                    return str(container["Id"])
+        raise EngineError(404, f"No such container: {name}")
 
     def _present_container(self, value: dict[str, Any], view: EngineView) -> dict[str, Any]:
         """Returns the inspection of a container as its host sees it. For a container that has exited, asks the engine

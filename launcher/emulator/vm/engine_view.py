@@ -197,23 +197,6 @@ def listing_query(query: dict[str, str], view: EngineView) -> dict[str, str]:
     return {**query, "filters": json.dumps(filters)}
 
 
-def resolve_container(name: str, own: list[dict[str, Any]], view: EngineView) -> str:
-    """Returns the id of the host's container with a name, an id, or the start of an id (`own`: the engine's listing).
-    Raises EngineError with the engine's own message when none or several match."""
-    ids = [str(container["Id"]) for container in own]
-    if name in ids:
-        return name
-    for container in own:
-        if any(_strip_prefix(known, view) == f"/{name.removeprefix('/')}" for known in container["Names"]):
-            return str(container["Id"])
-    matches = [identifier for identifier in ids if name and identifier.startswith(name)]
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        raise EngineError(400, f"Multiple IDs found with provided prefix: {name}")
-    raise EngineError(404, f"No such container: {name}")
-
-
 def _strip_prefix(name: str, view: EngineView) -> str:
     return name.replace(view.prefix, "", 1)
 

@@ -103,15 +103,11 @@ class Hosts:
                 self.engine.call("POST", f"/containers/{host.hostname}/start")
             return
         volumes = {path: f"{host.hostname}{path.replace('/', '-')}" for path in SHARED}
+        labels = {LABEL: self.emulator, HOST_LABEL: host.hostname}
         for path, name in volumes.items():
-            body = {
-                "Name": name,
-                "Driver": "local",
-                "DriverOpts": SHARED[path],
-                "Labels": {LABEL: self.emulator, HOST_LABEL: host.hostname},
-            }
-            self.engine.call("POST", "/volumes/create", body=body)
-        peers = [f"{peer.hostname}:{peer.address}" for peer in node.hosts if peer is not host]
+            self.engine.call(
+                "POST", "/volumes/create", body={"Name": name, "DriverOpts": SHARED[path], "Labels": labels}
+            )
         body = {
             "Image": self.image,
             "Hostname": host.hostname,
@@ -125,10 +121,9 @@ class Hosts:
                     *(f"{name}:{path}" for path, name in volumes.items()),
                 ],
                 "ExtraHosts": [
-                    "metadata.google.internal:169.254.169.254",
-                    "metadata:169.254.169.254",
+                    *(f"{name}:169.254.169.254" for name in ("metadata.google.internal", "metadata")),
                     *(f"{name}:127.0.0.1" for name in STORAGE_NAMES),
-                    *peers,
+                    *(f"{peer.hostname}:{peer.address}" for peer in node.hosts if peer is not host),
                 ],
                 "LogConfig": {"Type": "json-file", "Config": {"max-size": "10m"}},
             },
