@@ -84,12 +84,6 @@ class Body:
         """Returns the body in blocks of at most `BLOCK` bytes. Raises Disconnected if it ends early."""
         return iter(self.read, b"")
 
-    def drain(self) -> None:
-        """Discards what the handler left unread: closing such a connection resets it, and the client would not see its
-        response. Raises Disconnected if the body ends early."""
-        while self.read():
-            pass
-
 
 @dataclass
 class HttpRequest:
@@ -206,7 +200,10 @@ class _Connection(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         try:
-            body.drain()
+            for (
+                _
+            ) in body.blocks():  # a connection closed with unread bytes is reset: the client would miss the response
+                pass
         except Disconnected:
             self.close_connection = True
         self._send(response)

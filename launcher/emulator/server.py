@@ -41,6 +41,18 @@ CONTROL, ENGINE = "control.sock", "engine.sock"
 ACCESS_TOKEN = Path("user") / "access-token"  # below the home: the token of the workstation's account, for gcloud
 TIMER_SECONDS = 0.25  # between passes over timers, queued resources and stock
 _ON_READY = ("preempt", "restore-host", *faults.OUTAGES)  # faults of READY nodes only
+_INJECTED_ERRORS = {
+    403: ("PERMISSION_DENIED", "Permission 'tpu.nodes.get' denied on resource (or it may not exist)."),
+    409: ("ABORTED", "unable to queue the operation"),
+    429: (
+        "RESOURCE_EXHAUSTED",
+        "Quota exceeded for quota metric 'Requests' and limit 'Requests per minute' of service "
+        "'tpu.googleapis.com' for consumer 'project_number:1'.",
+    ),
+    500: ("INTERNAL", "Internal error encountered."),
+    503: ("UNAVAILABLE", "The service is currently unavailable."),
+    504: ("DEADLINE_EXCEEDED", "Deadline expired before operation could complete."),
+}
 _FLAGS = {"kill-host": "killed", "cut-host": "cut", "hang-host": "hung"}  # what a fault sets of its host
 
 
@@ -200,7 +212,8 @@ class Server:
             with self.store.change() as state:
                 fault = faults.take(state, "errors", service)
             if fault is not None:
-                return _injected_error(fault.status)
+                unknown = ("UNKNOWN", f"injected fault: status {fault.status}")
+                return _error(fault.status, *_INJECTED_ERRORS.get(fault.status, unknown))
         return answer()
 
     def _api_for_host(self, hostname: str, request: HttpRequest) -> HttpResponse:
@@ -325,24 +338,6 @@ def open_listener(port: int) -> socket.socket:
         return socket.create_server(("127.0.0.1", port), backlog=512)
     except OSError:
         return socket.create_server(("127.0.0.1", 0), backlog=512)
-
-
-def _injected_error(status: int) -> HttpResponse:
-    """Returns the error that an injected fault answers with."""
-    names = {
-        403: ("PERMISSION_DENIED", "Permission 'tpu.nodes.get' denied on resource (or it may not exist)."),
-        409: ("ABORTED", "unable to queue the operation"),
-        429: (
-            "RESOURCE_EXHAUSTED",
-            "Quota exceeded for quota metric 'Requests' and limit 'Requests per minute' of service "
-            "'tpu.googleapis.com' for consumer 'project_number:1'.",
-        ),
-        500: ("INTERNAL", "Internal error encountered."),
-        503: ("UNAVAILABLE", "The service is currently unavailable."),
-        504: ("DEADLINE_EXCEEDED", "Deadline expired before operation could complete."),
-    }
-    name, text = names.get(status, ("UNKNOWN", f"injected fault: status {status}"))
-    return _error(status, name, text)
 
 
 def _error(status: int, name: str, text: str) -> HttpResponse:

@@ -189,7 +189,10 @@ class Store:
         that raises must change nothing."""
         with self._condition:
             yield self._state
-            self._save()
+            text = to_json(self._state)
+            if self._path is not None and text != self._written:
+                write_private(self._path, text, sync=True)
+                self._written = text
             self._condition.notify_all()
         self.after_change()
 
@@ -203,10 +206,3 @@ class Store:
         """Waits until `ready(state)`, whose errors pass. Returns False when `timeout` seconds passed first."""
         with self._condition:
             return self._condition.wait_for(lambda: ready(self._state), timeout)
-
-    def _save(self) -> None:
-        """Writes the state's file, if it has one and the state has changed."""
-        text = to_json(self._state)
-        if self._path is not None and text != self._written:
-            write_private(self._path, text, sync=True)
-            self._written = text

@@ -77,14 +77,9 @@ class Engine:
 
     def containers(self, *labels: str) -> list[dict[str, Any]]:
         """Returns all containers, running or not, that have all `labels` ("key" or "key=value")."""
-        containers = self.call("GET", "/containers/json", {"all": "1", "filters": filters(label=list(labels))})
+        containers = self.call("GET", "/containers/json", {"all": "1", "filters": json.dumps({"label": labels})})
         assert isinstance(containers, list)
         return containers
-
-
-def filters(**values: list[str]) -> str:
-    """Returns the parameter "filters" of the engine's listings: filters(label=["a=b"]) as JSON."""
-    return json.dumps(values)
 
 
 def _error_text(data: bytes) -> str:

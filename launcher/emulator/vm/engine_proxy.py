@@ -125,8 +125,8 @@ class EngineProxy:
             case ("POST", ["rename"]):
                 request.query["name"] = view.prefix + request.query.get("name", "").removeprefix("/")
                 return self._call(request, f"{path}/rename", None, view=view)
-            case (_, [verb, *rest]) if verb in engine_view.CONTAINER_ACTIONS:
-                return self._forward(request, "/".join([path, verb, *rest]))
+            case (_, [_, *_]):
+                return self._forward(request, "/".join([path, *action]))
         raise _unavailable(request, ["containers", name])
 
     def _create_container(self, request: HttpRequest, view: EngineView) -> Reply:

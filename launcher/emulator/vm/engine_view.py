@@ -26,11 +26,6 @@ _REFUSED = (
     "VolumesFrom", "Links", "CgroupParent", "PidMode", "IpcMode", "UTSMode", "UsernsMode", "CgroupnsMode",
     "ExtraHosts", "Dns", "DnsOptions", "DnsSearch", "Devices",
 )  # fmt: skip
-# Calls on one container that are passed through.
-CONTAINER_ACTIONS = frozenset((
-    "logs", "start", "stop", "kill", "restart", "wait", "attach", "exec", "top", "stats", "archive", "pause", "unpause",
-    "resize", "changes", "export", "update",
-))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from launcher.emulator.http_server import Disconnected, accept, accept_in_thread
 from launcher.emulator.state import EmulatorState, Host, Node, Store
 from launcher.emulator.storage import NAMES as STORAGE_NAMES
 from launcher.emulator.vm import engine_client
-from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL, Engine, EngineError, filters
+from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL, Engine, EngineError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -97,11 +97,6 @@ class Hosts:
         """Opens the host's agent socket, creates host and volumes, and starts the host, if need be; does not await its
         boot. Raises EngineError."""
         self.open_agent_socket(host)
-        with contextlib.suppress(EngineError):
-            container = self.engine.call("GET", f"/containers/{host.hostname}/json")
-            if not container["State"]["Running"]:
-                self.engine.call("POST", f"/containers/{host.hostname}/start")
-            return
         volumes = {path: f"{host.hostname}{path.replace('/', '-')}" for path in SHARED}
         labels = {LABEL: self.emulator, HOST_LABEL: host.hostname}
         for path, name in volumes.items():
@@ -134,7 +129,7 @@ class Hosts:
         except EngineError as error:
             if error.status != 409:  # an earlier server created it
                 raise
-        self.engine.call("POST", f"/containers/{host.hostname}/start")
+        self.start(host)
 
     def kill(self, host: Host) -> None:
         """Kills the host, then its containers, with SIGKILL; logs refused kills. Raises EngineError if it can't list
@@ -256,7 +251,7 @@ class Hosts:
     def watch_deaths(self) -> None:
         """Kills the containers of hosts that die, or died unwatched; logs errors. Never returns."""
         ours = [f"{LABEL}={self.emulator}", MACHINE_LABEL]
-        query = {"filters": filters(label=ours, event=["die"], type=["container"])}
+        query = {"filters": json.dumps({"label": ours, "event": ["die"], "type": ["container"]})}
         while True:
             try:
                 connection = engine_client.UnixConnection(self.engine.path, timeout=None)
@@ -329,7 +324,7 @@ def remove_all(engine: Engine, *labels: str) -> None:
     """Removes every container, volume and network that has all `labels` ("key=value"). Lists them again after each
     removal: the engine may still be creating a container for a server that is gone. Raises EngineError when some remain
     after 20 passes, OSError when the engine is down."""
-    query = {"filters": filters(label=list(labels))}
+    query = {"filters": json.dumps({"label": labels})}
     for _ in range(20):
         containers = [f"/containers/{container['Id']}" for container in engine.containers(*labels)]
         in_parallel(lambda path: _call(engine, "DELETE", path, _REMOVE), containers)
