@@ -99,17 +99,9 @@ STOCKOUTS: dict[str, tuple[int, str]] = {
 }
 
 
-def stockout(state: EmulatorState, zone: str) -> dict[str, Any] | None:
-    """Uses up a stock-out that is due, in any zone; returns the error of the creation, which names `zone`, or None."""
-    fault = take(state, "stockout")
-    if fault is None:
-        return None
-    return no_capacity(zone, fault.wording or "capacity")
-
-
-def no_capacity(zone: str, wording: str = "capacity") -> dict[str, Any]:
-    """Returns the error of an operation in a zone without capacity. `wording`: a key of STOCKOUTS."""
-    code, text = STOCKOUTS[wording]
+def no_capacity(zone: str, wording: str = "") -> dict[str, Any]:
+    """Returns the error of an operation in a zone without capacity. `wording`: a key of STOCKOUTS, "" for the first."""
+    code, text = STOCKOUTS[wording or "capacity"]
     text = text.format(zone=zone)
     return {"code": code, "message": text if code == catalogue.INTERNAL else f"{text} {event_id(text)}"}
 

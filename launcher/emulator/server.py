@@ -104,10 +104,7 @@ class Server:
             google, images = open_listener(state.port), open_listener(state.registry_port)
             state.port, state.registry_port = google.getsockname()[1], images.getsockname()[1]
             state.subnet = self.hosts.ensure_network(state.subnet)
-            nodes, hosts = list(state.nodes.values()), state.hosts
-        for host in hosts:
-            self.hosts.open_agent_socket(host)
-        self.hosts.start_stopped(nodes)
+        self.hosts.resume()
         self.store.after_change = self.operations.wake
         self.operations.wake()
         for run in (self.hosts.watch_deaths, self._run_timers):

@@ -65,22 +65,21 @@ def find_shortage(
     """Returns why Google would have no hosts for the node `name`, as an operation's error: an injected stock-out, which
     is used up, or no stock left. None: it has."""
     zone, capacity = name.split("/")[3], stock.capacity_of(state, name, scheduling)
-    shortage = faults.stockout(state, zone)
-    if shortage is None and not stock.is_left(state, zone, accelerator_type, capacity, now):
-        return faults.no_capacity(zone)
-    return shortage
+    stockout = faults.take(state, "stockout")
+    if stockout is None and stock.is_left(state, zone, accelerator_type, capacity, now):
+        return None
+    return faults.no_capacity(zone, stockout.wording if stockout else "")
 
 
 def _new_resource(
     body: dict[str, Any], name: str, requested: Accelerator, zone: str, project: str, now: float
 ) -> dict[str, Any]:
     """Returns the node of a creation's `body` as the API shows it: CREATING, with defaults and full names filled in."""
-    network = {"network": "default", **body.get("networkConfig", {})}
-    region = zone.rsplit("-", 1)[0]
-    network["network"] = _qualified(network["network"], f"projects/{project}/global/networks/")
-    network["subnetwork"] = _qualified(
-        network.get("subnetwork") or "default", f"projects/{project}/regions/{region}/subnetworks/"
-    )
+    network = dict(body.get("networkConfig", {}))
+    region = f"regions/{zone.rsplit('-', 1)[0]}"
+    for kind, folder in (("network", "global/networks"), ("subnetwork", f"{region}/subnetworks")):
+        name_or_path = network.get(kind) or "default"
+        network[kind] = name_or_path if "/" in name_or_path else f"projects/{project}/{folder}/{name_or_path}"
     return {
         **body,
         "name": name,
@@ -259,31 +258,21 @@ def finish_operation(
         del state.nodes[node.name]
         response = {"@type": "type.googleapis.com/google.protobuf.Empty"}
     else:
-        _apply(operation, node)
+        match operation.verb:
+            case "update":
+                node.resource |= operation.change
+            case "stop":
+                node.resource["state"] = "STOPPED"
+                node.resource.pop("health", None)
+                for host in node.hosts:
+                    host.guest_attributes.clear()
+            case _:
+                node.resource |= {"state": "READY", "health": "HEALTHY"}
         response = {"@type": "type.googleapis.com/google.cloud.tpu.v2.Node", **node_json(node)}
     operation.done, operation.ended, operation.error, operation.response = True, now, error, response
     ended = [other for other in state.operations.values() if other.done]
     for other in ended[:-_KEPT_OPERATIONS]:
         del state.operations[other.name]
-
-
-def _apply(operation: Operation, node: Node) -> None:
-    """Gives the node an update's fields, STOPPED (without health and guest attributes), or READY and HEALTHY."""
-    match operation.verb:
-        case "update":
-            node.resource |= operation.change
-        case "stop":
-            node.resource["state"] = "STOPPED"
-            node.resource.pop("health", None)
-            for host in node.hosts:
-                host.guest_attributes.clear()
-        case _:
-            node.resource |= {"state": "READY", "health": "HEALTHY"}
-
-
-def _qualified(name: str, prefix: str) -> str:
-    """Puts `prefix` before a name, unless it is a path already."""
-    return name if "/" in name else prefix + name
 
 
 def _number(text: str, now: float) -> int:

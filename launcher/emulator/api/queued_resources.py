@@ -150,11 +150,12 @@ def _until(policy: dict[str, Any], now: float) -> float | None:
     if unknown:
         text = f"the emulator knows only validUntilDuration of a queueing policy, not {unknown[0]}"
         raise ApiError(catalogue.UNIMPLEMENTED, text)
-    if "validUntilDuration" not in policy:
+    duration = policy.get("validUntilDuration")
+    if duration is None:
         return None
-    match = re.fullmatch(r"(\d+(\.\d+)?)s", str(policy["validUntilDuration"]))
+    match = re.fullmatch(r"(\d+(\.\d+)?)s", str(duration))
     if not match:
-        raise bad_request(f"validUntilDuration {policy['validUntilDuration']!r} is not a duration")
+        raise bad_request(f"validUntilDuration {duration!r} is not a duration")
     return now + float(match.group(1))
 
 

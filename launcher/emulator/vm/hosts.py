@@ -221,10 +221,14 @@ class Hosts:
             self.join(host)
         self.start(host)
 
-    def start_stopped(self, nodes: list[Node]) -> None:
-        """Starts hosts of READY nodes that went down while no server ran, unless a fault took them; logs failures."""
-        for host in (host for node in nodes if node.state == "READY" for host in node.hosts):
-            if not host.killed and not host.hung:
+    def resume(self) -> None:
+        """Opens the agent sockets of all hosts. Starts those of READY nodes that went down while no server ran, unless
+        a fault took them; logs failures."""
+        with self.store.read() as state:
+            found = [(node.state, host) for node in state.nodes.values() for host in node.hosts]
+        for node_state, host in found:
+            self.open_agent_socket(host)
+            if node_state == "READY" and not host.killed and not host.hung:
                 try:
                     self.start(host)
                 except EngineError:
