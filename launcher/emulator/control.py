@@ -351,8 +351,7 @@ def _ask(state: EmulatorState, method: str, path: str, body: dict[str, Any] | No
         status, data = _server(state.sockets).raw(method, path, body=body)
     except OSError as error:
         raise LaunchError(f"the emulator's server does not answer: {error}") from None
-    value = json.loads(data)
-    assert isinstance(value, dict)
+    value = dict(json.loads(data))
     if status == 400:
         raise BadInput(str(value["error"]))
     if status >= 400:

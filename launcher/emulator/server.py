@@ -339,8 +339,7 @@ def open_listener(port: int) -> socket.socket:
 
 def _error(status: int, name: str, text: str) -> HttpResponse:
     """Returns an error in the shape of Google's services."""
-    errors = [{"message": text, "reason": "backendError"}]
-    return json_response({"error": {"code": status, "message": text, "status": name, "errors": errors}}, status)
+    return json_response({"error": {"code": status, "message": text, "status": name}}, status)
 
 
 def main() -> None:

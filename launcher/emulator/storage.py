@@ -53,11 +53,11 @@ def _answer(buckets: Buckets, request: HttpRequest) -> HttpResponse:
     if refused := query.keys() & _NOT_EMULATED:
         raise StorageApiError(400, "invalid", f"not emulated: {', '.join(sorted(refused))}")
     kind = parts[0]
-    if kind not in _PREFIXES and len(parts) > 1:  # a path of the XML API
+    if kind in _PREFIXES:
+        parts = parts[_PREFIXES[kind] :]
+    elif len(parts) > 1:  # a path of the XML API
         query["alt"] = "media"
         parts = ["b", kind, "o", "/".join(parts[1:])]
-    else:
-        parts = parts[_PREFIXES[kind] :]
     match (request.method, parts):
         case (_, ["b", bucket, "o"]) if kind in ("upload", "resumable"):
             return _answer_upload(request, buckets.get(bucket))

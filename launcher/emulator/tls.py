@@ -63,7 +63,6 @@ def tls_context(folder: Path, names: Sequence[str]) -> ssl.SSLContext:
 
 def serve_tls(connection: socket.socket, context: ssl.SSLContext, handler: Handler) -> None:
     """Answers the requests of one TLS connection and closes it; returns when the handshake fails or lasts over 30 s."""
-    connection.setblocking(True)
     connection.settimeout(30)
     try:
         secure = context.wrap_socket(connection, server_side=True)

@@ -42,6 +42,7 @@ ZONES = tuple(sorted({zone for slice_ in ACCELERATORS.values() for zone in slice
 _NODE_NAME = re.compile(r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")
 _LABEL_KEY = re.compile(r"[^\W\d][\w-]{0,62}")
 _LABEL_VALUE = re.compile(r"[\w-]{0,63}")
+_TENSORFLOW_VERSIONS = ("2.16.1", "2.17.1", "2.18.0", "2.19.0")  # that are listed
 _TENSORFLOW = re.compile(r"^tpu-vm-tf-2\.\d+\.\d+(-pod)?(-(pjrt|se|pjrt-v5e-and-v6|pjrt-v5p))?$")
 
 
@@ -88,13 +89,9 @@ def accelerators_in(zone: str) -> list[str]:
 
 def runtime_versions() -> list[str]:
     """Returns the runtime versions that the API lists, sorted."""
-    tensorflow = [
-        f"tpu-vm-tf-{version}{pod}-{api}"
-        for version in ("2.16.1", "2.17.1", "2.18.0", "2.19.0")
-        for pod in ("", "-pod")
-        for api in ("pjrt", "se")
-    ]
-    return sorted({generation.runtime_version for generation in GENERATIONS} | set(tensorflow))
+    endings = ("pjrt", "se", "pod-pjrt", "pod-se")
+    tensorflow = {f"tpu-vm-tf-{version}-{ending}" for version in _TENSORFLOW_VERSIONS for ending in endings}
+    return sorted({generation.runtime_version for generation in GENERATIONS} | tensorflow)
 
 
 def check_zone(zone: str) -> None:
@@ -150,9 +147,10 @@ def requested_accelerator(body: dict[str, Any], zone: str) -> Accelerator:
     return ACCELERATORS[name]
 
 
-def api_type(accelerator: Accelerator) -> str:
-    """Returns the generation as acceleratorConfig.type names it, for example V5LITE_POD."""
-    return accelerator.generation.prefix.upper().replace("LITEPOD", "LITE_POD")
+def accelerator_config(accelerator: Accelerator) -> dict[str, str]:
+    """Returns the acceleratorConfig: the generation as the API names it, for example V5LITE_POD, and the topology."""
+    generation = accelerator.generation.prefix.upper().replace("LITEPOD", "LITE_POD")
+    return {"type": generation, "topology": accelerator.topology_name}
 
 
 def check_runtime_version(version: Any, requested: Accelerator) -> None:

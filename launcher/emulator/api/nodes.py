@@ -43,7 +43,7 @@ def create(state: EmulatorState, parent: str, node_id: str, body: dict[str, Any]
     refuses it, or a full network."""
     catalogue.check_node_name(node_id)
     name = f"{parent}/nodes/{node_id}"
-    _, project, _, zone = parent.split("/")
+    zone = parent.split("/")[3]
     requested = catalogue.check_node(body, zone)
     if name in state.nodes:
         raise ApiError(catalogue.ALREADY_EXISTS, f"Resource '{name}' already exists")
@@ -54,7 +54,7 @@ def create(state: EmulatorState, parent: str, node_id: str, body: dict[str, Any]
     operation.failure = find_shortage(state, name, requested.name, body.get("schedulingConfig", {}), now)
     if faults.take(state, "stuck"):
         operation.ends_at = now + _NEVER
-    resource = _new_resource(body, name, requested, zone, project, now)
+    resource = _new_resource(body, name, requested, now)
     state.nodes[name] = Node(name, resource, [] if operation.failure else hosts)  # a stock-out makes no VM
     return operation
 
@@ -71,10 +71,9 @@ def find_shortage(
     return faults.no_capacity(zone, stockout.wording if stockout else "")
 
 
-def _new_resource(
-    body: dict[str, Any], name: str, requested: Accelerator, zone: str, project: str, now: float
-) -> dict[str, Any]:
+def _new_resource(body: dict[str, Any], name: str, requested: Accelerator, now: float) -> dict[str, Any]:
     """Returns the node of a creation's `body` as the API shows it: CREATING, with defaults and full names filled in."""
+    _, project, _, zone, *_ = name.split("/")
     network = dict(body.get("networkConfig", {}))
     region = f"regions/{zone.rsplit('-', 1)[0]}"
     for kind, folder in (("network", "global/networks"), ("subnetwork", f"{region}/subnetworks")):
@@ -86,7 +85,7 @@ def _new_resource(
         "id": str(_number(name, now)),
         "apiVersion": "V2",
         "acceleratorType": requested.name,
-        "acceleratorConfig": {"type": catalogue.api_type(requested), "topology": requested.topology_name},
+        "acceleratorConfig": catalogue.accelerator_config(requested),
         "createTime": timestamp(now),
         "networkConfig": network,
         "schedulingConfig": {key: value for key, value in body.get("schedulingConfig", {}).items() if value},
@@ -221,8 +220,7 @@ def operation_json(operation: Operation) -> dict[str, Any]:
 
 def accelerator_json(parent: str, name: str) -> dict[str, Any]:
     """Returns the accelerator type `name` as the API lists it. `parent`: the full name of the list."""
-    accelerator = ACCELERATORS[name]
-    config = {"type": catalogue.api_type(accelerator), "topology": accelerator.topology_name}
+    config = catalogue.accelerator_config(ACCELERATORS[name])
     return {"name": f"{parent}/{name}", "type": name, "acceleratorConfigs": [config]}
 
 

@@ -84,11 +84,9 @@ def _try(state: EmulatorState, queued: QueuedResource, now: float) -> None:
     body["schedulingConfig"] = {"spot": "spot" in queued.resource, "reserved": "reservationName" in queued.resource}
     accelerator_type = str(body.get("acceleratorType"))
     shortage = tpu_api.find_shortage(state, queued.node, accelerator_type, body["schedulingConfig"], now)
-    if shortage is not None and shortage["code"] == catalogue.INTERNAL:  # Google begins to make the hosts, and gives up
-        queued.state, queued.error = "FAILED", shortage
-        return
     if shortage is not None:
-        queued.state = "WAITING_FOR_RESOURCES"
+        gives_up = shortage["code"] == catalogue.INTERNAL  # after Google has begun to make the hosts
+        queued.state, queued.error = ("FAILED", shortage) if gives_up else ("WAITING_FOR_RESOURCES", None)
         return
     try:
         tpu_api.create(state, parent, node_id, body, now)

@@ -77,9 +77,7 @@ class Engine:
 
     def containers(self, *labels: str) -> list[dict[str, Any]]:
         """Returns all containers, running or not, that have all `labels` ("key" or "key=value")."""
-        containers = self.call("GET", "/containers/json", {"all": "1", "filters": json.dumps({"label": labels})})
-        assert isinstance(containers, list)
-        return containers
+        return list(self.call("GET", "/containers/json", {"all": "1", "filters": json.dumps({"label": labels})}))
 
 
 def _error_text(data: bytes) -> str:

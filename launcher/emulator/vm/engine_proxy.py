@@ -80,8 +80,7 @@ class EngineProxy:
 
     def _answer_host(self, request: HttpRequest, view: EngineView) -> Reply:
         """Answers about the engine, the host's containers, or images (to read and pull); else raises EngineError."""
-        parts = _split_path(request.path)[1]
-        match (request.method, parts):
+        match (request.method, _split_path(request.path)[1]):
             case ("GET" | "HEAD", ["_ping" | "version"]) | ("GET", ["images", "json"]):
                 return self._forward(request)
             case ("GET", ["info"]):
@@ -111,7 +110,7 @@ class EngineProxy:
                 return self._create_container(request, view)
             case (_, ["containers", name, *action]):
                 return self._answer_container(request, view, name, action)
-        raise _unavailable(request, parts)
+        raise _unavailable(request)
 
     def _answer_container(self, request: HttpRequest, view: EngineView, name: str, action: list[str]) -> Reply:
         """Answers a request about a container of the host. Raises EngineError for others, and for an `action`, the
@@ -127,7 +126,7 @@ class EngineProxy:
                 return self._call(request, f"{path}/rename", None, view=view)
             case (_, [_, *_]):
                 return self._forward(request, "/".join([path, *action]))
-        raise _unavailable(request, ["containers", name])
+        raise _unavailable(request)
 
     def _create_container(self, request: HttpRequest, view: EngineView) -> Reply:
         """Creates a container for the host, and volumes that it names. Raises EngineError if the host's engine is
@@ -274,11 +273,11 @@ def _split_path(path: str) -> tuple[str, list[str]]:
     return version, [unquote(part) for part in rest.strip("/").split("/")]
 
 
-def _unavailable(request: HttpRequest, parts: list[str]) -> EngineError:
+def _unavailable(request: HttpRequest) -> EngineError:
     """Returns the refusal of a request: 404 for a GET of one object, so that docker tries the next kind; else 403."""
+    parts = _split_path(request.path)[1]
     if request.method == "GET" and len(parts) > 1:
         # `docker inspect NAME` tries every kind of object in turn, and goes on only after a 404.
         kind, name = parts[0].removesuffix("s"), parts[1]
         return EngineError(404, f"no such {kind}: {name} (an emulated TPU VM has containers and images)")
-    path = "/".join(_split_path(request.path)[1])
-    return EngineError(403, f"{request.method} /{path} is not available on an emulated TPU VM")
+    return EngineError(403, f"{request.method} /{'/'.join(parts)} is not available on an emulated TPU VM")

@@ -198,9 +198,7 @@ def _strip_prefix(name: str, view: EngineView) -> str:
 
 def _requested_settings(labels: dict[str, str] | None) -> dict[str, Any]:
     """Returns the settings that the container's creation requested, from its label; {} without it."""
-    value = json.loads((labels or {}).get(REQUESTED_LABEL, "{}"))
-    assert isinstance(value, dict)
-    return value
+    return dict(json.loads((labels or {}).get(REQUESTED_LABEL, "{}")))
 
 
 def _without_our_labels(labels: dict[str, str] | None) -> dict[str, str]:

@@ -100,9 +100,8 @@ class Hosts:
         volumes = {path: f"{host.hostname}{path.replace('/', '-')}" for path in SHARED}
         labels = {LABEL: self.emulator, HOST_LABEL: host.hostname}
         for path, name in volumes.items():
-            self.engine.call(
-                "POST", "/volumes/create", body={"Name": name, "DriverOpts": SHARED[path], "Labels": labels}
-            )
+            volume = {"Name": name, "DriverOpts": SHARED[path], "Labels": labels}
+            self.engine.call("POST", "/volumes/create", body=volume)
         body = {
             "Image": self.image,
             "Hostname": host.hostname,
