@@ -246,7 +246,7 @@ def accept(
             if None in ready:
                 return
             for listener, serve in ready:
-                with contextlib.suppress(OSError):  # the client has given up
+                with contextlib.suppress(OSError, RuntimeError):  # the client has given up; no thread can start
                     connection, _ = listener.accept()
                     threading.Thread(target=_run, args=(serve, connection), daemon=True).start()
 

@@ -96,9 +96,9 @@ class Server:
         self.stopping = threading.Event()
 
     def run(self) -> None:
-        """Opens the sockets, makes the hosts' network, writes gcloud's access token, continues pending
-        operations, starts hosts that went down meanwhile, and serves until `stopping` is set. Then waits up to 10 s for
-        hosts that are being made. Raises EngineError without a network."""
+        """Opens the sockets, makes the hosts' network, writes gcloud's access token, starts hosts that went down
+        meanwhile, continues pending operations, and serves until `stopping` is set. Then waits up to 10 s for hosts
+        that are being made. Raises EngineError without a network."""
         write_private(self.home / ACCESS_TOKEN, self.token)
         with self.store.change() as state:
             google, images = open_listener(state.port), open_listener(state.registry_port)

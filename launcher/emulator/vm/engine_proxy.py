@@ -125,7 +125,7 @@ class EngineProxy:
                 request.query["name"] = view.prefix + request.query.get("name", "").removeprefix("/")
                 return self._call(request, f"{path}/rename", None, view=view)
             case (_, [_, *_]):
-                return self._forward(request, "/".join([path, *action]))
+                return self._forward(request, "/".join([path, *(quote(part, safe="") for part in action)]))
         raise _unavailable(request)
 
     def _create_container(self, request: HttpRequest, view: EngineView) -> Reply:
