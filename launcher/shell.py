@@ -68,18 +68,12 @@ def run(
     Raises CommandMissing without the program, CommandTimeout after `timeout` seconds; that and any other exception end
     the command's whole process group."""
     data = input.encode() if isinstance(input, str) else input
-    begun, stdin = time.monotonic(), subprocess.DEVNULL if data is None else subprocess.PIPE
-    options = _prepare(argv, env, stdin=stdin, stderr=subprocess.PIPE, pass_fds=pass_fds)
-    process = subprocess.Popen(list(argv), stdout=subprocess.PIPE, **options)
-    try:
-        out, err = process.communicate(data, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        _kill_group(process)
-        raise CommandTimeout(f"no answer within {timeout:.0f} s from: {shlex.join(argv)}\n  try again") from None
-    except BaseException:
-        _kill_group(process)
-        raise
-    _log_end(argv, process.returncode, begun)
+    stdin = subprocess.DEVNULL if data is None else subprocess.PIPE
+    with _started(argv, env, stdin=stdin, stderr=subprocess.PIPE, pass_fds=pass_fds) as process:
+        try:
+            out, err = process.communicate(data, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise CommandTimeout(f"no answer within {timeout:.0f} s from: {shlex.join(argv)}\n  try again") from None
     return Result(tuple(argv), process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
 
@@ -94,35 +88,29 @@ def stream(
     """Runs a command and passes each line of its stdout and stderr to `on_line`, without line end, as it comes.
     `on_start` is given a function that ends the command early, which raises nothing. The result's stdout has all lines.
     Raises as `run`, and what `on_line` raises, which ends the command."""
-    begun = time.monotonic()
-    options = _prepare(argv, env, stderr=subprocess.STDOUT, errors="replace")
-    process = subprocess.Popen(list(argv), stdout=subprocess.PIPE, **options)
     lines: list[str] = []
     expired = threading.Event()
+    with _started(argv, env, stderr=subprocess.STDOUT, errors="replace") as process:
 
-    def expire() -> None:
-        expired.set()
-        _kill_group(process)
+        def expire() -> None:
+            expired.set()
+            _kill_group(process)
 
-    timer = threading.Timer(timeout, expire)
-    timer.daemon = True
-    try:
-        timer.start()
-        if on_start is not None:
-            on_start(lambda: _kill_group(process))
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            on_line(line.rstrip("\n"))
-        process.wait()
-    except BaseException:
-        _kill_group(process)
-        raise
-    finally:
-        timer.cancel()
+        timer = threading.Timer(timeout, expire)
+        timer.daemon = True
+        try:
+            timer.start()
+            if on_start is not None:
+                on_start(lambda: _kill_group(process))
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line)
+                on_line(line.rstrip("\n"))
+            process.wait()
+        finally:
+            timer.cancel()
     if expired.is_set():
         raise CommandTimeout(f"not done within {timeout:.0f} s: {shlex.join(argv)}")
-    _log_end(argv, process.returncode, begun)
     return Result(tuple(argv), process.returncode, "".join(lines), "")
 
 
@@ -168,9 +156,18 @@ def _prepare(argv: Sequence[str], env: Mapping[str, str] | None, **options: Any)
     return {"env": variables, "stdin": subprocess.DEVNULL, "start_new_session": True, **options}
 
 
-def _log_end(argv: Sequence[str], returncode: int, begun: float) -> None:
-    """Logs a command's exit code, and the seconds of the monotonic clock since `begun`."""
-    _log.debug("%s ended with %d after %.1f s", Path(argv[0]).name, returncode, time.monotonic() - begun)
+@contextlib.contextmanager
+def _started(argv: Sequence[str], env: Mapping[str, str] | None, **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Starts a command with the options of `_prepare` and its stdout in a pipe, for the block, which waits for its end.
+    An exception of the block ends the command and its children. Logs exit code and seconds. Raises CommandMissing."""
+    begun = time.monotonic()
+    process = subprocess.Popen(list(argv), stdout=subprocess.PIPE, **_prepare(argv, env, **options))
+    try:
+        yield process
+    except BaseException:
+        _kill_group(process)
+        raise
+    _log.debug("%s ended with %d after %.1f s", Path(argv[0]).name, process.returncode, time.monotonic() - begun)
 
 
 def _kill_group(process: subprocess.Popen[Any]) -> None:

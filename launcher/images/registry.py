@@ -351,39 +351,33 @@ class Transport:
         other servers. `registry`: whether
         TPU_LAUNCH_REGISTRY_ADDRESS applies to the server. Raises OSError."""
         for _ in range(_MOST_REDIRECTS + 1):
-            response = self._send(method, url, headers, body, registry=registry)
+            parts = urlsplit(url)
+            host, port = parts.hostname or "", parts.port or 443
+            if registry and self._address:
+                names = {"server_hostname": host}
+                pool = self._direct.connection_from_host(*self._address, "https", pool_kwargs=names)
+            else:
+                manager = self._direct if urllib.request.proxy_bypass(parts.netloc) else self._proxied
+                pool = manager.connection_from_host(host, port, "https")
+            path = parts.path + (f"?{parts.query}" if parts.query else "")
+            fields = {"Host": parts.netloc, **headers}
+            try:
+                response = pool.urlopen(method, path, body or None, fields, retries=False, redirect=False)
+            except self._error as error:
+                traceback.clear_frames(error.__traceback__)  # a frame holds the half-read response, and so the socket
+                raise OSError(str(error)) from None
+            received = {name.lower(): value for name, value in response.headers.items()}
             if response.status not in _REDIRECTS or method not in ("GET", "HEAD"):
-                return response
-            target = urljoin(url, response.header("location"))
-            if urlsplit(target).scheme != "https":
-                raise OSError(f"{urlsplit(url).netloc} redirects to {target.split('?')[0]}, which is not https")
-            if urlsplit(target).netloc != urlsplit(url).netloc:
+                return RegistryResponse(response.status, received, response.data, url)
+            target = urlsplit(urljoin(url, received.get("location", "")))
+            if target.scheme != "https":
+                shown = target._replace(query="", fragment="").geturl()
+                raise OSError(f"{parts.netloc} redirects to {shown}, which is not https")
+            if target.netloc != parts.netloc:
                 headers = {name: value for name, value in headers.items() if name != "Authorization"}
                 registry = False
-            url = target
-        raise OSError(f"{urlsplit(url).netloc} redirects more than {_MOST_REDIRECTS} times")
-
-    def _send(
-        self, method: str, url: str, headers: Mapping[str, str], body: Content, *, registry: bool
-    ) -> RegistryResponse:
-        """Sends one request, without redirects: to the replaced address, by proxy, or directly. Raises OSError."""
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port or 443
-        if registry and self._address:
-            names = {"server_hostname": host}
-            pool = self._direct.connection_from_host(*self._address, "https", pool_kwargs=names)
-        else:
-            manager = self._direct if urllib.request.proxy_bypass(parts.netloc) else self._proxied
-            pool = manager.connection_from_host(host, port, "https")
-        target = parts.path + (f"?{parts.query}" if parts.query else "")
-        fields = {"Host": parts.netloc, **headers}
-        try:
-            response = pool.urlopen(method, target, body or None, fields, retries=False, redirect=False)
-        except self._error as error:
-            traceback.clear_frames(error.__traceback__)  # a frame holds the half-read response, and so the socket
-            raise OSError(str(error)) from None
-        received = {name.lower(): value for name, value in response.headers.items()}
-        return RegistryResponse(response.status, received, response.data, url)
+            url = target.geturl()
+        raise OSError(f"{parts.netloc} redirects more than {_MOST_REDIRECTS} times")
 
 
 def _tls_context(ca_bundle: Path | None) -> ssl.SSLContext:
