@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.peers.rows import Row, finish, row
 from training.distributed.cluster import Cluster
 from training.distributed.config import RendezvousSection
-from training.distributed.handshake import RENDEZVOUS, host_credentials, perform_handshake
+from training.distributed.handshake import host_credentials, perform_handshake
 from training.distributed.messages import encode
 from training.distributed.rendezvous import join
 from training.distributed.server_protocol import NEWS_SECONDS
@@ -49,7 +49,7 @@ class Crowd:
     """The connections of all hosts but host 0."""
 
     def __init__(self, cluster: Cluster) -> None:
-        own = host_credentials(cluster, RENDEZVOUS)
+        own = host_credentials(cluster)
         self._hosts: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         for worker in range(1, cluster.hosts):

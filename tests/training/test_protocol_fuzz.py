@@ -21,14 +21,7 @@ from tests.processes import free_port
 from training.distributed import handshake as handshakes
 from training.distributed import messages
 from training.distributed.cluster import Cluster
-from training.distributed.handshake import (
-    GRADIENT_EXCHANGE,
-    RENDEZVOUS,
-    ClientHandshake,
-    HostCredentials,
-    Identity,
-    make_nonce,
-)
+from training.distributed.handshake import ClientHandshake, HostCredentials, Identity, make_nonce
 from training.distributed.messages import ANSWER, FROM_SERVER, LineBuffer, Malformed, encode
 from training.distributed.rendezvous import RendezvousClient
 from training.distributed.rendezvous_server import RendezvousServer
@@ -38,7 +31,7 @@ from training.machine import Machine
 
 SEED = 20260722
 UNKNOWN, ADMITTED, CLIENTS = 65_000, 10_000, 15_000
-OWN = HostCredentials(Identity("run", 1, 3), RENDEZVOUS, b"the secret of the attempt")
+OWN = HostCredentials(Identity("run", 1, 3), b"the secret of the attempt")
 
 VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 2, 7, 3.5, -0.0, 1e308, 2**31, 2**63, 10**300, "", "run", "x" * 700, "\ud800", "\n",
@@ -210,7 +203,7 @@ def test_unknown_peers_at_the_rendezvous_leak_nothing_and_keep_no_host_out() -> 
             peers.pop(0).close()
     exchange = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(3)]
     for worker, host in zip((1, 1, 2), exchange, strict=True):  # the first connection broke, and came back
-        own = replace(OWN, purpose=GRADIENT_EXCHANGE)
+        own = replace(OWN, identity=replace(OWN.identity, exchange=True))
         assert isinstance(handshakes.perform_handshake(host, own, worker, 10), LineBuffer)
     taken = server.take_exchange(10)
     for host, own_end in zip(exchange[1:], taken, strict=True):

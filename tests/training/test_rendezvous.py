@@ -17,7 +17,7 @@ import pytest
 from tests.processes import ROOT, free_port
 from training.distributed import handshake as handshakes
 from training.distributed.cluster import SECRET_VARIABLE, Cluster, discover
-from training.distributed.handshake import RENDEZVOUS, HostCredentials, Identity, host_credentials
+from training.distributed.handshake import HostCredentials, Identity, host_credentials
 from training.distributed.messages import HOST_BYTES, LineBuffer, encode
 from training.distributed.rendezvous_server import RendezvousServer, _Peer
 from training.distributed.server_protocol import _Sender
@@ -250,7 +250,7 @@ class Host:
 
     def __init__(self, port: int, worker: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
-        own = HostCredentials(Identity("run", 1, 3), RENDEZVOUS, SECRET)
+        own = HostCredentials(Identity("run", 1, 3), SECRET)
         assert not isinstance(handshakes.perform_handshake(self.socket, own, worker, 10), handshakes.Refusal)
         self.socket.settimeout(20)
         self._unread = b""
@@ -342,10 +342,10 @@ def test_without_room_for_a_connection_the_oldest_pending_one_is_closed() -> Non
 def test_several_hosts_without_a_secret_are_refused_in_one_line() -> None:
     cluster = Cluster(1, ("10.0.0.1", "10.0.0.2"))
     with pytest.raises(BadInput, match="TPU_LAUNCH_SECRET is not set: the 2 hosts") as refused:
-        host_credentials(cluster, RENDEZVOUS)
+        host_credentials(cluster)
     assert "openssl rand -hex 32" in str(refused.value)
     assert "\n" not in str(refused.value)
-    assert host_credentials(Cluster(1, ("127.0.0.1", "localhost", "::1")), RENDEZVOUS).secret == b""
+    assert host_credentials(Cluster(1, ("127.0.0.1", "localhost", "::1"))).secret == b""
 
 
 def test_a_short_secret_is_refused_and_no_message_shows_one() -> None:
@@ -354,7 +354,7 @@ def test_a_short_secret_is_refused_and_no_message_shows_one() -> None:
         discover(environment)
     cluster = discover({**environment, SECRET_VARIABLE: f"{SECRET.decode()}\n"})
     assert cluster.secret == SECRET, "the end of a file's line does not count"
-    assert SECRET.decode() not in repr((cluster, host_credentials(cluster, RENDEZVOUS)))
+    assert SECRET.decode() not in repr((cluster, host_credentials(cluster)))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.distributed import handshake as handshakes
-from training.distributed.handshake import RENDEZVOUS, ClientHandshake, HostCredentials, Identity, Refusal, make_nonce
+from training.distributed.handshake import ClientHandshake, HostCredentials, Identity, Refusal, make_nonce
 from training.distributed.messages import HANDSHAKE_BYTES, HOST_BYTES, LineBuffer, Malformed, encode
 from training.distributed.server_protocol import (
     HANDSHAKE_SECONDS,
@@ -154,7 +153,7 @@ def test_many_missing_hosts_are_all_named_in_a_short_message() -> None:
     assert len(message["lost"]) < 600
 
 
-OWN = HostCredentials(Identity("run", 1, 3), RENDEZVOUS, b"the secret of the attempt")
+OWN = HostCredentials(Identity("run", 1, 3), b"the secret of the attempt")
 
 
 class Meeting:
@@ -202,8 +201,8 @@ class Meeting:
         return [json.loads(data) for data in self.sent[connection][2:] if isinstance(data, bytes)]
 
 
-@pytest.mark.parametrize("other", [{"secret": b"another attempt's"}, {"secret": b""}, {"purpose": "another"}])
-def test_a_peer_with_another_secret_or_purpose_gets_no_answer(other: dict[str, Any]) -> None:
+@pytest.mark.parametrize("other", [{"secret": b"another attempt's"}, {"secret": b""}])
+def test_a_peer_with_another_secret_gets_no_answer(other: dict[str, Any]) -> None:
     meeting = Meeting()
     with pytest.raises(Malformed, match="closed"):
         meeting.join(1, replace(OWN, **other))
@@ -213,13 +212,13 @@ def test_a_peer_with_another_secret_or_purpose_gets_no_answer(other: dict[str, A
 
 def test_a_connection_of_the_gradient_exchange_is_handed_over_and_is_no_host() -> None:
     meeting = Meeting()
-    own = replace(OWN, purpose=handshakes.GRADIENT_EXCHANGE)
+    own = replace(OWN, identity=replace(OWN.identity, exchange=True))
     connection, refused = meeting.join(2, own)
     assert refused is None
     assert meeting.sent[connection][2:] == [HandOver(2)]
     assert meeting.server.state.members == {}
     assert "no worker 3 among 3" in meeting.join(3, own)[1].reason
-    assert meeting.join(1, replace(own, identity=Identity("run", 0, 3)))[1].final
+    assert meeting.join(1, replace(own, identity=Identity("run", 0, 3, exchange=True)))[1].final
 
 
 @pytest.mark.parametrize("field", ["hello", "run_id", "attempt", "hosts", "exchange", "nonce"])

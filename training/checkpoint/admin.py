@@ -83,20 +83,13 @@ def render_table(folder: str) -> str:
     checkpoints, steps = find_checkpoints(folder)
     lines = [f"{'step':>10}  {'bytes':>14}  parts  attempt  loss"]
     best: Mapping[str, Any] | None = None  # according to the newest readable manifest
-    for step in steps:
-        try:
-            manifest = form.read_manifest(checkpoints, step)
-        except Damaged as error:
-            lines.append(f"{step:>10}  damaged: {error}")
-            continue
-        loss = manifest.state.get("last_loss")
-        best = best or manifest.state.get("best")
-        lines.append(
-            f"{step:>10}  {manifest.size:>14,}  {len(manifest.parts):>5}  {manifest.attempt:>7}  "
-            + ("" if loss is None else f"{loss:.5f}")
-        )
-        if best and best["step"] == step:
-            lines[-1] += f"  best {best['metric']}: {best['value']:.5f}"
+    for step, manifest in form.read_manifests(checkpoints, steps).items():
+        number, size, parts, attempt, loss = form.describe(step, manifest)
+        lines.append(f"{number:>10}  {size:>14}  {parts:>5}  {attempt:>7}  {loss}".rstrip())
+        if isinstance(manifest, Manifest):
+            best = best or manifest.state.get("best")
+            if best and best["step"] == step:
+                lines[-1] += f"  best {best['metric']}: {best['value']:.5f}"
     return "\n".join(lines)
 
 

@@ -288,6 +288,26 @@ def read_manifest(folder: str, step: int, storage: Storage = default_storage) ->
     return manifest
 
 
+def read_manifests(folder: str, steps: Iterable[int], storage: Storage = default_storage) -> dict[int, Manifest | str]:
+    """Reads the manifests of steps; in place of one that is damaged, returns how."""
+    manifests: dict[int, Manifest | str] = {}
+    for step in steps:
+        try:
+            manifests[step] = read_manifest(folder, step, storage)
+        except Damaged as error:
+            manifests[step] = str(error)
+    return manifests
+
+
+def describe(step: int, manifest: Manifest | str) -> tuple[str, str, str, str, str]:
+    """Returns the columns of a table: step, bytes (or how the manifest is damaged), parts, attempt and loss."""
+    if isinstance(manifest, str):
+        return str(step), f"damaged: {manifest}", "", "", ""
+    loss = manifest.state.get("last_loss")
+    parts, shown_loss = len(manifest.parts), "" if loss is None else f"{loss:.5f}"
+    return str(step), f"{manifest.size:,}", str(parts), str(manifest.attempt), shown_loss
+
+
 def delete_checkpoint(folder: str, step: int, names: Iterable[str], storage: Storage = default_storage) -> None:
     """Deletes the named files of a step, the manifest first, so that an interruption leaves no half checkpoint."""
     names = set(names)

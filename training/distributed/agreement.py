@@ -9,6 +9,7 @@ which lists more. Among claims that list equally many, attempt number and token 
 and no two take each other for older, whatever happens between listing and writing: of two starts at the same moment,
 both choose the same one."""
 
+import contextlib
 import hashlib
 import json
 import re
@@ -115,7 +116,10 @@ def fence(folder: str, cluster: Cluster, own: Claim, storage: Storage = default_
 
     def check() -> None:
         for name in sorted(_claims(folder, storage) - older):
-            after = _read(folder, name, storage).get("after")
+            after = None
+            with contextlib.suppress(NotFound, ValueError):
+                record = json.loads(storage.read(join(folder, "attempts", name)))
+                after = record.get("after") if isinstance(record, dict) else None
             if not isinstance(after, list) or _rank(len(after), name) > _rank(len(own.after), own.name):
                 raise BadInput(
                     f"run {cluster.run_id} was started again while this attempt {cluster.attempt} was training "
@@ -139,13 +143,3 @@ def _claims(folder: str, storage: Storage) -> frozenset[str]:
     """Returns the names of all claims in the run's folder. Raises StorageError."""
     names = (name_of(info.url) for info in storage.listing(join(folder, "attempts")))
     return frozenset(name for name in names if _CLAIM.fullmatch(name))
-
-
-def _read(folder: str, name: str, storage: Storage) -> Mapping[str, Any]:
-    """Reads a claim of the run in `folder`. Returns {}, an unreadable claim, if it is missing or no JSON object. Raises
-    StorageError."""
-    try:
-        record = json.loads(storage.read(join(folder, "attempts", name)))
-    except (NotFound, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}

@@ -2,7 +2,7 @@
 else. `server_protocol.py` is host 0's side; here are the proofs, and the other hosts' side.
 
 The launcher gives all hosts of an attempt the same random secret. No host ever sends it: each side sends the other a
-nonce, and an HMAC-SHA256 under the secret of both nonces, of the identity it claims and of the connection's purpose. So
+nonce, and an HMAC-SHA256 under the secret of both nonces and of the identity it claims, the connection's purpose. So
 an answer can't be repeated on another connection, sent back to its sender, or used for another purpose, worker, run or
 attempt.
 
@@ -29,8 +29,6 @@ from training.distributed.messages import ANSWER, CHALLENGE, HANDSHAKE_BYTES, Li
 from training.errors import BadInput
 from training.machine import SYSTEM, Connection, Machine
 
-RENDEZVOUS = "rendezvous"
-GRADIENT_EXCHANGE = "gradient exchange"
 _VERSION = "tpu-launch 1"
 
 
@@ -41,11 +39,12 @@ def make_nonce(machine: Machine = SYSTEM) -> str:
 
 @dataclass(frozen=True)
 class Identity:
-    """The attempt to which a host belongs."""
+    """The attempt to which a host belongs, and what it connects for: the rendezvous, or the gradient exchange."""
 
     run_id: str
     attempt: int
     hosts: int
+    exchange: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,29 +57,28 @@ class Refusal:
 
 @dataclass(frozen=True)
 class HostCredentials:
-    """The identity that a host proves, the purpose of the connection, and the attempt's secret."""
+    """The identity that a host proves, and the attempt's secret."""
 
     identity: Identity
-    purpose: str
     secret: bytes = field(repr=False)
 
     def prove(self, role: str, worker: int, nonces: tuple[str, str], statement: str = "") -> str:
         """Returns the proof of `role`, "host" or "server", in hexadecimal, for a connection of `worker` to host 0.
         `nonces` are host 0's and the worker's; `statement` is host 0's (`state_answer`), which the proof covers."""
-        text = json.dumps([_VERSION, self.purpose, role, *astuple(self.identity), worker, *nonces, statement])
+        text = json.dumps([_VERSION, role, *astuple(self.identity), worker, *nonces, statement])
         return hmac.new(self.secret, text.encode(), "sha256").hexdigest()
 
 
-def host_credentials(cluster: Cluster, purpose: str) -> HostCredentials:
-    """Returns this host's credentials for connections with one `purpose`. Raises BadInput if there is no secret and an
-    address is not a loopback one."""
+def host_credentials(cluster: Cluster, *, exchange: bool = False) -> HostCredentials:
+    """Returns this host's credentials for the rendezvous, or the gradient `exchange`. Raises BadInput if there is no
+    secret and an address is not a loopback one."""
     if not cluster.secret and not all(map(_is_loopback, cluster.addresses)):
         raise BadInput(
             f"{SECRET_VARIABLE} is not set: the {cluster.hosts} hosts of a run accept only hosts that know its secret. "
             "tpu-launch sets it; where you start tpu-train yourself, set the same random value on every host, for "
             "example the output of `openssl rand -hex 32`"
         )
-    return HostCredentials(Identity(cluster.run_id, cluster.attempt, cluster.hosts), purpose, cluster.secret)
+    return HostCredentials(Identity(cluster.run_id, cluster.attempt, cluster.hosts, exchange), cluster.secret)
 
 
 def _is_loopback(address: str) -> bool:
@@ -111,9 +109,7 @@ class ClientHandshake:
         _, message = decode(line, CHALLENGE)
         self._nonces = (message["challenge"], self._nonce)
         proof = self._own.prove("host", self._worker, self._nonces)
-        exchange = self._own.purpose == GRADIENT_EXCHANGE
-        claims = {"hello": self._worker, **asdict(self._own.identity), "exchange": exchange}
-        return encode({**claims, "nonce": self._nonce, "proof": proof})
+        return encode({"hello": self._worker, **asdict(self._own.identity), "nonce": self._nonce, "proof": proof})
 
     def check_answer(self, line: bytes | bytearray) -> Refusal | None:
         """Returns None if host 0's answer to the hello of `answer_challenge` accepts this host, else its refusal.

@@ -26,14 +26,7 @@ from typing import Any
 from training.distributed import messages
 from training.distributed.cluster import Cluster
 from training.distributed.config import RendezvousSection
-from training.distributed.handshake import (
-    GRADIENT_EXCHANGE,
-    RENDEZVOUS,
-    Refusal,
-    describe_error,
-    host_credentials,
-    perform_handshake,
-)
+from training.distributed.handshake import Refusal, describe_error, host_credentials, perform_handshake
 from training.distributed.messages import FROM_SERVER, LineBuffer, Malformed, Message, decode, encode
 from training.distributed.rendezvous_server import RendezvousServer
 from training.distributed.server_protocol import summarize
@@ -158,7 +151,7 @@ def join(
             raise StopRequested("asked to stop while waiting for host 0, before any training: nothing is lost")
 
     try:
-        connection, lines = _connect(cluster, RENDEZVOUS, limits.start_seconds, check, machine, limits.lost_seconds)
+        connection, lines = _connect(cluster, limits.start_seconds, check, machine, limits.lost_seconds)
         connection.settimeout(None)  # the kernel's limit applies, also to a host 0 that takes no bytes
     except BaseException:
         if server:
@@ -249,7 +242,7 @@ class RendezvousClient(Rendezvous):
     def connect_hosts(self, seconds: float) -> list[Connection]:
         if self._server:
             return self._server.take_exchange(seconds)
-        connection, _ = _connect(self._cluster, GRADIENT_EXCHANGE, seconds, self.check, self._machine)
+        connection, _ = _connect(self._cluster, seconds, self.check, self._machine)
         connection.settimeout(seconds)
         return [connection]
 
@@ -361,18 +354,13 @@ class _StopPatience:
 
 
 def _connect(
-    cluster: Cluster,
-    purpose: str,
-    seconds: float,
-    check: Callable[[], None],
-    machine: Machine,
-    lost_seconds: float | None = None,
+    cluster: Cluster, seconds: float, check: Callable[[], None], machine: Machine, lost_seconds: float | None = None
 ) -> tuple[Connection, LineBuffer]:
-    """Retries until host 0 accepts this host for `purpose`, and calls `check`, which may raise, before each attempt.
-    Returns the connection, which breaks after `lost_seconds` of silence (None: when TCP gives up), and the bytes
-    received after the handshake. Raises LostPeer after `seconds`, TrainError for a final refusal, BadInput without the
-    hosts' secret."""
-    own = host_credentials(cluster, purpose)
+    """Retries until host 0 accepts this host, and calls `check`, which may raise, before each attempt. Returns the
+    connection, and the bytes received after the handshake. A connection for the rendezvous breaks after `lost_seconds`
+    of silence; without them, it is for the gradient exchange, and breaks when TCP gives up. Raises LostPeer after
+    `seconds`, TrainError for a final refusal, BadInput without the hosts' secret."""
+    own = host_credentials(cluster, exchange=lost_seconds is None)
     host = f"host 0 ({cluster.addresses[0]}:{cluster.rendezvous_port})"
     try_seconds = min(TRY_SECONDS if lost_seconds is None else lost_seconds, seconds)
     deadline = machine.clock.monotonic() + seconds

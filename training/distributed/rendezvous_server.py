@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from training.distributed.cluster import Cluster
-from training.distributed.handshake import RENDEZVOUS, describe_error, host_credentials
+from training.distributed.handshake import describe_error, host_credentials
 from training.distributed.server_protocol import Actions, HandOver, ServerProtocol, name_hosts
 from training.machine import SYSTEM, Connection, Machine
 
@@ -36,7 +36,7 @@ class RendezvousServer:
 
     def __init__(self, cluster: Cluster, lost_seconds: float, machine: Machine = SYSTEM) -> None:
         """Listens, and starts the thread. Raises TrainError if it can't listen, BadInput without the hosts' secret."""
-        self._protocol = ServerProtocol(host_credentials(cluster, RENDEZVOUS), machine)
+        self._protocol = ServerProtocol(host_credentials(cluster), machine)
         self._lost_seconds = lost_seconds
         self._machine, self._clock = machine, machine.clock.monotonic
         self._stop = machine.threads.event()

@@ -17,18 +17,11 @@ the number of hosts."""
 import hmac
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from training.distributed import messages
-from training.distributed.handshake import (
-    GRADIENT_EXCHANGE,
-    RENDEZVOUS,
-    HostCredentials,
-    Identity,
-    Refusal,
-    make_nonce,
-    state_answer,
-)
+from training.distributed.handshake import HostCredentials, Identity, Refusal, make_nonce, state_answer
 from training.distributed.messages import FROM_HOST, HELLO, LineBuffer, Malformed, Message, decode, encode
 from training.errors import Exit
 from training.machine import SYSTEM, Machine
@@ -71,13 +64,9 @@ class Barrier:
 
 def name_hosts(workers: list[int]) -> str:
     """Returns ascending worker numbers as a text: "host 3", or "hosts 0-2 4"."""
-    ranges: list[tuple[int, int]] = []
-    for worker in workers:
-        if ranges and worker == ranges[-1][1] + 1:
-            ranges[-1] = (ranges[-1][0], worker)
-        else:
-            ranges.append((worker, worker))
-    text = " ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    runs = groupby(enumerate(workers), key=lambda entry: entry[1] - entry[0])  # of consecutive numbers
+    numbers = [[worker for _, worker in run] for _, run in runs]
+    text = " ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in numbers)
     return f"host {text}" if len(workers) == 1 else f"hosts {text}"
 
 
@@ -222,7 +211,6 @@ class ServerProtocol:
     """Host 0's side of all connections of an attempt."""
 
     def __init__(self, own: HostCredentials, machine: Machine = SYSTEM) -> None:
-        """`own`: host 0's credentials; their purpose does not matter."""
         self.state = BarrierState(own.identity)
         self._own, self._machine = own, machine
         self._peers: dict[Hashable, _Sender] = {}  # by connection, the oldest first
@@ -303,15 +291,12 @@ class ServerProtocol:
         """Ends a handshake: accepts a host, and tells it if the attempt is lost; or hands its connection over, if it is
         for the gradient exchange; or refuses it and closes. Raises Malformed if its proof is wrong."""
         worker, nonces = hello["hello"], (peer.nonce, hello["nonce"])
-        identity = Identity(hello["run_id"], hello["attempt"], hello["hosts"])
-        purpose = GRADIENT_EXCHANGE if hello["exchange"] else RENDEZVOUS
-        claimed = replace(self._own, identity=identity, purpose=purpose)
+        identity = Identity(hello["run_id"], hello["attempt"], hello["hosts"], hello["exchange"])
+        claimed = replace(self._own, identity=identity)
         if not hmac.compare_digest(claimed.prove("host", worker, nonces), hello["proof"]):
             raise Malformed("the proof is wrong")
-        if hello["exchange"]:
-            refusal = self.state.check_peer(worker, identity)
-        else:
-            refusal = self.state.connect(worker, identity, now)
+        is_exchange = identity.exchange
+        refusal = self.state.check_peer(worker, identity) if is_exchange else self.state.connect(worker, identity, now)
         if refusal:
             refusal = replace(refusal, reason=messages.clip(refusal.reason))
         proof = claimed.prove("server", worker, nonces, state_answer(refusal))
@@ -319,7 +304,7 @@ class ServerProtocol:
             answer = encode({"refused": refusal.reason, "final": refusal.final, "proof": proof})
             return [(connection, answer), *self.drop(connection)]
         welcome = encode({"welcome": True, "proof": proof})
-        if hello["exchange"]:
+        if is_exchange:
             del self._peers[connection]
             return [(connection, welcome), (connection, HandOver(worker))]
         peer.worker, peer.lines.limit = worker, messages.HOST_BYTES

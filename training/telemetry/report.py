@@ -19,8 +19,7 @@ from html import escape
 from typing import Any
 
 from training import storage as default_storage
-from training.checkpoint.format import Manifest, committed_steps, read_manifest
-from training.checkpoint.tensors import Damaged
+from training.checkpoint.format import Manifest, committed_steps, describe, read_manifests
 from training.errors import BadInput, Exit, StopRequested, TrainError
 from training.storage import NotFound, Storage, join, name_of
 from training.telemetry import svg
@@ -133,7 +132,7 @@ class RunContents:
     lines: Sequence[Mapping[str, Any]]  # as training.telemetry.metrics.read_history
     attempts: Sequence[AttemptRecords]
     summary: Mapping[str, Any] | None
-    checkpoints: Sequence[tuple[int, Manifest | str]]  # newest first: the manifest, or how it is damaged
+    checkpoints: Mapping[int, Manifest | str]  # by step, newest first: the manifest, or how it is damaged
     confusion: Mapping[str, Any] | None  # labels, counts
 
     @property
@@ -152,12 +151,7 @@ def read_run(folder: str, storage: Storage = default_storage) -> RunContents:
         raise BadInput(
             f"{folder} is not a run's folder: it has no attempts, metrics or checkpoints (it is <output>/<run id>)"
         )
-    checkpoints: list[tuple[int, Manifest | str]] = []
-    for step in steps:
-        try:
-            checkpoints.append((step, read_manifest(checkpoints_folder, step, storage)))
-        except Damaged as error:
-            checkpoints.append((step, str(error)))
+    checkpoints = read_manifests(checkpoints_folder, steps, storage)
     summary, confusion = (_read_json(join(folder, name), storage) for name in (SUMMARY_FILE, CONFUSION_FILE))
     return RunContents(folder, lines, attempts, summary, checkpoints, confusion)
 
@@ -314,19 +308,11 @@ def _render_attempts(attempts: Sequence[AttemptRecords]) -> str:
     return _render_table(header, rows)
 
 
-def _render_checkpoints(checkpoints: Sequence[tuple[int, Manifest | str]]) -> str:
-    """Renders a table of the committed checkpoints, (step, manifest or why it can't be read); a sentence for none."""
+def _render_checkpoints(checkpoints: Mapping[int, Manifest | str]) -> str:
+    """Renders a table of the committed checkpoints, step -> manifest or why it can't be read; a sentence for none."""
     if not checkpoints:
         return "<p class='faint'>None was committed.</p>"
-    rows = []
-    for step, manifest in checkpoints:
-        if isinstance(manifest, str):
-            rows.append([str(step), f"damaged: {manifest}", "", "", ""])
-            continue
-        loss = manifest.state.get("last_loss")
-        size = f"{sum(part.size for part in manifest.parts):,}"
-        shown_loss = "" if loss is None else f"{loss:.5f}"
-        rows.append([str(step), size, str(len(manifest.parts)), str(manifest.attempt), shown_loss])
+    rows = [describe(step, manifest) for step, manifest in checkpoints.items()]
     return _render_table(("step", "bytes", "parts", "attempt", "loss"), rows)
 
 

@@ -43,7 +43,7 @@ class MetricsWriter:
         self._open_log, self._warn, self._clock = open_log, warn, machine.clock.monotonic
         self._log: MetricsLog | None = None  # the thread's
         self._failure: str | None = None  # of the last try
-        self._waiting: deque[tuple[int, Values]] = deque()
+        self._waiting: deque[tuple[int, Values]] = deque(maxlen=MOST_WAITING)
         self._lost = 0  # lines for which there was no room
         self._is_ending = self._failed = self._was_awaited = False
         self._requested = self._tried = 0  # flushes
@@ -53,9 +53,7 @@ class MetricsWriter:
     def log(self, step: int, values: Values) -> None:
         """Queues values of the state after `step` steps. A full queue drops its oldest line."""
         with self._changed:
-            if len(self._waiting) == MOST_WAITING:
-                self._waiting.popleft()
-                self._lost += 1
+            self._lost += len(self._waiting) == MOST_WAITING
             self._waiting.append((step, dict(values)))
 
     def flush(self) -> None:
@@ -107,7 +105,8 @@ class MetricsWriter:
                 self._log = self._open_log()
             self._log.flush()  # what an earlier flush left, before it takes more
             with self._changed:
-                lines, self._waiting = self._waiting, deque()
+                lines = list(self._waiting)
+                self._waiting.clear()
             for step, values in lines:
                 self._log.log(step, values)
             self._log.flush()
