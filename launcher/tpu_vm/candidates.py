@@ -23,7 +23,7 @@ from launcher.provider import SliceState
 from launcher.shell import Result
 from launcher.tpu_vm import creation, deletion, requests, slice_hints, slices
 from launcher.tpu_vm.requests import Recorded, RequestRecord
-from launcher.tpu_vm.slices import NotOurs
+from launcher.tpu_vm.slices import NotOurs, Say
 from launcher.workstation import CheckedClock, Owner, Workstation
 from training import storage
 from training.machine import Event, Future
@@ -35,8 +35,6 @@ _BETTER_SECONDS = 120.0  # for which a granted slice waits for requests of candi
 _TURN_SECONDS = 600.0  # in the queue, while price_limit leaves no room for other candidates
 _ASLEEP_SECONDS = 30.0  # by which a wait is late if the computer slept
 _WITHDRAW_SECONDS = 300.0  # for which a withdrawal is tried while Google's API does not answer
-
-Say = Callable[[str], None]
 
 
 def create(config: Config, say: Say, machine: Workstation, patient: Workstation) -> SliceState:

@@ -184,13 +184,9 @@ class ConnectionPool:
             lambda worker: self.run(worker, script, timeout=timeout, stdin=stdin), sorted(workers), at_once=_AT_ONCE
         )
 
-    @property
-    def connected(self) -> bool:
-        """Returns whether there is an open connection to every host."""
-        return all(map(self._is_open, self.addresses))
-
-    def connect_all(self) -> None:
-        """Opens the connections that can be opened, and raises nothing: the next command reports the others."""
+    def connect_all(self) -> bool:
+        """Opens the connections that can be opened, and raises nothing: the next command reports the others. Returns
+        whether there is an open connection to every host."""
 
         def connect(worker: int) -> None:
             with contextlib.suppress(ConnectionFailed):
@@ -198,6 +194,7 @@ class ConnectionPool:
                 self._used[worker] = self._machine.clock.monotonic()
 
         self._machine.threads.map(connect, sorted(self.addresses), at_once=_AT_ONCE)
+        return all(map(self._is_open, self.addresses))
 
     def close(self) -> None:
         """Closes all connections; the next command on a host opens its connection again."""
@@ -235,7 +232,7 @@ class SliceConnections:
         self._listing = machine.threads.lock()  # one thread finds the addresses, others wait for it
         self._replacing = machine.threads.lock()  # one thread asks for other ones, as above
         self._located = slice_hints.last_seen(config) is not None  # or described since
-        self._connecting: Future[None] | None = None
+        self._connecting: Future[bool] | None = None
 
     @property
     def config(self) -> Config:
@@ -322,8 +319,7 @@ class SliceConnections:
         """Returns `pool` connected to every host that answers, for commands that must not run twice. Asks gcloud for
         the addresses when a host does not answer at its kept one. Raises as `pool`."""
         pool = self.pool()
-        pool.connect_all()
-        if not pool.connected and (other := self.replacement_of(pool)):
+        if not pool.connect_all() and (other := self.replacement_of(pool)):
             other.connect_all()
             return other
         return pool

@@ -9,7 +9,6 @@ until it is READY.
 """
 
 import shlex
-from collections.abc import Callable
 
 from launcher import costs
 from launcher.config import Candidate, Config
@@ -18,13 +17,12 @@ from launcher.gcloud import DELETE_SECONDS, Backoff, Conflict, Preempted, Retry,
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, queued, slice_hints, slices
 from launcher.tpu_vm.deletion import delete_in_zone, remove
+from launcher.tpu_vm.slices import Say
 from launcher.workstation import Workstation
 
 _POLL_SECONDS = 2.0
 _MOST_CREATES = 3  # whose answers are lost
 _FIRST_PAUSE, _LONGEST_PAUSE = 15.0, 300.0  # seconds, between rounds through zones without capacity
-
-Say = Callable[[str], None]
 
 
 def create(config: Config, say: Say, machine: Workstation) -> SliceState:

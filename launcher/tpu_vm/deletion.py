@@ -12,15 +12,13 @@ from launcher.gcloud import DELETE_SECONDS, Look, Retry, delete_until_gone
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, requests, slice_hints, slices
 from launcher.tpu_vm.requests import RequestRecord
-from launcher.tpu_vm.slices import NotOurs, Request
+from launcher.tpu_vm.slices import NotOurs, Request, Say
 from launcher.workstation import Workstation
 
 _LOOK_SECONDS = 120.0  # until an API that does not answer ends a deletion that has not begun
 _IN_FLIGHT_SECONDS = 300.0  # for which a create request of this machine is waited for
 LOOK_AGAIN_SECONDS = 5.0
 _GOING = ("DELETING", "SUSPENDING")  # states; a request must end SUSPENDING before it can be deleted
-
-Say = Callable[[str], None]
 
 
 def delete(config: Config, say: Say, machine: Workstation) -> bool:

@@ -6,15 +6,13 @@ request that is SUSPENDED or FAILED never recovers and keeps its quota: it is de
 there is time.
 """
 
-from collections.abc import Callable
-
 from launcher import costs
 from launcher.config import Config
 from launcher.errors import LaunchError
 from launcher.gcloud import DELETE_SECONDS, Backoff, Conflict, Retry, Stockout, call_gcloud, explain_error
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, deletion, slice_hints, slices
-from launcher.tpu_vm.slices import Request
+from launcher.tpu_vm.slices import Request, Say
 from launcher.workstation import Workstation
 from training.machine import parse_time
 
@@ -31,9 +29,7 @@ _DEAD = ("SUSPENDED", "FAILED")
 class Acquisition:
     """Obtains a slice with these labels through a request. Each step acts on the last description of the request."""
 
-    def __init__(
-        self, config: Config, labels: dict[str, str], say: Callable[[str], None], machine: Workstation
-    ) -> None:
+    def __init__(self, config: Config, labels: dict[str, str], say: Say, machine: Workstation) -> None:
         """Describes the request that an earlier command may have made; its age counts against the time limit."""
         assert config.slice.queued is not None
         self.config, self.labels, self.say, self.machine = config, labels, say, machine

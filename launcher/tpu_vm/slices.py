@@ -14,7 +14,7 @@ Without these labels nothing is used or deleted, unless the command says `--any-
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from launcher.gcloud import Conflict, PermissionDenied, ResourceNotFound, call_g
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, slice_hints
 from launcher.workstation import Owner, Workstation
+
+Say = Callable[[str], None]  # tells the user a line
 
 _SECONDS, _REQUEST_SECONDS = 60.0, 120.0  # for one question to the API
 LAG_SECONDS = 20.0  # the API may show a new node this late

@@ -46,10 +46,6 @@ class HostKeyUnknown(paramiko.SSHException):
 _REFUSALS = (HostKeyUnknown, paramiko.AuthenticationException, paramiko.ssh_exception.IncompatiblePeer)
 
 
-class HostKeyChanged(paramiko.SSHException):
-    """A host shows another key than the known one. Refused at once, which gcloud does after 47 s."""
-
-
 class _AliasKeys(paramiko.MissingHostKeyPolicy):
     """Checks a host's key under the alias by which gcloud keeps it, and refuses an unknown one."""
 
@@ -58,7 +54,8 @@ class _AliasKeys(paramiko.MissingHostKeyPolicy):
         self.known = known
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
-        """Raises HostKeyChanged or HostKeyUnknown unless the key is the known one."""
+        """Raises HostKeyUnknown for an unknown key, SSHException for another key than the known one. The latter is no
+        refusal, after which gcloud would be tried: gcloud refuses the host too, after 47 s."""
         alias = self.address.alias.lower()  # OpenSSH keeps aliases in lower case
         keys = self.known(self.address.known_hosts).lookup(alias)
         kept = None if keys is None else keys.get(key.get_name())
@@ -66,7 +63,7 @@ class _AliasKeys(paramiko.MissingHostKeyPolicy):
         if kept is None:
             raise HostKeyUnknown(f"{subject} is not the one gcloud keeps as {self.address.alias}")
         if kept != key:
-            raise HostKeyChanged(
+            raise paramiko.SSHException(
                 f"{subject} has changed: another machine answers there, or the host was recreated; "
                 f"if you know why: ssh-keygen -f {self.address.known_hosts} -R {alias}"
             )
@@ -223,10 +220,11 @@ def _failures() -> Iterator[None]:
         yield
     except TimeoutError:
         raise
-    except paramiko.SSHException as error:
-        raise ConnectionFailed(_describe(error), refused=isinstance(error, _REFUSALS)) from error
-    except (OSError, EOFError) as error:
-        raise ConnectionFailed(_describe(error)) from error
+    except OSError as error:
+        raise ConnectionFailed(f"can't be reached: {error}") from error
+    except (paramiko.SSHException, EOFError) as error:
+        text = str(error) or type(error).__name__
+        raise ConnectionFailed(text, refused=isinstance(error, _REFUSALS)) from error
 
 
 def _receive(channel: paramiko.Channel, read: Callable[[int], bytes], deadline: float) -> Iterator[bytes]:
@@ -246,10 +244,3 @@ def _wait_for_exit_code(channel: paramiko.Channel, deadline: float) -> int:
     if channel.exit_status == -1:
         raise ConnectionFailed("the connection closed before the command ended")
     return int(channel.exit_status)
-
-
-def _describe(error: BaseException) -> str:
-    """Returns the error's text, after "can't be reached: " if it is an OSError; the class's name if it has none."""
-    if isinstance(error, OSError):
-        return f"can't be reached: {error}"
-    return str(error) or type(error).__name__

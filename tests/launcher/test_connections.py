@@ -151,7 +151,7 @@ def test_a_host_key_is_the_one_that_gcloud_keeps_under_the_alias() -> None:
         policy.missing_host_key(paramiko.SSHClient(), "10.0.0.1", key)
     kept.add("tpu.1-0", key.get_name(), key)
     policy.missing_host_key(paramiko.SSHClient(), "10.0.0.1", key)
-    with pytest.raises(ssh.HostKeyChanged, match=r"-f known -R tpu\.1-0"):
+    with pytest.raises(paramiko.SSHException, match=r"-f known -R tpu\.1-0"):
         policy.missing_host_key(paramiko.SSHClient(), "10.0.0.1", other)
 
 
@@ -295,7 +295,7 @@ def test_commands_begin_where_hosts_are_now(tmp_path: Path, monkeypatch: pytest.
 
     known, machine = remembered(tmp_path), replace(this_machine(), connect=connect)
     gcloud_says(tmp_path, monkeypatch, ["127.9.8.1", "127.9.8.2"])
-    assert SliceConnections(config(tmp_path), machine).open_pool().connected
+    assert SliceConnections(config(tmp_path), machine).open_pool().connect_all()
     save_addresses(config(tmp_path), known)
     connections = SliceConnections(config(tmp_path), machine)
     with ThreadPoolExecutor(8) as pool:
@@ -623,7 +623,7 @@ def test_a_connection_is_shut_down_before_it_is_closed() -> None:
 REFUSALS = [paramiko.AuthenticationException("no banner"), ssh.HostKeyUnknown("no banner")]
 
 
-@pytest.mark.parametrize("error", [EOFError(), ssh.HostKeyChanged("no banner"), *REFUSALS])
+@pytest.mark.parametrize("error", [EOFError(), paramiko.SSHException("no banner"), *REFUSALS])
 def test_an_error_is_told_by_its_words_or_else_by_its_name(error: Exception) -> None:
     with pytest.raises(ConnectionFailed, match=r"^(EOFError|no banner)$") as failed, ssh._failures():
         raise error
