@@ -255,9 +255,9 @@ def _push(plan: ImagePlan, remote: str, log: IO[str], say: Callable[[str], None]
     advice = advise_creation(remote)
     lines = _stream(push, log, _PUSH_SECONDS, f"{remote} could not be pushed", missing_repository=advice)
     digests = re.findall(r"\bdigest: (sha256:[0-9a-f]{64})\b", "\n".join(lines))
-    if not digests:
+    name = f"{plan.spec.repository}@{digests[-1]}" if digests else _find(plan)
+    if name is None:
         raise LaunchError(f"docker pushed {remote} without reporting a digest; its output: {log.name}")
-    name = f"{plan.spec.repository}@{digests[-1]}"
     write_private(plan.push_record, f"{name}\n")
     return name
 
