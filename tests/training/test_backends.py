@@ -192,12 +192,12 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, said: list
 def test_a_plugin_that_fails_the_cache_is_said_once_and_compiles(tmp_path: Path, said: list[str]) -> None:
     compiled: list[int] = []
 
-    def fail(_place: int, _arguments: ctypes.Structure) -> None:
+    def fail(_place: int, *_given: int, gives: int) -> None:
         raise compile_cache.PluginError("UNIMPLEMENTED:\nnot on this chip")
 
     table: Any = SimpleNamespace(call=fail, function=lambda _place: compiled.append)
     cache = compile_cache.ProgramCache(table, store(tmp_path, said), "test")
-    arguments = compile_cache.CompileArguments()
+    arguments = (ctypes.c_uint64 * compile_cache.COMPILE_WORDS)()
     for _ in range(2):
         assert cache.compile(ctypes.addressof(arguments)) is None
     assert compiled == [ctypes.addressof(arguments)] * 2
@@ -233,7 +233,8 @@ def test_a_table_of_unknown_version_is_kept(tmp_path: Path, said: list[str], mon
     table = ctypes.create_string_buffer(head + bytes(60 * 8), 40 + 60 * 8)
     plugin = SimpleNamespace(GetPjrtApi=ctypes.CFUNCTYPE(ctypes.c_void_p)(lambda: ctypes.addressof(table)))
     monkeypatch.setattr(compile_cache.ctypes, "CDLL", lambda _path: plugin)
-    assert compile_cache.install(Path("plugin.so"), store(tmp_path, said), "test") is None
+    assert open_cache({**TPU, "TPU_LAUNCH_COMPILE_CACHE": str(tmp_path)}, "plugin.so", "test", said.append) is None
+    assert said == ["compiled programs are not kept for the next start: plugin.so is of another version"]
     assert ctypes.string_at(ctypes.addressof(table) + 40, 60 * 8) == bytes(60 * 8)
 
 

@@ -2,7 +2,7 @@
 
 A plugin is a library with one function, `GetPjrtApi`, which returns a table of functions
 (https://github.com/openxla/xla/blob/main/xla/pjrt/c/pjrt_c_api.h). The table belongs to the library: every caller that
-loads the same file gets the same table. So `install`, called before the framework opens its devices, puts a function
+loads the same file gets the same table. So `open_cache`, called before the framework opens its devices, puts a function
 into the table that looks into the store first, and calls the plugin's own if the program is not there, or can't be
 serialised or loaded. JAX's own cache serialises and loads programs by the same three functions of libtpu. torch_xla 2.9
 has a cache of its own (`initialize_cache`) that writes entries and can't read them, on TPUs and on CPUs
@@ -28,7 +28,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_void_p
+from ctypes import c_uint64, c_void_p
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,12 @@ DEFAULT_GB = 4.0
 
 # Places in the table, from 0. The table only ever grew at its end since version 0.40; the oldest that is known here.
 _ERROR_DESTROY, _ERROR_MESSAGE, _PLATFORM_VERSION, COMPILE = 0, 1, 14, 20
-_EXECUTABLE_DESTROY, _SERIALIZE, _GET_EXECUTABLE, _DESERIALIZE = 40, 49, 51, 56
+EXECUTABLE_DESTROY, _SERIALIZE, _GET_EXECUTABLE, _DESERIALIZE = 40, 49, 51, 56
 _MAJOR, _OLDEST_MINOR = 0, 54
-_FUNCTIONS_AT = 40  # bytes
+
+# Words of the arguments of COMPILE: size, extensions, client, program, options and their size, executable (filled).
+COMPILE_WORDS, _EXECUTABLE = 7, 6
+PROGRAM_WORDS = 6  # of a program: size, extensions, code and its size, format and its size
 
 # What decides, beside the program and its options, what it is compiled to.
 _VARIABLES = (
@@ -60,47 +63,11 @@ _UNFINISHED = re.compile(r"\.[0-9a-f]{64}\..*")
 _ABANDONED_SECONDS = 3600.0  # since an unfinished entry was written to
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
-_HEAD = (("struct_size", c_size_t), ("extension_start", c_void_p))
-
-
-class _Api(Structure):
-    _fields_ = (*_HEAD, ("version_size", c_size_t), ("version_extension", c_void_p), ("major", c_int), ("minor", c_int))
-
-
-class PluginProgram(Structure):
-    _fields_ = (*_HEAD, ("code", c_void_p), ("code_size", c_size_t), ("format", c_void_p), ("format_size", c_size_t))
-
 
 def sort_hints(code: bytes) -> bytes:
     """Returns a module's code with each einsum's attributes sorted: their order, which differs between processes, would
     give one program several keys."""
     return _HINTS.sub(lambda found: b"".join(sorted(re.findall(_HINT, found[0]))), code)
-
-
-def plugin_arguments(*fields: tuple[str, Any]) -> Any:
-    """Returns the ctypes class of the arguments of a PJRT function: the common head, then `fields`."""
-    return type("PluginArguments", (Structure,), {"_fields_": (*_HEAD, *fields)})
-
-
-# `executable` of CompileArguments and _Deserialize is set by the plugin: a loaded executable.
-CompileArguments = plugin_arguments(
-    ("client", c_void_p), ("program", POINTER(PluginProgram)), ("options", c_void_p), ("options_size", c_size_t),
-    ("executable", c_void_p),
-)  # fmt: skip
-_PlatformVersion = plugin_arguments(("client", c_void_p), ("version", c_void_p), ("version_size", c_size_t))
-_GetExecutable = plugin_arguments(("loaded", c_void_p), ("executable", c_void_p))
-_ExecutableDestroy = plugin_arguments(("executable", c_void_p))
-_Serialize = plugin_arguments(
-    ("executable", c_void_p), ("bytes", c_void_p), ("size", c_size_t), ("serialized", c_void_p), ("deleter", c_void_p)
-)
-_Deserialize = plugin_arguments(
-    ("client", c_void_p), ("serialized", c_char_p), ("size", c_size_t), ("executable", c_void_p),
-    ("options", c_void_p), ("options_size", c_size_t),  # instead of those in the program; none
-)  # fmt: skip
-_ErrorMessage = plugin_arguments(("error", c_void_p), ("message", c_void_p), ("size", c_size_t))
-_ErrorDestroy = plugin_arguments(("error", c_void_p))
-
-PluginFunction = ctypes.CFUNCTYPE(c_void_p, c_void_p)  # a pointer to arguments -> a PJRT_Error or none
 
 
 class ProgramStore:
@@ -196,35 +163,65 @@ class ProgramStore:
             total -= entry_size
 
 
-class PluginTable:
-    """A plugin's functions, called by their places."""
+def words_at(address: int, count: int) -> Any:
+    """Returns `count` words of 8 bytes at an address, to read and to change in place."""
+    return (c_uint64 * count).from_address(address)
 
-    def __init__(self, address: int) -> None:
-        self._address = address
+
+PluginFunction = ctypes.CFUNCTYPE(c_void_p, c_void_p)  # a pointer to arguments -> a PJRT_Error or none
+_KEPT: list[object] = []  # functions that a plugin's table points to, to the end of the process
+
+
+class PluginTable:
+    """A plugin's functions, called by their places. Arguments of a function are words of 8 bytes: their size, their
+    extensions, what is given, and what the function fills."""
+
+    def __init__(self, library: str) -> None:
+        """Loads a plugin, for good. Raises OSError, and AttributeError if the file is no plugin."""
+        plugin = ctypes.CDLL(library)
+        plugin.GetPjrtApi.restype = c_void_p
+        self.address: int = plugin.GetPjrtApi()
+        version = words_at(self.address, 5)[4]
+        self.major, self.minor = version & 0xFFFFFFFF, version >> 32
 
     def function(self, place: int) -> Callable[[int], int | None]:
         """Returns the plugin's function number `place`, from 0: the address of its arguments -> that of an error or
         None."""
-        pointer = c_void_p.from_address(self._address + _FUNCTIONS_AT + 8 * place).value
+        pointer = words_at(self.address, 6 + place)[5 + place]
         assert pointer, f"PJRT: no function at {place}"
         return PluginFunction(pointer)
 
-    def replace(self, place: int, function: Any) -> None:
-        """Puts a C function into the table as number `place`, for all callers in this process. The caller must keep it
-        alive."""
-        c_void_p.from_address(self._address + _FUNCTIONS_AT + 8 * place).value = ctypes.cast(function, c_void_p).value
+    def replace(self, place: int, function: Callable[[int], int | None]) -> None:
+        """Puts a function into the table as number `place`, for all callers in this process, to its end."""
+        words_at(self.address, 6 + place)[5 + place] = keep_function(function)
 
-    def call(self, place: int, arguments: Structure) -> None:
-        """Calls function number `place`, which fills `arguments`. Raises PluginError if it fails."""
-        arguments.struct_size = ctypes.sizeof(arguments)
-        error = self.function(place)(ctypes.addressof(arguments))
+    def call(self, place: int, *given: int | bytes, gives: int = 0) -> list[int]:
+        """Calls function number `place` with `given` (bytes: their address), and returns the `gives` words of its
+        arguments after these. Raises PluginError if it fails."""
+        error, results = self._run(place, given, gives)
         if error:
-            message = _ErrorMessage(ctypes.sizeof(_ErrorMessage), None, error)
-            self.function(_ERROR_MESSAGE)(ctypes.addressof(message))
-            text = ctypes.string_at(message.message, message.size).decode(errors="replace")
-            destroy = _ErrorDestroy(ctypes.sizeof(_ErrorDestroy), None, error)
-            self.function(_ERROR_DESTROY)(ctypes.addressof(destroy))
+            _, (message, size) = self._run(_ERROR_MESSAGE, (error,), 2)
+            text = ctypes.string_at(message, size).decode(errors="replace")
+            self._run(_ERROR_DESTROY, (error,), 0)
             raise PluginError(text)
+        return results
+
+    def _run(self, place: int, given: tuple[int | bytes, ...], gives: int) -> tuple[int | None, list[int]]:
+        """Calls a function; returns what it returns, and the words that it may have filled."""
+        count = 2 + len(given)
+        words = (c_uint64 * (count + gives))(8 * (count + gives), 0, *map(address_of, given))
+        return self.function(place)(ctypes.addressof(words)), words[count:]
+
+
+def keep_function(function: Callable[[int], int | None]) -> int:
+    """Returns the address of a new C function that calls `function`, to the end of the process."""
+    _KEPT.append(PluginFunction(function))
+    return address_of(_KEPT[-1])
+
+
+def address_of(value: Any) -> int:
+    """Returns the address of bytes or of a C function, valid as long as the caller keeps them; an integer as it is."""
+    return value if isinstance(value, int) else ctypes.cast(value, c_void_p).value or 0
 
 
 class PluginError(Exception):
@@ -255,27 +252,26 @@ class ProgramCache:
         """Replaces PJRT_Client_Compile, whose arguments are at this address. Returns the plugin's error, None without
         one. An interrupt (Ctrl-C, a notebook's button) does not end it: it tries again until there is a program or an
         error of the plugin, and `take_proofs` raises the interrupt."""
-        arguments = CompileArguments.from_address(address)
-        arguments.executable = None
+        arguments = words_at(address, COMPILE_WORDS)
+        arguments[_EXECUTABLE] = 0
         while True:
             try:
                 return self._load_or_compile(arguments, address)
             except BaseException as error:
                 self._interrupt = error
-                if arguments.executable:
+                if arguments[_EXECUTABLE]:
                     return None
 
     def _load_or_compile(self, arguments: Any, address: int) -> int | None:
         """Loads the program from the store, or compiles and keeps it. Returns the plugin's error, None without one.
         Warns of an error of the cache, once; one of reading or loading removes the entry."""
-        key = None
+        key, client = None, arguments[2]
         try:
             key = self._key(arguments)
             program = self._store.read(key)
             if program is not None:
-                loaded = _Deserialize(client=arguments.client, serialized=program, size=len(program))
-                self._table.call(_DESERIALIZE, loaded)
-                arguments.executable = loaded.executable
+                # After the executable come options in place of those in the program: none.
+                arguments[_EXECUTABLE] = self._table.call(_DESERIALIZE, client, program, len(program), gives=3)[0]
                 self.loaded += 1
                 self._proofs.append(partial(self._store.prove, key))
                 return None
@@ -290,23 +286,23 @@ class ProgramCache:
         failure = self._compile(address)
         if not failure and key:
             try:
-                self._store.write(key, self._serialize(arguments.executable))
+                self._store.write(key, self._serialize(arguments[_EXECUTABLE]))
             except Exception as error:  # as above
                 self._store.warn_once(f"the compiled program is not kept for the next start: {error}")
         return failure
 
     def _key(self, arguments: Any) -> str:
         """Returns a program's key, 64 hex digits: a hash of versions, _VARIABLES, options, code. Raises PluginError."""
-        version = _PlatformVersion(client=arguments.client)
-        self._table.call(_PLATFORM_VERSION, version)
-        program = arguments.program.contents
+        _, _, client, program, *_ = arguments
+        version = self._table.call(_PLATFORM_VERSION, client, gives=2)
+        code, options = read_program(arguments)
         parts = (
             self._identity.encode(),
-            ctypes.string_at(version.version, version.version_size),
+            ctypes.string_at(*version),
             *(f"{name}={os.environ.get(name)}".encode() for name in _VARIABLES),
-            ctypes.string_at(arguments.options, arguments.options_size),
-            ctypes.string_at(program.format, program.format_size),
-            sort_hints(ctypes.string_at(program.code, program.code_size)),
+            options,
+            ctypes.string_at(*words_at(program, PROGRAM_WORDS)[4:]),  # the code's format
+            sort_hints(code),
         )
         digest = hashlib.sha256()
         for part in parts:
@@ -315,17 +311,21 @@ class ProgramCache:
 
     def _serialize(self, loaded: int) -> bytes:
         """Returns the bytes of a loaded executable, and frees the plugin's copy. Raises PluginError."""
-        executable = _GetExecutable(loaded=loaded)
-        self._table.call(_GET_EXECUTABLE, executable)
+        [executable] = self._table.call(_GET_EXECUTABLE, loaded, gives=1)
         try:
-            serialized = _Serialize(executable=executable.executable)
-            self._table.call(_SERIALIZE, serialized)
+            *content, serialized, free = self._table.call(_SERIALIZE, executable, gives=4)
             try:
-                return ctypes.string_at(serialized.bytes, serialized.size)
+                return ctypes.string_at(*content)
             finally:
-                ctypes.CFUNCTYPE(None, c_void_p)(serialized.deleter)(serialized.serialized)
+                ctypes.CFUNCTYPE(None, c_void_p)(free)(serialized)
         finally:
-            self._table.call(_EXECUTABLE_DESTROY, _ExecutableDestroy(executable=executable.executable))
+            self._table.call(EXECUTABLE_DESTROY, executable)
+
+
+def read_program(arguments: Any) -> tuple[bytes, bytes]:
+    """Returns code and options of the program in the arguments of PJRT_Client_Compile."""
+    _, _, _, program, *options, _ = arguments
+    return ctypes.string_at(*words_at(program, PROGRAM_WORDS)[2:4]), ctypes.string_at(*options)
 
 
 def open_cache(
@@ -340,33 +340,17 @@ def open_cache(
     folder = environment.get(FOLDER_VARIABLE)
     if not folder or environment.get("PJRT_DEVICE") != "TPU":
         return None
-    cache, problem = None, "the framework does not say where its TPU library is"
+    problem = "the framework does not say where its TPU library is"
     if library:
         try:
             store = ProgramStore(Path(folder), warn, round(1e9 * float(environment.get(GB_VARIABLE) or DEFAULT_GB)))
-            cache, problem = install(Path(library), store, identity), f"{library} is of another version"
+            table = PluginTable(library)
+            if table.major == _MAJOR and table.minor >= _OLDEST_MINOR:
+                cache = ProgramCache(table, store, f"{identity}\n{table.minor}")
+                table.replace(COMPILE, cache.compile)
+                return cache
+            problem = f"{library} is of another version"
         except (OSError, ValueError, AttributeError) as error:  # AttributeError: the library has no table
             problem = str(error)
-    if cache is None:
-        warn(f"compiled programs are not kept for the next start: {problem}")
-    return cache
-
-
-def install(library: Path, store: ProgramStore, identity: str) -> ProgramCache | None:
-    """Puts the store in front of the compiling function of the plugin whose file, `library`, the framework will load.
-    Returns the cache; None, and changes nothing, if the version of the plugin's table is unknown. `identity`: versions
-    that decide how a program is compiled and run. Raises OSError, AttributeError if the file is no plugin."""
-    plugin = ctypes.CDLL(str(library))
-    plugin.GetPjrtApi.restype = c_void_p
-    address = plugin.GetPjrtApi()
-    api = _Api.from_address(address)
-    if api.major != _MAJOR or api.minor < _OLDEST_MINOR:
-        return None
-    cache = ProgramCache(PluginTable(address), store, f"{identity}\n{api.minor}")
-    function = PluginFunction(cache.compile)
-    _KEPT.append((plugin, function))
-    PluginTable(address).replace(COMPILE, function)
-    return cache
-
-
-_KEPT: list[object] = []  # what the plugin's table points to, to the end of the process
+    warn(f"compiled programs are not kept for the next start: {problem}")
+    return None

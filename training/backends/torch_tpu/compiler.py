@@ -3,17 +3,25 @@
 """
 
 import ctypes
+import struct
 import threading
 import time
 from collections.abc import Iterator
-from ctypes import c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from ctypes import c_uint64
 from functools import lru_cache
 from typing import Any
 
 import libtpu
 
 from training.accelerators import Accelerator, accelerator
-from training.backends.compile_cache import PluginError, PluginProgram, PluginTable, plugin_arguments
+from training.backends.compile_cache import (
+    EXECUTABLE_DESTROY,
+    PROGRAM_WORDS,
+    PluginError,
+    PluginTable,
+    address_of,
+    words_at,
+)
 from training.preflight.compiler import (
     CompilationRefused,
     CompiledProgram,
@@ -26,39 +34,22 @@ from training.preflight.hlo import COLLECTIVES, share_of_loops
 from training.protobuf import message_classes
 
 # Places in the table, from 0.
-_INITIALIZE, _EXECUTABLE_DESTROY, _COSTS, _OPTIMIZED, _TOPOLOGY, _COMPILE, _MEMORY = 3, 40, 46, 48, 82, 89, 96
+_INITIALIZE, _COSTS, _OPTIMIZED, _TOPOLOGY, _COMPILE, _MEMORY = 3, 46, 48, 82, 89, 96
 _TEXT, _INT64_LIST, _FLOAT = 0, 2, 3  # types of a named value
 
-_NamedValue = plugin_arguments(
-    ("name", c_void_p), ("name_size", c_size_t), ("type", c_int), ("value", c_void_p), ("size", c_size_t)
-)
-_Topology = plugin_arguments(
-    ("name", c_char_p), ("name_size", c_size_t), ("options", c_void_p), ("options_size", c_size_t),
-    ("topology", c_void_p),
-)  # fmt: skip
-_Compile = plugin_arguments(
-    ("topology", c_void_p), ("program", c_void_p), ("options", c_char_p), ("options_size", c_size_t),
-    ("client", c_void_p), ("executable", c_void_p),
-)  # fmt: skip
-_Executable = plugin_arguments(("executable", c_void_p))
 _MEMORY_FIELDS = ("code", "arguments", "outputs", "donated", "temporaries")
-_Memory = plugin_arguments(
-    ("executable", c_void_p), *((name, c_int64) for name in _MEMORY_FIELDS), ("more", c_int64 * 7)
-)
-_Costs = plugin_arguments(("executable", c_void_p), ("size", c_size_t), ("values", c_void_p))
-_Optimized = plugin_arguments(("executable", c_void_p), ("program", c_void_p))
+_MEMORY_WORDS = 12  # those, and figures that are not read here
+_NAMED_VALUE = 7  # words: size, extensions, name and its size, type, value (or its address) and its size
 
 _loading = threading.Lock()
 
 
 @lru_cache(maxsize=1)
-def load_plugin() -> tuple[Any, int]:
-    """Loads and initializes libtpu, once a process. Returns the library and its table's address."""
-    plugin = ctypes.CDLL(libtpu.get_library_path())
-    plugin.GetPjrtApi.restype = c_void_p
-    address: int = plugin.GetPjrtApi()
-    PluginTable(address).call(_INITIALIZE, plugin_arguments()())
-    return plugin, address
+def load_plugin() -> PluginTable:
+    """Loads and initializes libtpu, once a process. Returns its table."""
+    table = PluginTable(libtpu.get_library_path())
+    table.call(_INITIALIZE)
+    return table
 
 
 @lru_cache(maxsize=8)
@@ -66,21 +57,19 @@ def open_topology(name: str) -> int:
     """Returns the address of libtpu's description of an accelerator type ("v6e-8"); loads libtpu. Raises
     CompilerUnavailable if libtpu does not know the type."""
     text, options = describe_topology(accelerator(name))
-    values = (_NamedValue * len(options))()
-    kept = []
-    for value, (key, option) in zip(values, options.items(), strict=True):
+    values, kept = [], []
+    for key, option in options.items():
         is_text = isinstance(option, str)
-        text_of_key = ctypes.create_string_buffer(key.encode())
-        held = ctypes.create_string_buffer(option.encode()) if is_text else (c_int64 * len(option))(*option)
-        kept += [text_of_key, held]
-        kind, address = _TEXT if is_text else _INT64_LIST, ctypes.addressof(held)
-        value.__init__(ctypes.sizeof(value), None, ctypes.addressof(text_of_key), len(key), kind, address, len(option))
-    wanted = _Topology(0, None, text.encode(), len(text), ctypes.addressof(values), len(options))
+        kept += [key.encode(), option.encode() if is_text else struct.pack(f"{len(option)}q", *option)]
+        named, value = map(address_of, kept[-2:])
+        kind = _TEXT if is_text else _INT64_LIST
+        values += [8 * _NAMED_VALUE, 0, named, len(key), kind, value, len(option)]
+    packed = struct.pack(f"{len(values)}Q", *values)
     try:
-        PluginTable(load_plugin()[1]).call(_TOPOLOGY, wanted)
+        [topology] = load_plugin().call(_TOPOLOGY, text.encode(), len(text), packed, len(options), gives=1)
     except PluginError as error:
         raise CompilerUnavailable(f"libtpu knows no topology {text}: {str(error).splitlines()[0]}") from None
-    return wanted.topology
+    return topology
 
 
 def compile_for_slice(code: bytes, options: bytes, slice_: Accelerator) -> CompiledProgram:
@@ -88,48 +77,42 @@ def compile_for_slice(code: bytes, options: bytes, slice_: Accelerator) -> Compi
     Raises CompilerUnavailable, CompilationRefused."""
     with _loading:
         set_environment()
-        table, topology = PluginTable(load_plugin()[1]), open_topology(slice_.name)
-    kept = ctypes.create_string_buffer(code, len(code)), ctypes.create_string_buffer(b"mlir")
-    program = PluginProgram(0, None, ctypes.addressof(kept[0]), len(code), ctypes.addressof(kept[1]), 4)
-    program.struct_size = ctypes.sizeof(program)
-    wanted = _Compile(0, None, topology, ctypes.addressof(program), options, len(options))
+        table, topology = load_plugin(), open_topology(slice_.name)
+    form = b"mlir"
+    program = struct.pack("6Q", 8 * PROGRAM_WORDS, 0, address_of(code), len(code), address_of(form), len(form))
     began = time.monotonic()
     try:
-        table.call(_COMPILE, wanted)
+        [executable] = table.call(_COMPILE, topology, program, options, len(options), 0, gives=1)
     except PluginError as error:
         raise CompilationRefused(str(error)) from None
     seconds = time.monotonic() - began
     try:
-        return _describe(table, wanted.executable, seconds)
+        return _describe(table, executable, seconds)
     finally:
-        table.call(_EXECUTABLE_DESTROY, _Executable(executable=wanted.executable))
+        table.call(EXECUTABLE_DESTROY, executable)
 
 
 def _describe(table: PluginTable, executable: int, seconds: float) -> CompiledProgram:
     """Returns memory, costs (of all rounds of loops) and optimized text of an executable, by its address."""
-    memory, costs = _Memory(executable=executable), _Costs(executable=executable)
-    table.call(_MEMORY, memory)
-    table.call(_COSTS, costs)
-    floats = {
-        ctypes.string_at(value.name, value.name_size): c_float.from_address(
-            ctypes.addressof(value) + _NamedValue.value.offset
-        ).value
-        for value in (_NamedValue * costs.size).from_address(costs.values)
-        if value.type == _FLOAT
-    }
-    optimized = PluginProgram(ctypes.sizeof(PluginProgram))
-    wanted = _Optimized(executable=executable, program=ctypes.addressof(optimized))
-    table.call(_OPTIMIZED, wanted)  # tells the size
-    module = ctypes.create_string_buffer(optimized.code_size)
-    optimized.code = ctypes.addressof(module)
-    table.call(_OPTIMIZED, wanted)
+    memory = table.call(_MEMORY, executable, gives=_MEMORY_WORDS)
+    count, first = table.call(_COSTS, executable, gives=2)
+    costs = {}
+    for number in range(count):
+        _, _, name, size, kind, value, _ = words_at(first + 8 * _NAMED_VALUE * number, _NAMED_VALUE)
+        if kind & 0xFFFFFFFF == _FLOAT:
+            costs[ctypes.string_at(name, size)], _ = struct.unpack("2f", struct.pack("Q", value))
+    optimized = (c_uint64 * PROGRAM_WORDS)(8 * PROGRAM_WORDS)
+    table.call(_OPTIMIZED, executable, ctypes.addressof(optimized))  # tells the size
+    module = ctypes.create_string_buffer(optimized[3])
+    optimized[2] = ctypes.addressof(module)
+    table.call(_OPTIMIZED, executable, ctypes.addressof(optimized))
     text = "\n".join(_hlo_lines(_Hlo.FromString(module.raw).module))
     loops = share_of_loops(text)
     return CompiledProgram(
         seconds=seconds,
-        memory=Memory(**{name: getattr(memory, name) for name in _MEMORY_FIELDS}),
-        flops=floats.get(b"flops", 0.0) * loops,
-        bytes_accessed=floats.get(b"bytes accessed", 0.0) * loops,
+        memory=Memory(**dict(zip(_MEMORY_FIELDS, memory, strict=False))),
+        flops=costs.get(b"flops", 0.0) * loops,
+        bytes_accessed=costs.get(b"bytes accessed", 0.0) * loops,
         text=text,
     )
 

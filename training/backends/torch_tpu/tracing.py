@@ -6,8 +6,7 @@ A process opens TorchTPU's device once, for one slice, so each tracer has a proc
 libtpu describes any slice, but creates a client only where its chips are. So the functions of its table (see
 `compile_cache`) that need chips are replaced: devices are those of the description, the first is this process's own, a
 buffer has a shape, but keeps only the values of small ones (a graph's constants), and a program that is to be compiled
-is kept, and refused. Arguments of a function are words of 8 bytes: size, extensions, the object, and what the function
-fills."""
+is kept, and refused. Arguments of a function are words of 8 bytes: size, extensions, the object, and more."""
 
 import atexit
 import ctypes
@@ -25,7 +24,15 @@ from typing import Any
 import torch.distributed as dist
 
 from training.accelerators import Accelerator
-from training.backends.compile_cache import COMPILE, CompileArguments, PluginFunction, PluginTable, plugin_arguments
+from training.backends.compile_cache import (
+    COMPILE,
+    COMPILE_WORDS,
+    PluginFunction,
+    address_of,
+    keep_function,
+    read_program,
+    words_at,
+)
 from training.backends.protocol import BuildBackend
 from training.backends.torch_tpu import internals
 from training.backends.torch_tpu.backend import TorchTpu
@@ -43,8 +50,7 @@ _BUFFER_LAYOUT, _DEFAULT_LAYOUT = 6, 7  # words of this extension: of a buffer; 
 _ITEM_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 13: 2}  # by PJRT_Buffer_Type
 _KEPT_BYTES = 1 << 20
 
-_List = plugin_arguments(("object", c_void_p), ("first", c_void_p), ("second", c_void_p))
-_Kept = Callable[[Any], int | None]  # fills words, and returns an error or none
+_Fill = Callable[[Any], int | None]  # fills words, and returns an error or none
 
 
 class AbsentChips:
@@ -54,27 +60,23 @@ class AbsentChips:
     def __init__(self, slice_: Accelerator) -> None:
         """Loads libtpu, and replaces those functions of its table that need chips. Raises CompilerUnavailable if libtpu
         does not know the slice."""
-        plugin, self._address = load_plugin()
-        self._table = PluginTable(self._address)
+        self._table = load_plugin()
         self.programs: list[tuple[bytes, bytes]] = []
         self._buffers: dict[int, tuple[Any, int, Any]] = {}  # address -> its values or b"", type, dimensions
-        self._nothing = PluginFunction(lambda _address: None)
-        self._kept: list[Any] = [plugin]  # what the table points to
+        self._kept: list[Any] = []  # what the table points to
         self._topology = open_topology(slice_.name)
-        listed = _List(object=self._topology)
-        self._table.call(_DESCRIPTIONS, listed)
-        self.devices = int(listed.second)
-        self._own: int = _words(listed.first, 1)[0]
-        self._replace(listed.first)
+        devices, self.devices = self._table.call(_DESCRIPTIONS, self._topology, gives=2)
+        self._own: int = words_at(devices, 1)[0]
+        self._replace(devices)
 
     def _replace(self, devices: int) -> None:
         """Replaces the functions in libtpu's table. `devices`: the address of the list of the slice's devices."""
-        nothing = _address_of(self._nothing)
+        nothing = keep_function(lambda _address: None)
         functions = (c_void_p * 16)(*[nothing] * 16)  # of a memory: all return 0
         handle, memory, own = (self._pointer(value) for value in (0, ctypes.addressof(functions), self._own))
-        memories, kind = self._pointer(memory), ctypes.create_string_buffer(b"device")
+        kind = b"device"
         self._kept += [functions, kind]
-        named, listed = (ctypes.addressof(kind), len(kind.value)), (memories, 1)
+        named, listed = (address_of(kind), len(kind)), (self._pointer(memory), 1)
         constants: dict[int, tuple[int, ...]] = {  # place -> words from the third on
             13: (0,), 15: (devices, self.devices), 16: (own, 1), 19: listed, 95: (self._topology,),  # client
             12: self._text(_PLATFORM_NAME), 14: self._text(_PLATFORM_VERSION),
@@ -84,35 +86,29 @@ class AbsentChips:
             58: (), 62: (0, 0), 65: (self._own,), 66: (memory,), 68: (0,), 72: (handle,),  # buffer
         }  # fmt: skip
         for place, values in constants.items():
-            self._put(place, 3 + len(values), partial(_fill_constants, values))
-        self._put(10, 9, lambda words: _fill(words, 8, handle))  # a client
-        self._put(18, 5, lambda words: _fill(words, 4, self._own))  # a client's device
+            self._put(place, 3 + len(values), partial(_fill, 3, values))
+        self._put(10, 9, partial(_fill, 8, (handle,)))  # a client
+        self._put(18, 5, partial(_fill, 4, (self._own,)))  # a client's device
         self._put(22, 15, lambda words: self._upload(words, handle))
-        self._put(29, 4, lambda words: _fill(words, 3, words[2]))  # a device's description: itself
-        self._put(30, 4, lambda words: _fill(words, 3, int(words[2] == self._own)))
-        self._put(128, 7, lambda words: _fill(words, 3, *self._attributes(words[2]), 0, nothing))
+        self._put(29, 4, lambda words: _fill(3, (words[2],), words))  # a device's description: itself
+        self._put(30, 4, lambda words: _fill(3, (int(words[2] == self._own),), words))
+        self._put(128, 7, lambda words: _fill(3, (*self._attributes(words[2]), 0, nothing), words))
         self._put(9, 5, lambda words: ctypes.CFUNCTYPE(None, c_void_p, c_void_p)(words[3])(None, words[4]))
-        self._put(59, 4, lambda words: _fill(words, 3, self._buffers[words[2]][1]))
-        self._put(60, 5, lambda words: _fill(words, 3, *_list(self._buffers[words[2]][2])))
+        self._put(59, 4, lambda words: _fill(3, (self._buffers[words[2]][1],), words))
+        self._put(60, 5, lambda words: _fill(3, _list(self._buffers[words[2]][2]), words))
         compile_ = self._table.function(COMPILE)
         self._put(70, 7, lambda words: self._download(words, handle, compile_))
-        self._put(COMPILE, 7, lambda words: self._keep_program(words, compile_))
-        layouts = _words(_words(self._address, 2)[1], 8)
+        self._put(COMPILE, COMPILE_WORDS, lambda words: self._keep_program(words, compile_))
+        layouts = words_at(words_at(self._table.address, 2)[1], 8)
         while layouts[1] & 0xFFFFFFFF != _LAYOUTS:
-            layouts = _words(layouts[2], 8)
+            layouts = words_at(layouts[2], 8)
         default = PluginFunction(layouts[_DEFAULT_LAYOUT])
-        layouts[_BUFFER_LAYOUT] = self._function(4, lambda words: self._layout(words, default))
+        layouts[_BUFFER_LAYOUT] = keep_function(lambda address: self._layout(words_at(address, 4), default))
 
-    def _put(self, place: int, count: int, fill: _Kept) -> None:
-        """Sets a place of libtpu's table to a function that calls `fill` with its `count` words of arguments."""
-        _words(self._address + 40, place + 1)[place] = self._function(count, fill)
-
-    def _function(self, count: int, fill: _Kept) -> int:
-        """Returns the address of a new C function of a pointer to `count` words, which `fill` reads and changes in
-        place; the function returns the error that `fill` returns. Lives as long as this object."""
-        function = PluginFunction(lambda address: fill(_words(address, count)))
-        self._kept.append(function)
-        return _address_of(function)
+    def _put(self, place: int, count: int, fill: _Fill) -> None:
+        """Sets a place of libtpu's table to a function that calls `fill` with its `count` words of arguments, and
+        returns the error that `fill` returns."""
+        self._table.replace(place, lambda address: fill(words_at(address, count)))
 
     def _pointer(self, value: int) -> int:
         """Returns the address of new words that begin with a value and live as long as this object."""
@@ -120,28 +116,25 @@ class AbsentChips:
         self._kept.append(words)
         return ctypes.addressof(words)
 
-    def _text(self, place: int) -> tuple[int, int]:
+    def _text(self, place: int) -> tuple[int, ...]:
         """Calls libtpu's function at this place; returns (address, length) of its text about the slice."""
-        found = _List(object=self._topology)
-        self._table.call(place, found)
-        return found.first, found.second
+        return tuple(self._table.call(place, self._topology, gives=2))
 
     def _attributes(self, device: int) -> tuple[int, int]:
         """Asks libtpu for the attributes of the device at an address; returns (address, length) of its list."""
-        found = _List(object=device)  # the length comes first
-        self._table.call(_ATTRIBUTES, found)
-        return found.second, found.first or 0
+        length, address = self._table.call(_ATTRIBUTES, device, gives=2)
+        return address, length
 
     def _upload(self, words: Any, event: int) -> None:
         """Makes a buffer of the host's array in `words`, the arguments of the call, and sets in them the buffer and
         `event`, a handle. Keeps the array's values up to 1 MiB."""
-        dimensions = (c_int64 * words[6])(*_words(words[5], words[6]) if words[6] else ())
+        dimensions = (c_int64 * words[6])(*words_at(words[5], words[6]) if words[6] else ())
         kind = c_uint32(words[4]).value
         size = math.prod(dimensions) * _ITEM_SIZES.get(kind, 8)
         values = ctypes.string_at(words[3], size) if size <= _KEPT_BYTES else b""
         buffer = self._pointer(0)
         self._buffers[buffer] = (values, kind, dimensions)
-        _fill(words, 13, event, buffer)
+        _fill(13, (event, buffer), words)
 
     def _download(self, words: Any, event: int, compile_: Callable[[int], int | None]) -> int | None:
         """Copies a buffer's values to the host's memory in `words`, the arguments of the call; without memory, tells
@@ -160,15 +153,12 @@ class AbsentChips:
         _, kind, dimensions = self._buffers[words[2]]
         wanted = (c_uint64 * 7)(56, 0, self._topology, kind, *_list(dimensions))
         error = default(ctypes.addressof(wanted))
-        _fill(words, 3, wanted[6])
+        _fill(3, (wanted[6],), words)
         return error
 
     def _keep_program(self, words: Any, compile_: Callable[[int], int | None]) -> int | None:
         """Adds a program to `programs` instead of compiling it. Returns an error, which `compile_` makes."""
-        arguments = CompileArguments.from_address(ctypes.addressof(words))
-        program = arguments.program.contents
-        code = ctypes.string_at(program.code, program.code_size)
-        self.programs.append((code, ctypes.string_at(arguments.options, arguments.options_size)))
+        self.programs.append(read_program(words))
         return _refuse(compile_)
 
 
@@ -178,23 +168,9 @@ def _refuse(function: Callable[[int], int | None]) -> int | None:
     return function(ctypes.addressof(arguments))
 
 
-def _words(address: int, count: int) -> Any:
-    """Returns `count` words of 8 bytes at an address, to read and to change in place."""
-    return (c_uint64 * count).from_address(address)
-
-
-def _fill(words: Any, first: int, *values: int) -> None:
+def _fill(first: int, values: tuple[int, ...], words: Any) -> None:
     """Sets the words from number `first` on to `values`."""
     words[first : first + len(values)] = values
-
-
-def _fill_constants(values: tuple[int, ...], words: Any) -> None:
-    """Sets the words from number 3 on to `values`."""
-    _fill(words, 3, *values)
-
-
-def _address_of(function: Any) -> int:
-    return ctypes.cast(function, c_void_p).value or 0
 
 
 def _list(values: Any) -> tuple[int, int]:
