@@ -36,7 +36,7 @@ from training.backends.torch_xla.processor import describe_slow_products, read_f
 from training.backends.torch_xla.sharding import DataParallel, has_tpu_cores, memory_of
 from training.backends.torch_xla.splash import splash_attention
 from training.backends.torch_xla.state import State
-from training.backends.torch_xla.step_cache import Shapes, StepCache
+from training.backends.torch_xla.step_cache import Shapes, Step, StepCache
 from training.batch import Arrays, Signals
 from training.checkpoint.snapshot import Snapshot
 from training.checkpoint.tensors import StateSlices, TensorSpec
@@ -107,8 +107,6 @@ class TorchXla(Backend):
             say(line)
         self._training = StepCache("training", self.state, partial(self._compare, "training"), say, warn_here)
         self._evaluation = StepCache("evaluation", self.state, partial(self._compare, "evaluation"), say, warn_here)
-        if self._exchange:
-            self.trace_always()
         self.opening_seconds = {"devices": opened - began, "model": time.monotonic() - opened}
 
     def _find_kernel(self, config: TrainerConfig, cluster: Cluster, only_traces: bool) -> Kernel | str:
@@ -129,7 +127,7 @@ class TorchXla(Backend):
         if self._exchange:
             return self._step_of_hosts(number, inputs, self._exchange)
         trace = partial(self._step.trace, number)
-        report = self._training.run(_shapes(batch), inputs, self._step.seed(number), trace)
+        report = self._training.run(Step(_shapes(batch), inputs, self._step.seed(number), trace))
         if not self._stepped:
             self._sharding.require_declared(self.state.buffers())
             self._stepped = True
@@ -150,7 +148,7 @@ class TorchXla(Backend):
     def evaluate(self, batch: Arrays, signals: Signals) -> PendingReport:
         """Starts the evaluation; with other CPU hosts, waits for the sums of all."""
         inputs = self._send(self._step.evaluation_inputs(batch, signals))
-        report = self._evaluation.run(_shapes(batch), inputs, None, self._step.trace_evaluation)
+        report = self._evaluation.run(Step(_shapes(batch), inputs, None, self._step.trace_evaluation))
         if self._exchange:
             report = torch.from_numpy(self._exchange.sum(self.state.to_host(report).numpy()))
         return self._pending(report, trains=False)
@@ -179,12 +177,6 @@ class TorchXla(Backend):
         inputs = self._send(self._step.evaluation_inputs(batch, signals))
         with self.state.recording(changes=False):
             return self._step.trace_evaluation(inputs)
-
-    def trace_always(self) -> None:
-        """Makes every step record its operations, so that they can be watched. Call it before the first step."""
-        self.state.keep_apart()
-        for cache in (self._training, self._evaluation):
-            cache.trace_always()
 
     def _send(self, inputs: StepInputs[HostArray]) -> StepInputs[Tensor]:
         """Uploads a step's inputs, before the first step the state too."""

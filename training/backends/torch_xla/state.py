@@ -52,7 +52,6 @@ class State(HostState):
         super().__init__(network, optimizer_class, settings, noise)
         self._layers, self._renew_optimizer = layers, partial(optimizer_class, settings)
         self.is_empty = any(parameter.is_meta for parameter in self.parameters.values())
-        self._packs = True  # once it is uploaded to SPMD's devices
         self._packed: dict[str, Tensor] = {}  # packed buffers by name: (members, length)
         self._members: dict[str, list[str]] = {}  # names of the tensors in each packed or stacked one
         self._newest: list[Tensor] | None = None  # buffers that a program returned and no tensor holds yet
@@ -103,11 +102,6 @@ class State(HostState):
             for member in members:
                 member.data = self._nothing  # else it would keep the operations alive
 
-    def keep_apart(self) -> None:
-        """Makes a later `upload` pack and stack nothing: operations can be watched, and `torch_xla.sync` runs them."""
-        assert not self.is_uploaded, "to be chosen before the first step"
-        self._packs = False
-
     def _name_buffers(self) -> dict[str, Tensor]:
         """Returns unpacked tensors and packed buffers by name, which are stale while `_newest` is set."""
         packed = {member for members in self._members.values() for member in members}
@@ -119,7 +113,7 @@ class State(HostState):
         if self.is_uploaded:
             return
         stacked: dict[str, list[str]] = {}
-        if self._packs and sharding.is_spmd:
+        if sharding.is_spmd:
             stacked = group_layers(self._specs, self._layers) if self._layers else {}
             others = self._specs.keys() - {member for members in stacked.values() for member in members}
             single = {name: spec for name, spec in self._specs.items() if name in others}

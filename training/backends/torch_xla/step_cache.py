@@ -10,19 +10,18 @@ program is started with those, by position, and no operation is recorded. The te
 
 Falls back to tracing every step, with a warning that says why, when these traces differ: something varies that is
 neither state nor input; and when a trace after the first changes a value of Python in the network, a count of its calls
-for instance, on which a later trace may depend. `trace_always` asks for that from the start. Batches 8, 64, 512 and so
-on are traced too, and the newest one again before the state is saved (`verify`): if one of these differs, the run ends,
-and nothing is saved.
+for instance, on which a later trace may depend. Batches 8, 64, 512 and so on are traced too, and the newest one again
+before the state is saved (`verify`): if one of these differs, the run ends, and nothing is saved.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from operator import itemgetter
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -39,6 +38,17 @@ FIRST_TRACED = 4  # batches of a shape
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # of a batch's arrays, by name
 Copy = Callable[[Tensor], Tensor]  # to the host
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, tuple, Mapping, CellType, MethodType, partial)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A step to run. Steps of the same shapes must be the same function of state, inputs and seed."""
+
+    shapes: Shapes
+    inputs: StepInputs[Tensor]  # on the devices
+    seed: int | None  # of the framework's generator in this step; None when the step draws nothing
+    trace: Trace
 
 
 class StepCache:
@@ -60,44 +70,22 @@ class StepCache:
         self._programs: dict[Shapes, _CompiledStep] = {}  # of each shape's newest trace
         self._batches: dict[Shapes, int] = {}  # how many of each shape
         self._repeats = True  # as far as the first traces of each shape tell
-        self._syncs = False
-        self._unchecked: _Step | None = None  # the newest step, unless it was traced
+        self._unchecked: Step | None = None  # the newest step, unless it was traced
 
-    def trace_always(self) -> None:
-        """Makes every further step be traced and run by `torch_xla.sync`, so that its operations can be watched."""
-        self._syncs = True
-
-    def run(self, shapes: Shapes, inputs: StepInputs[Tensor], seed: int | None, trace: Trace) -> Tensor:
+    def run(self, step: Step) -> Tensor:
         """Starts a step and returns its report, which may not have been computed yet. Traces and compiles the first
         batches of a shape, and some later ones. If one of the first differs, warns, and traces every step from then on;
-        raises TrainError if a later one does.
-
-        Args:
-            shapes: of the batch's arrays. Steps of the same shapes must be the same function of state, inputs and seed.
-            inputs: tensors on the devices.
-            seed: of the framework's generator in this step; None when the step draws nothing.
-            trace: records the operations of the step and returns its report.
-        """
-        number = self._batches[shapes] = self._batches.get(shapes, 0) + 1
+        raises TrainError if a later one does."""
+        number = self._batches[step.shapes] = self._batches.get(step.shapes, 0) + 1
         is_power_of_8 = number.bit_count() == 1 and number.bit_length() % 3 == 1
-        if self._repeats and not self._syncs and number > FIRST_TRACED and not is_power_of_8:
-            self._unchecked, program = _Step(shapes, inputs, seed, trace), self._programs[shapes]
-            arguments = program.arguments(self._state.values(), inputs.leaves(), seed)
-            return self._start(program, arguments)
-        if self._repeats and number == 1 and not self._syncs:
-            self._say(f"tracing the {self._kind} step for {_describe(shapes)}")
-        given = _Arguments(self._state, inputs, seed)
-        with self._state.recording(changes=self._kind == "training"):
-            report = trace(inputs)
-        buffers = given.buffers if self._kind == "training" else {}
-        self._compare(shapes, lambda: [*internals.order_outputs(buffers, report).values(), report])
-        if self._syncs:
-            self._state.wait_before_mutation()
-            torch_xla.sync()
-            return report
-        program, arguments = _compile(given, report, self._state.to_host)
+        if self._repeats and number > FIRST_TRACED and not is_power_of_8:
+            self._unchecked, program = step, self._programs[step.shapes]
+            return self._start(program, program.arguments(self._state.values(), step.inputs.leaves(), step.seed))
+        if self._repeats and number == 1:
+            self._say(f"tracing the {self._kind} step for {_describe(step.shapes)}")
+        program, arguments = self._trace(step)
         if self._repeats:
-            self._remember(shapes, program, number)
+            self._remember(step.shapes, program, number)
         report = self._start(program, arguments)
         self._state.buffers()  # drops the recorded operations
         return report
@@ -108,10 +96,7 @@ class StepCache:
         step = self._unchecked
         if step is None:
             return
-        given = _Arguments(self._state, step.inputs, step.seed)
-        with self._state.recording(changes=self._kind == "training"):
-            report = step.trace(step.inputs)
-        program, arguments = _compile(given, report, self._state.to_host)
+        program, arguments = self._trace(step)
         self._require_same(step.shapes, program)
         self._unchecked = None
         unchanged = [arguments[program.places.index(place)] for place in program.changed]
@@ -119,6 +104,49 @@ class StepCache:
             internals.donate(argument, donates=False)
         self._state.replace(program.changed, unchanged)
         self._state.buffers()  # drops the recorded operations
+
+    def _trace(self, step: Step) -> tuple[_CompiledStep, list[Tensor]]:
+        """Records a step and compiles it without running it, so that it overwrites the buffers it changes. Waits before
+        until the state's programs have started. Returns it with the arguments to start it with this time."""
+        state, changes = self._state, self._kind == "training"
+        buffers = list(state.buffers().values())
+        internals.wait_for_starts(buffers)
+        handles = internals.handles([*buffers, *step.inputs.leaves()])
+        places = {handle: place for place, handle in enumerate(handles)}
+        former = read_plain_values(state.network, state.optimizer)
+        with state.recording(changes=changes):
+            report = step.trace(step.inputs)
+        named = dict(zip(handles, buffers, strict=False))
+        self._compare(
+            step.shapes, lambda: [*internals.order_outputs(named if changes else {}, report).values(), report]
+        )
+        is_new = zip(named.items(), internals.uncomputed(buffers), strict=True)
+        made = internals.order_outputs({handle: value for (handle, value), new in is_new if new}, report)
+        outputs = [*made.values(), report]
+        arguments = internals.arguments_of(outputs)
+        read = internals.handles(arguments)
+        constants = {handle: value for handle, value in zip(read, arguments, strict=True) if handle not in places}
+        for handle, argument in zip(read, arguments, strict=True):
+            if handle in made:
+                internals.donate(argument)
+        numbered = places | {handle: len(handles) + number for number, handle in enumerate(constants)}
+        seeds = (number for number, value in enumerate(constants.values()) if self._is_seed(value, step.seed))
+        seed_at = next(seeds, None)
+        program = _CompiledStep(
+            internals.compile_program(outputs),
+            tuple(numbered[handle] for handle in read),
+            tuple(places[handle] for handle in made),
+            tuple(constants.values()),
+            seed_at,
+            _describe_change(former, read_plain_values(state.network, state.optimizer)),
+        )
+        return program, arguments
+
+    def _is_seed(self, argument: Tensor, seed: int | None) -> bool:
+        """Returns whether an argument is, by type and value, the generator's seed: torch_xla does not mark it."""
+        if seed is None or argument.dtype != torch.int64 or argument.ndim:
+            return False
+        return int(self._state.to_host(argument)) == seed
 
     def _start(self, program: _CompiledStep, arguments: Sequence[Tensor]) -> Tensor:
         """Starts a program, makes its results the newest state, and returns its report without waiting for it. Waits
@@ -155,108 +183,40 @@ class StepCache:
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
-    """The arguments of `StepCache.run`."""
-
-    shapes: Shapes
-    inputs: StepInputs[Tensor]
-    seed: int | None
-    trace: Trace
-
-
-class _Arguments:
-    """The arguments that a step brings, before it is traced. Waits until the state's programs have started."""
-
-    def __init__(self, state: State, inputs: StepInputs[Tensor], seed: int | None) -> None:
-        self.state, self.seed = list(state.buffers().values()), seed
-        internals.wait_for_starts(self.state)
-        handles = internals.handles([*self.state, *inputs.leaves()])
-        self.count = len(handles)
-        self.places = {handle: place for place, handle in enumerate(handles)}
-        self.buffers = dict(zip(handles, self.state, strict=False))
-        self._roots = state.network, state.optimizer
-        self._values = read_plain_values(*self._roots)
-
-    def python_change(self) -> str | None:
-        """Returns how a value of Python in the network or the optimizer has changed since `__init__`, or None."""
-        pairs = zip_longest(self._values, read_plain_values(*self._roots), fillvalue="nothing")
-        return next((f"from {old!r} to {new!r}" for old, new in pairs if old is not new and old != new), None)
-
-
-@dataclass(frozen=True, eq=False)
 class _CompiledStep:
-    """A compiled step. Its arguments are given by their places in one list: the state's buffers, the inputs, the
-    constants (scalars and tables that tracing has put on the device), and the seed if the network draws from the
-    generator."""
+    """A compiled step. Its arguments are given by their places in one list: the state's buffers, the inputs, and the
+    constants (scalars and tables that tracing has put on the device, and the seed if the network draws from the
+    generator)."""
 
     hash: bytes  # of torch_xla's graph, donated arguments included
     places: tuple[int, ...]  # of the arguments, in the program's order
     changed: tuple[int, ...]  # which buffers of the state are its outputs, before its report
     constants: tuple[Tensor, ...]
-    constant_handles: tuple[int, ...]
-    has_seed: bool
+    seed_at: int | None  # which of the constants is the seed
     python_change: str | None  # of a value in the network or the optimizer, by the trace
 
     def arguments(self, state: Sequence[Tensor], inputs: Sequence[Tensor], seed: int | None) -> Sequence[Tensor]:
         """Returns the program's arguments in its order. Sets the device generator's seed if the program reads it."""
-        values = [*state, *inputs, *self.constants]
-        if self.has_seed:
-            values.append(internals.seed_tensor(seed, torch_xla.device()))
-        return itemgetter(*self.places)(values) if len(self.places) > 1 else [values[at] for at in self.places]
+        constants = list(self.constants)
+        if self.seed_at is not None:
+            constants[self.seed_at] = internals.seed_tensor(seed, torch_xla.device())
+        values = [*state, *inputs, *constants]
+        return [values[place] for place in self.places]
 
     def difference(self, other: _CompiledStep, copy: Copy) -> str | None:
         """Returns why two traces of a step are different functions of state, inputs and seed, or that this one, if not
         the shape's first, changed a value of Python; None otherwise. `other`: the former."""
         if self.python_change and other is not self:  # the first trace may keep what it has computed
             return f"it changes a value of Python in the model {self.python_change}"
-        if self.places != other.places or self.changed != other.changed:
+        if (self.places, self.changed, self.seed_at) != (other.places, other.changed, other.seed_at):
             return "its arguments are others"
         if self.hash != other.hash:
             return "it is another program"
-        for number, (handle, former) in enumerate(zip(self.constant_handles, other.constant_handles, strict=True)):
-            value = self.constants[number]
-            if handle != former and not torch.equal(copy(value), copy(other.constants[number])):
+        for number, (value, former) in enumerate(zip(self.constants, other.constants, strict=True)):
+            same = number == self.seed_at or internals.handles([value]) == internals.handles([former])
+            if not same and not torch.equal(copy(value), copy(former)):
                 return f"a value of shape {list(value.shape)} in it is another, which comes from no input"
         return None
-
-
-def _compile(given: _Arguments, report: Tensor, copy: Copy) -> tuple[_CompiledStep, list[Tensor]]:
-    """Compiles a traced step without running it, so that it overwrites the buffers it changes. Returns it with the
-    arguments to start it with this time."""
-    buffers = zip(given.buffers.items(), internals.uncomputed(given.state), strict=True)
-    made = internals.order_outputs({handle: value for (handle, value), is_new in buffers if is_new}, report)
-    changed = tuple(given.places[handle] for handle in made)
-    outputs = [*made.values(), report]
-    arguments = internals.arguments_of(outputs)
-    handles = internals.handles(arguments)
-    places, constants, seed_handle = dict(given.places), dict[int, Tensor](), None
-    for handle, argument in zip(handles, arguments, strict=True):
-        if handle in given.places:
-            if given.places[handle] in changed:
-                internals.donate(argument)
-        elif seed_handle is None and given.seed is not None and _is_seed(argument, given.seed, copy):
-            seed_handle = handle
-        else:
-            constants[handle] = argument
-    places |= {handle: given.count + number for number, handle in enumerate(constants)}
-    if seed_handle is not None:
-        places[seed_handle] = given.count + len(constants)
-    program = _CompiledStep(
-        internals.compile_program(outputs),
-        tuple(places[handle] for handle in handles),
-        changed,
-        tuple(constants.values()),
-        tuple(constants),
-        seed_handle is not None,
-        given.python_change(),
-    )
-    return program, arguments
-
-
-def _is_seed(argument: Tensor, seed: int, copy: Copy) -> bool:
-    """Returns whether an argument is, by type and value, the generator's seed."""
-    # torch_xla does not mark the argument that is the generator's seed.
-    return argument.dtype == torch.int64 and argument.ndim == 0 and int(copy(argument)) == seed
 
 
 def _describe(shapes: Shapes) -> str:
@@ -277,24 +237,17 @@ def read_plain_values(*roots: object) -> list[Any]:
         elif id(value) not in seen and not isinstance(value, (Tensor, type, ModuleType)):
             seen[id(value)] = value
             left += getattr(value, "__dict__", {}).values()
-            with suppress(TypeError, ValueError):  # a generator's place, and an empty cell, can't be read
-                left += _parts(value)
+            if isinstance(value, FunctionType):
+                left += value.__closure__ or ()
+            elif isinstance(value, Iterator):
+                with suppress(TypeError, ValueError):  # a generator's place can't be read
+                    left += value.__reduce__()[1:]
+            elif isinstance(value, _CONTAINERS):
+                left += gc.get_referents(value)
     return found
 
 
-def _parts(value: Any) -> list[Any]:
-    """Returns what a container, function, method, partial or iterator holds beside its attributes; else []. Raises
-    TypeError or ValueError if an iterator or a closure's cell can't be read."""
-    if isinstance(value, Mapping):
-        return [*value, *value.values()]
-    if isinstance(value, FunctionType):
-        return [*(value.__closure__ or ())]
-    if isinstance(value, CellType):
-        return [value.cell_contents]
-    if isinstance(value, MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, partial):
-        return [value.func, value.args, value.keywords]
-    if isinstance(value, Iterator):
-        return [*value.__reduce__()[1:]]
-    return [*value] if isinstance(value, (list, tuple)) else []
+def _describe_change(former: Sequence[Any], values: Sequence[Any]) -> str | None:
+    """Returns how a value of `read_plain_values` has changed since it was `former`, or None."""
+    pairs = zip_longest(former, values, fillvalue="nothing")
+    return next((f"from {old!r} to {new!r}" for old, new in pairs if old is not new and old != new), None)
