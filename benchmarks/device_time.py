@@ -30,7 +30,6 @@ from benchmarks.peers.rows import Row, finish, row
 from benchmarks.preflight import GIB, LLAMA_3_8B, VOCABULARY, Case, trace_theirs
 from training.accelerators import accelerator
 from training.preflight.compiler import Program, compile_program, set_environment
-from training.preflight.hlo import estimate_cycles, find_collectives
 from training.preflight.programs import Graph, trace_programs
 
 RUNS_IN = "torch-xla"
@@ -53,8 +52,8 @@ def compile_costs(program: Program, case: Case) -> Costs:
     """Compiles a program for the slice."""
     target = accelerator(case.accelerator)
     compiled = compile_program(program, target)
-    milliseconds = 1e3 * estimate_cycles(compiled.text) / target.generation.clock_hertz
-    traffic = sum(item.bytes for item in find_collectives(compiled.text))
+    milliseconds = 1e3 * compiled.cycles / target.generation.clock_hertz
+    traffic = sum(item.bytes for item in compiled.collectives)
     return Costs(milliseconds, compiled.memory.temporaries / GIB, traffic / GIB)
 
 

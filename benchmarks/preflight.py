@@ -36,7 +36,6 @@ from benchmarks.peers.rows import Row, finish, row
 from training.accelerators import accelerator
 from training.config import TrainerConfig
 from training.preflight.compiler import CompilationRefused, Program, compile_program
-from training.preflight.hlo import estimate_cycles, find_collectives
 from training.preflight.programs import DataFacts, Graph, trace_programs
 from training.preflight.report import explain_refusal
 
@@ -130,7 +129,7 @@ def compile_step(program: Program, case: Case, state: int) -> StepCosts:
         needed, reason = explain_refusal(str(error))
         print(f"  {case}: {reason}", file=sys.stderr, flush=True)
         return StepCosts(None, (needed - state) / GIB if needed else None, needed / GIB if needed else None)
-    all_reduces = [item for item in find_collectives(compiled.text) if item.kind == "all-reduce"]
+    all_reduces = [item for item in compiled.collectives if item.kind == "all-reduce"]
     return StepCosts(
         flops=compiled.flops / (case.batch / target.devices) / 1e12,
         temporaries=compiled.memory.temporaries / GIB,
@@ -291,8 +290,8 @@ def compile_decoder(case: Case) -> dict[str, float]:
         "HBM": memory.total / GIB,
         "state and inputs": memory.arguments / GIB,
         "temporaries": memory.temporaries / GIB,
-        "operations of a step, estimated": estimate_cycles(compiled.text) / target.generation.clock_hertz,
-        **{item.kind: item.bytes / GIB for item in find_collectives(compiled.text)},
+        "operations of a step, estimated": compiled.cycles / target.generation.clock_hertz,
+        **{item.kind: item.bytes / GIB for item in compiled.collectives},
         "traced here in": traced.seconds,
         "compiled here in": compiled.seconds,
     }
@@ -305,7 +304,7 @@ def compile_long_rows(**train: Any) -> tuple[float, float]:
     target = accelerator(LONG.accelerator)
     [traced] = trace_programs(config, facts, [Graph("training", LONG.batch, LONG.length)], target)
     compiled = compile_program(traced.program, target)
-    return compiled.memory.total / GIB, estimate_cycles(compiled.text) / target.generation.clock_hertz
+    return compiled.memory.total / GIB, compiled.cycles / target.generation.clock_hertz
 
 
 def describe_long_rows() -> list[Row]:

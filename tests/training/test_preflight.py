@@ -1,10 +1,11 @@
 """Preflight's pure parts: a run's programs, what a refusal means, the largest batch, the bound, libtpu's texts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from google.protobuf import text_format
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from training.errors import BadInput
 from training.preflight import report
 from training.preflight.checked_programs import CheckedPrograms
 from training.preflight.compiler import Program, hash_hlo
-from training.preflight.hlo import estimate_cycles, find_collectives, find_origin, share_of_loops
+from training.preflight.hlo import Module, Work, find_origin, read_work
 from training.preflight.programs import Graph, TracedProgram, assume_facts, empty_batch, list_graphs
 from training.preflight.report import GIB, describe_refusal, explain_refusal, roofline
 from training.preflight.search import bisect, estimate_edge
@@ -226,54 +227,67 @@ def test_places_are_the_models_own_names() -> None:
     assert find_origin("no metadata") == ""
 
 
+F32, BF16, U32 = 11, 16, 8
+
+
+def read(entry: str, computations: str = "") -> Work:
+    """Reads a program of these instructions and computations, in protobuf's text form."""
+    module = text_format.Parse(f'entry: 1 computations {{ id: 1 name: "main" {entry} }} {computations}', Module())
+    return read_work(module.SerializeToString())
+
+
+def array(kind: int, *dimensions: int) -> str:
+    return f"type: {kind} dimensions: {list(dimensions)}"
+
+
+def operation(opcode: str, *arrays: str, called: Sequence[int] = (), config: str = "") -> str:
+    shape = arrays[0] if len(arrays) == 1 else "".join(f"parts {{ {each} }} " for each in arrays)
+    return f"instructions {{ opcode: \"{opcode}\" shape {{ {shape} }} called: {list(called)} config: '{config}' }} "
+
+
 def test_collectives_are_counted_in_elements_and_bytes() -> None:
-    text = """\
-  %a.1 = (bf16[100,10]{1,0:T(8,128)(2,1)}, f32[7]{0:T(256)}) all-reduce(%x, %y), replica_groups={}
-  %g.1 = (f32[1,4]{1,0}, f32[8,4]{1,0}) all-gather-start(%z), dimensions={0}
-  %g.2 = f32[8,4]{1,0} all-gather-done(%g.1)
-  %f.1 = f32[8,4]{1,0} fusion(%g.2), calls=%all-reduce-like
-"""
-    reduce, gather = find_collectives(text)
+    reduce, gather = read(
+        operation("all-reduce", array(BF16, 100, 10), array(F32, 7))
+        + operation("all-gather-start", array(F32, 1, 4), array(F32, 8, 4))
+        + operation("all-gather-done", array(F32, 8, 4))
+    ).collectives
     assert (reduce.kind, reduce.count, reduce.elements, reduce.bytes) == ("all-reduce", 1, 1007, 2028)
     assert dict(reduce.dtypes) == {"bf16": 1000, "f32": 7}
     assert (gather.kind, gather.count, gather.elements, gather.bytes) == ("all-gather", 1, 32, 128)
 
 
-LOOP = """\
-%all-reduce-scatter.1 (p: f32[8,4]) -> f32[1,4] {
-  %r = f32[8,4]{1,0} all-reduce(%p), replica_groups={}, to_apply=%add
-}
+def cycles(count: int) -> str:
+    return f'{{"estimated_cycles":"{count}"}}'
 
-%body (p: (f32[1,4])) -> (f32[1,4]) {
-  %gather = f32[8,4]{1,0} all-gather(%p), dimensions={0}
-  %work = f32[8,4]{1,0} fusion(%gather), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"100"}
-  %scatter = f32[1,4]{1,0} fusion(%work), kind=kCustom, calls=%all-reduce-scatter.1
-}
 
-%unused (p: f32[4]) -> f32[4] {
-  %lost = f32[4]{0} fusion(%p), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"1000"}
-}
+def computation(number: int, name: str, *instructions: str) -> str:
+    return f'computations {{ id: {number} name: "{name}" {"".join(instructions)} }} '
 
-%test (p: (f32[1,4])) -> pred[] {
-  %zero = u32[] constant(0)
-  %limit = u32[] constant(3)
-}
 
-ENTRY %main (p: f32[1,4]) -> f32[1,4] {
-  %before = f32[1,4]{1,0} fusion(%p), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"7"}
-  %unknown = f32[1,4]{1,0} fusion(%p), kind=kLoop, backend_config={"estimated_cycles":"9223372036854775807"}
-  %sent = (f32[1,4]{1,0}, f32[1,4]{1,0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1}}
-  %loop = (f32[1,4]{1,0}) while(%before), condition=%test, body=%body, \
-backend_config={"known_trip_count":{"n":"32"}}
-  %counted = (f32[1,4]{1,0}) while(%loop), condition=%test, body=%body
-}
-"""
+LIMIT = 'instructions {{ opcode: "constant" literal {{ u32: {} }} }} '
+LOOP = (
+    operation("fusion", array(F32, 1, 4), called=[6], config=cycles(7))
+    + operation("fusion", array(F32, 1, 4), called=[6], config=cycles(2**63 - 1))  # unknown
+    + operation("collective-permute-start", array(F32, 1, 4), array(F32, 1, 4), array(U32), array(U32))
+    + operation("while", array(F32, 1, 4), called=[3, 5], config='{"known_trip_count":{"n":"32"}}')
+    + operation("while", array(F32, 1, 4), called=[3, 5]),
+    computation(2, "all-reduce-scatter.1", operation("all-reduce", array(F32, 8, 4)))
+    + computation(
+        3, "body", operation("all-gather", array(F32, 8, 4)),
+        operation("fusion", array(F32, 8, 4), called=[6], config=cycles(100)),
+        operation("fusion", array(F32, 1, 4), called=[2]),
+    )
+    + computation(4, "unused", operation("fusion", array(F32, 4), called=[6], config=cycles(1000)))
+    + computation(5, "test", LIMIT.format(0), LIMIT.format(3))
+    + computation(6, "fused", operation("add", array(F32, 4), config=cycles(50))),
+)  # fmt: skip
 
 
 def test_what_a_loop_does_counts_as_often_as_it_runs() -> None:
-    assert estimate_cycles(LOOP) == 7 + (32 + 3) * 100
-    assert (share_of_loops(LOOP), share_of_loops("ENTRY %m () -> f32[] {\n}\n")) == ((7 + 35 * 100) / 207, 1)
-    gather, scatter, permutation = find_collectives(LOOP)
+    work = read(*LOOP)
+    assert work.cycles == 7 + (32 + 3) * 100
+    assert (work.loops, read("").loops) == ((7 + 35 * 100) / 207, 1)
+    gather, scatter, permutation = work.collectives
     assert (permutation.kind, permutation.bytes) == ("collective-permute", 16)
     assert (gather.kind, gather.count, gather.bytes) == ("all-gather", 35, 35 * 128)
     assert (scatter.kind, scatter.count) == ("reduce-scatter", 35)

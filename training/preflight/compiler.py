@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from typing import Any
 
 from training.accelerators import Accelerator, accelerator
 from training.errors import BadInput, Exit, TrainError
-from training.preflight.hlo import share_of_loops
+from training.preflight.hlo import Collective, read_work
 
 # The versions with which the private interfaces were tested, by that of libtpu: those of each image, so that preflight
 # compiles with the compiler of the run. jaxlib's version is jax's.
@@ -104,7 +104,8 @@ class CompiledProgram:
     memory: Memory
     flops: float
     bytes_accessed: float
-    text: str  # the optimised, scheduled HLO
+    cycles: int  # by the compiler's estimate, of all operations but collectives
+    collectives: Sequence[Collective]
 
 
 def required_versions(*, tracing: bool = False) -> dict[str, str]:
@@ -184,21 +185,26 @@ def compile_program(
         raise CompilationRefused(str(error)) from None
     seconds = time.monotonic() - began
     memory, costs = executable.get_compiled_memory_stats(), executable.cost_analysis()
-    text = executable.hlo_modules()[0].to_string()
-    loops = share_of_loops(text)
-    return CompiledProgram(
-        seconds=seconds,
-        memory=Memory(
+    return gather_facts(
+        executable.hlo_modules()[0].as_serialized_hlo_module_proto(),
+        costs,
+        Memory(
             arguments=memory.argument_size_in_bytes,
             outputs=memory.output_size_in_bytes,
             donated=memory.alias_size_in_bytes,
             temporaries=memory.temp_size_in_bytes,
             code=memory.generated_code_size_in_bytes,
         ),
-        flops=costs.get("flops", 0.0) * loops,
-        bytes_accessed=costs.get("bytes accessed", 0.0) * loops,
-        text=text,
+        seconds,
     )
+
+
+def gather_facts(module: bytes, costs: Mapping[str, float], memory: Memory, seconds: float) -> CompiledProgram:
+    """Returns the facts of an executable: `module`, its serialized HloModuleProto, and what the compiler told of its
+    costs and `memory`, after so many `seconds`."""
+    work = read_work(module)
+    flops, size = costs.get("flops", 0.0) * work.loops, costs.get("bytes accessed", 0.0) * work.loops
+    return CompiledProgram(seconds, memory, flops, size, work.cycles, work.collectives)
 
 
 def _compile_options(devices: int, *, replicated: bool) -> Any:

@@ -1,17 +1,36 @@
-"""Reads the text of a compiled program: what the devices exchange, how long the operations take, and where in the model
-an operation comes from. Pure."""
+"""Reads a compiled program: what the devices exchange, how long the operations take, and where in the model an
+operation comes from. Pure."""
 
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-_BITS = {"pred": 8, "token": 0, "bf16": 16, "c64": 64, "c128": 128}
-_ARRAY = re.compile(r"\b(pred|token|bf16|[a-z]\d+(?:[a-z]\w*)?)\[([\d,<=]*)\]")
+from training.protobuf import message_classes
+
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 BACKWARD = "gradient of "
 _NO_ESTIMATE = 2**63 - 1  # libtpu's estimated cycles of a fusion that it did not estimate
+
+# A HloModuleProto (https://github.com/openxla/xla/blob/main/xla/service/hlo.proto), as far as it is read here.
+Module = message_classes(
+    {
+        "Module": {"computations": (3, "Computation*"), "entry": (6, "int64")},
+        "Computation": {"name": (1, "bytes"), "instructions": (2, "Instruction*"), "id": (5, "int64")},
+        "Instruction": {
+            "opcode": (2, "bytes"), "shape": (3, "Shape"), "literal": (8, "Literal"), "called": (38, "int64*"),
+            "config": (43, "bytes"),
+        },
+        "Shape": {"type": (2, "int64"), "dimensions": (3, "int64*"), "parts": (4, "Shape*")},
+        "Literal": {name: (number, "int64*") for number, name in enumerate(("s32", "s64", "u32", "u64"), 4)},
+    }
+)["Module"]  # fmt: skip
+_TYPES = (
+    "invalid", "pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u64", "f16", "f32", "f64", "tuple", "opaque",
+    "c64", "bf16", "token", "c128", "f8e5m2", "f8e4m3fn", "s4", "u4",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,19 +54,21 @@ class Collective:
     dtypes: Mapping[str, int]  # elements by type
 
 
-def _bits(dtype: str) -> int:
-    """Returns the bits of one element of a type: 32 for "s32"."""
-    if dtype in _BITS:
-        return _BITS[dtype]
-    match = re.match(r"[a-z]+(\d+)", dtype)
-    assert match, dtype
-    return int(match.group(1))
+@dataclass(frozen=True)
+class Work:
+    """What a step does. Operations in a loop count as often as it runs."""
+
+    cycles: int  # libtpu's estimate for all operations; collectives and some fusions have none
+    loops: float  # by how much more that is than for one run of each operation, as libtpu counts FLOPs and bytes
+    collectives: list[Collective]  # one for each kind
 
 
-def _parse_arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns (type, dimensions) of all arrays in a text, in their order; a dynamic size counts as its bound."""
-    found = _ARRAY.findall(text)
-    return [(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size)) for dtype, dims in found]
+def read_work(module: bytes) -> Work:
+    """Returns the work of a step from a compiled program, a serialized HloModuleProto."""
+    operations = list(_find_operations(Module.FromString(module)))
+    estimated = [(cycles, each.runs) for each in operations if (cycles := _estimate_cycles(each))]
+    cycles, once = sum(cycles * runs for cycles, runs in estimated), sum(cycles for cycles, _ in estimated)
+    return Work(cycles, cycles / once if once else 1.0, _find_collectives(operations))
 
 
 def find_origin(line: str) -> str:
@@ -85,84 +106,75 @@ def star_numbers(where: str) -> str:
 
 
 @dataclass(frozen=True)
-class _RunLine:
-    text: str
+class _Operation:
+    instruction: Any
     computation: str
     runs: int  # in a step
     is_fused: bool
 
 
-def _find_run_lines(text: str) -> Iterator[_RunLine]:
-    """Yields the lines of HLO that a step runs, with the number of runs: in a loop's body, those of the loop."""
-    computations: dict[str, list[str]] = {"": []}
-    current = entry = ""
-    for line in text.splitlines():
-        if match := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
-            current = match[2]
-            computations[current], entry = [], current if match[1] else entry
-        computations[current].append(line)
-    waiting = [(entry, 1, False)]
+def _find_operations(module: Any) -> Iterator[_Operation]:
+    """Yields the operations that a step runs, with the number of runs: in a loop's body, those of the loop."""
+    computations = {computation.id: computation for computation in module.computations}
+    waiting = [(module.entry, 1, False)]
     while waiting:
-        name, runs, is_fused = waiting.pop()
-        for line in computations.get(name, ()):
-            yield _RunLine(line, name, runs, is_fused)
-            called = re.search(r" (while|call|fusion|async-start)\(.*(?:body|to_apply|calls)=%?([\w.-]+)", line)
-            if called:
-                times = _count_trips(line, computations) if called[1] == "while" else 1
-                waiting.append((called[2], runs * times, is_fused or called[1] == "fusion"))
+        number, runs, is_fused = waiting.pop()
+        for each in computations[number].instructions:
+            yield _Operation(each, computations[number].name.decode(), runs, is_fused)
+            if each.opcode in (b"while", b"call", b"fusion", b"async-start"):
+                times = _count_trips(each, computations) if each.opcode == b"while" else 1
+                waiting.append((each.called[0], runs * times, is_fused or each.opcode == b"fusion"))
 
 
-def _count_trips(line: str, computations: Mapping[str, list[str]]) -> int:
+def _count_trips(loop: Any, computations: Mapping[int, Any]) -> int:
     """Returns how often a loop runs: what the compiler says, else the largest number in its condition, else 1."""
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', line):
+    if known := re.search(rb'"known_trip_count":\{"n":"(\d+)"', loop.config):
         return int(known[1])
-    condition = re.search(r"condition=%?([\w.-]+)", line)
-    lines = computations.get(condition[1], ()) if condition else ()
-    return max((int(number) for each in lines for number in re.findall(r" constant\((\d+)\)", each)), default=1)
+    _body, condition = loop.called
+    literals = [each.literal for each in computations[condition].instructions if each.opcode == b"constant"]
+    return max((number for each in literals for number in (*each.s32, *each.s64, *each.u32, *each.u64)), default=1)
 
 
-def estimate_cycles(text: str) -> int:
-    """Returns the sum of libtpu's estimated cycles of a step's operations; collectives and some fusions have none."""
-    return sum(cycles * runs for cycles, runs in _find_cycles(text))
+def _estimate_cycles(operation: _Operation) -> int:
+    """Returns libtpu's estimated cycles of one run of an operation; 0 for one that is fused or has no estimate."""
+    found = re.search(rb'"estimated_cycles":"(\d+)"', operation.instruction.config)
+    return int(found[1]) if found and not operation.is_fused and int(found[1]) < _NO_ESTIMATE else 0
 
 
-def share_of_loops(text: str) -> float:
-    """Returns how many times as many cycles libtpu estimates for a step as for one run of each operation: 1 without
-    loops. Its counts of FLOPs and bytes have one run of each."""
-    found = _find_cycles(text)
-    once = sum(cycles for cycles, _ in found)
-    return sum(cycles * runs for cycles, runs in found) / once if once else 1.0
-
-
-def _find_cycles(text: str) -> list[tuple[int, int]]:
-    """Returns the estimated cycles of each operation that has an estimate, and how often it runs in a step."""
-    lines = [line for line in _find_run_lines(text) if not line.is_fused]
-    found = [(re.search(r'"estimated_cycles":"(\d+)"', line.text), line.runs) for line in lines]
-    return [(int(match[1]), runs) for match, runs in found if match and int(match[1]) < _NO_ESTIMATE]
-
-
-def find_collectives(text: str) -> list[Collective]:
-    """Returns the collective operations of a step, one item for each kind; those in a loop as often as it runs."""
-    elements: dict[str, Counter[str]] = {}
+def _find_collectives(operations: list[_Operation]) -> list[Collective]:
+    """Returns the collective operations of a step, one item for each kind."""
+    elements: dict[str, Counter[str]] = {kind: Counter() for kind in COLLECTIVES}
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for run in _find_run_lines(text):
-        line, runs = run.text, run.runs
-        match = re.search(rf" ({'|'.join(COLLECTIVES)})(-start)?\(", line)
-        if not match or " = " not in line:
+    for each in operations:
+        opcode = each.instruction.opcode.decode()
+        kind = opcode.removesuffix("-start")
+        if kind not in COLLECTIVES:
             continue
-        kind, starts = match.group(1), bool(match.group(2))
-        kind = "reduce-scatter" if run.computation.startswith("all-reduce-scatter") else kind
-        arrays = _parse_arrays(line[line.index(" = ") : match.start()])
-        if starts and kind in ("all-gather", "collective-permute") and len(arrays) > 1:
+        arrays = _list_arrays(each.instruction.shape)
+        if kind != opcode and kind in ("all-gather", "collective-permute") and len(arrays) > 1:
             arrays = [(dtype, dims) for dtype, dims in arrays if dims]  # without the contexts of a permutation
             arrays = arrays[len(arrays) // 2 :]  # (operands, results)
-        counts[kind] += runs
+        kind = "reduce-scatter" if each.computation.startswith("all-reduce-scatter") else kind
+        counts[kind] += each.runs
         for dtype, dims in arrays:
-            elements.setdefault(kind, Counter())[dtype] += runs * math.prod(dims)
-            sizes[kind] += runs * (math.prod(dims) * _bits(dtype) // 8)
+            elements[kind][dtype] += each.runs * math.prod(dims)
+            sizes[kind] += each.runs * (math.prod(dims) * _bits(dtype) // 8)
     return [
         Collective(kind, counts[kind], sum(elements[kind].values()), sizes[kind], dict(elements[kind].most_common()))
         for kind in COLLECTIVES
         if counts[kind]
     ]
+
+
+def _list_arrays(shape: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns (type, dimensions) of a shape, or of each array of a tuple; a dynamic size counts as its bound."""
+    if shape.parts:
+        return [array for part in shape.parts for array in _list_arrays(part)]
+    return [(_TYPES[shape.type], tuple(shape.dimensions))]
+
+
+def _bits(dtype: str) -> int:
+    """Returns the bits of one element of a type: 32 for "s32", 0 for what is no number."""
+    match = re.search(r"\d+", dtype)
+    return int(match[0]) if match else 8 * (dtype == "pred")

@@ -10,7 +10,7 @@ from typing import Any
 
 from training.accelerators import Accelerator
 from training.preflight.compiler import CompiledProgram, Memory
-from training.preflight.hlo import Allocation, Collective, estimate_cycles, find_collectives, find_origin, star_numbers
+from training.preflight.hlo import Allocation, Collective, find_origin, star_numbers
 from training.preflight.programs import TracedProgram
 
 FORMAT = 1
@@ -135,8 +135,8 @@ def describe_executable(
         reason=None if fits else f"{_too_large_reason(memory.total, capacity)}{beside}",
         needed=memory.total,
         memory=memory,
-        costs=replace(costs, cycles=estimate_cycles(compiled.text), clock_hertz=target.generation.clock_hertz),
-        collectives=find_collectives(compiled.text),
+        costs=replace(costs, cycles=compiled.cycles, clock_hertz=target.generation.clock_hertz),
+        collectives=compiled.collectives,
         compile_seconds=compiled.seconds,
     )
 

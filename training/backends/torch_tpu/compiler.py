@@ -6,10 +6,8 @@ import ctypes
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from ctypes import c_uint64
 from functools import lru_cache
-from typing import Any
 
 import libtpu
 
@@ -27,10 +25,10 @@ from training.preflight.compiler import (
     CompiledProgram,
     CompilerUnavailable,
     Memory,
+    gather_facts,
     describe_topology,
     set_environment,
 )
-from training.preflight.hlo import COLLECTIVES, share_of_loops
 from training.protobuf import message_classes
 
 # Places in the table, from 0.
@@ -39,6 +37,7 @@ _TEXT, _INT64_LIST, _FLOAT = 0, 2, 3  # types of a named value
 
 _MEMORY_FIELDS = ("code", "arguments", "outputs", "donated", "temporaries")
 _MEMORY_WORDS = 12  # those, and figures that are not read here
+_Optimized = message_classes({"Optimized": {"module": (1, "bytes")}})["Optimized"]  # beside it is its configuration
 _NAMED_VALUE = 7  # words: size, extensions, name and its size, type, value (or its address) and its size
 
 _loading = threading.Lock()
@@ -100,71 +99,11 @@ def _describe(table: PluginTable, executable: int, seconds: float) -> CompiledPr
     for number in range(count):
         _, _, name, size, kind, value, _ = words_at(first + 8 * _NAMED_VALUE * number, _NAMED_VALUE)
         if kind & 0xFFFFFFFF == _FLOAT:
-            costs[ctypes.string_at(name, size)], _ = struct.unpack("2f", struct.pack("Q", value))
+            costs[ctypes.string_at(name, size).decode()], _ = struct.unpack("2f", struct.pack("Q", value))
     optimized = (c_uint64 * PROGRAM_WORDS)(8 * PROGRAM_WORDS)
     table.call(_OPTIMIZED, executable, ctypes.addressof(optimized))  # tells the size
     module = ctypes.create_string_buffer(optimized[3])
     optimized[2] = ctypes.addressof(module)
     table.call(_OPTIMIZED, executable, ctypes.addressof(optimized))
-    text = "\n".join(_hlo_lines(_Hlo.FromString(module.raw).module))
-    loops = share_of_loops(text)
-    return CompiledProgram(
-        seconds=seconds,
-        memory=Memory(**dict(zip(_MEMORY_FIELDS, memory, strict=False))),
-        flops=costs.get(b"flops", 0.0) * loops,
-        bytes_accessed=costs.get(b"bytes accessed", 0.0) * loops,
-        text=text,
-    )
-
-
-# --- A HloModuleProto (https://github.com/openxla/xla/blob/main/xla/service/hlo.proto), as far as `hlo` reads its text
-
-_TYPES = [
-    "invalid", "pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u64", "f16", "f32", "f64", "tuple", "opaque",
-    "c64", "bf16", "token", "c128", "f8e5m2", "f8e4m3fn",
-]  # fmt: skip
-
-
-_Hlo = message_classes(
-    {
-        "Hlo": {"module": (1, "Module")},
-        "Module": {"computations": (3, "Computation*"), "entry": (6, "int64")},
-        "Computation": {"name": (1, "bytes"), "instructions": (2, "Instruction*"), "id": (5, "int64")},
-        "Instruction": {
-            "name": (1, "bytes"), "opcode": (2, "bytes"), "shape": (3, "Shape"), "literal": (8, "Literal"),
-            "called": (38, "int64*"), "config": (43, "bytes"),
-        },
-        "Shape": {"type": (2, "int64"), "dimensions": (3, "int64*"), "parts": (4, "Shape*")},
-        "Literal": {"integers": (4, "int64*")},
-    }
-)["Hlo"]  # fmt: skip
-
-
-def _shape(shape: Any) -> str:
-    """Returns a ShapeProto as HLO's text writes it, a tuple in parentheses."""
-    if shape.parts:
-        return f"({', '.join(map(_shape, shape.parts))})"
-    return f"{_TYPES[shape.type]}[{','.join(map(str, shape.dimensions))}]"
-
-
-def _hlo_lines(module: Any) -> Iterator[str]:
-    """Yields what the report reads of a module, as lines of HLO's text form: each instruction's name, opcode, called
-    computations and backend_config, the shapes of collectives, and integer constants."""
-    names = {computation.id: computation.name.decode() for computation in module.computations}
-    for computation in module.computations:
-        yield f"{'ENTRY ' if computation.id == module.entry else ''}%{names[computation.id]} () {{"
-        yield from (_instruction(instruction, names) for instruction in computation.instructions)
-        yield "}"
-
-
-def _instruction(instruction: Any, names: dict[int, str]) -> str:
-    """Returns the line of `_hlo_lines` for an instruction. `names`: of the computations, by their ids."""
-    opcode = instruction.opcode.decode()
-    shape = _shape(instruction.shape) if opcode.startswith(COLLECTIVES) else ""
-    # A constant may be what a loop's condition compares with.
-    operand = "".join(map(str, instruction.literal.integers[:1])) if opcode == "constant" else ""
-    called = [names[number] for number in instruction.called]
-    calls = "".join(f", {key}=%{name}" for key, name in zip(("calls", "condition"), called, strict=False))
-    calls = calls.replace("calls", "body") if opcode == "while" else calls
-    config = instruction.config.decode(errors="replace")
-    return f"  %{instruction.name.decode()} = {shape} {opcode}({operand}){calls}, backend_config={config}"
+    sizes = Memory(**dict(zip(_MEMORY_FIELDS, memory, strict=False)))
+    return gather_facts(_Optimized.FromString(module.raw).module, costs, sizes, seconds)
