@@ -189,7 +189,8 @@ def trace_theirs(case: Case, *, first: bool = False) -> tuple[Program, int]:
         return xm.send_cpu_data_to_device([tensor], device, input_sharding=spmd.ShardingSpec(mesh, ("data", None)))[0]
 
     ids = torch.zeros(case.batch, case.length, dtype=torch.long)
-    state_buffers = tracing.buffer_names(state)
+    # A tensor that was moved, and not computed yet, has no buffer of its own: the one that it comes from counts.
+    state_buffers = {internals.handles(internals.arguments_of([value]))[0]: name for name, value in state.items()}
     inputs = {name: send(ids) for name in ("input_ids", "attention_mask", "labels")}
     with torch.autocast("xla", dtype=torch.bfloat16):
         loss = network(**inputs).loss

@@ -167,7 +167,7 @@ def trace_programs(
         except TrainError:
             raise
         except Exception as error:  # of the model's own code
-            why = f"{type(error).__name__}: {error}{_model_place(error)}"
+            why = f"{type(error).__name__}: {error}{model_place(traceback.extract_tb(error.__traceback__))}"
             raise Untraceable(f"the program of {graph} can't be built: {why}") from None
         resident = sum(sizes.values()) - sum(sizes[name] for name in program.arguments.values())
         programs.append(TracedProgram(graph, program, resident, time.monotonic() - began))
@@ -182,11 +182,12 @@ def _open_backend(config: TrainerConfig, facts: DataFacts, accelerator_type: str
     return backend_class(config, Cluster(0, ("localhost",), accelerator_type), SingleHost(), requirements)
 
 
-def _model_place(error: BaseException) -> str:
-    """Returns " (file:line: code)" of an error's innermost frame outside frameworks and training/preflight, or ""."""
-    own_folder = str(Path(__file__).parent)
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+def model_place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Returns " (file:line: code)" of the innermost frame outside frameworks, preflight and backends, or ""."""
+    training = Path(__file__).parents[1]
+    own_folders = str(training / "preflight"), str(training / "backends")
+    for frame in reversed(frames):
         in_framework = re.search("site-packages/(torch|tensorflow|tf_keras)", frame.filename)
-        if not in_framework and not frame.filename.startswith(own_folder):
+        if not in_framework and not frame.filename.startswith(own_folders):
             return f" ({frame.filename}:{frame.lineno}: {frame.line})"
     return ""

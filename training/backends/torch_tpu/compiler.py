@@ -25,8 +25,8 @@ from training.preflight.compiler import (
     CompiledProgram,
     CompilerUnavailable,
     Memory,
-    gather_facts,
     describe_topology,
+    gather_facts,
     set_environment,
 )
 from training.protobuf import message_classes

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -92,8 +93,7 @@ class TorchXla(Backend):
         )  # fmt: skip
         self._checked = CheckedPrograms(os.environ, comparable=self._sharding.is_spmd, warns=cluster.is_first)
         # What earlier runs in this process have counted.
-        self._compiled_before, self._transfers_before = count_compiled(), count_transfers()
-        self._fallbacks_before = count_fallbacks()
+        self._before = read_counts()
         layers = choose_layers(network, config.train) if self._sharding.is_spmd else None
         self.state = State(network, load(OPTIMIZERS[config.train.optimizer]["torch"]), config.train, noise, layers)
         self._stepped = False
@@ -231,26 +231,29 @@ class TorchXla(Backend):
 
     # --- what the framework counted
 
+    def _count(self) -> Counter[str]:
+        """Returns what `read_counts` has counted since this backend was opened."""
+        return read_counts() - self._before
+
     def compilations(self) -> tuple[int, float]:
-        """Returns the number and the seconds of `count_compiled` since this backend was opened."""
-        (count, seconds), (count_before, seconds_before) = count_compiled(), self._compiled_before
-        return count - count_before, seconds - seconds_before
+        """Returns the number of programs compiled, or taken from the cache, and the seconds of both."""
+        counts = self._count()
+        return counts[COMPILATIONS], counts[_NANOSECONDS] / 1e9
 
     def counters(self) -> dict[str, int]:
         """Returns the counts of `Backend`, and "programs_from_cache" if there is a compile cache."""
-        own = {name: count - self._transfers_before[name] for name, count in count_transfers().items()}
-        cached = {"programs_from_cache": self._cache.loaded} if self._cache else {}
-        syncs = own["device_to_host_transfers"] - self.state.planned_transfers
-        return {**own, "device_to_host_syncs": syncs, **cached}
+        counts = self._count()
+        syncs = counts[TRANSFERS] - self.state.planned_transfers
+        own = {"graphs": counts["graphs"], TRANSFERS: counts[TRANSFERS], "device_to_host_syncs": syncs}
+        return {**own, "programs_from_cache": self._cache.loaded} if self._cache else own
 
     def device_memory(self) -> tuple[int, int]:
         return memory_of(self._sharding)
 
     def fallbacks(self) -> list[str]:
         """Returns the operations, sorted, that ran on the host since this backend was opened; no reads of numbers."""
-        now, before = count_fallbacks(), self._fallbacks_before
-        # Reading a number (a result) is counted as one, but is planned.
-        return sorted(name for name in now if now[name] > before.get(name, 0) and name != "aten::_local_scalar_dense")
+        operations = {name for name in self._count() if name.startswith(_ATEN)}
+        return sorted(operations - {f"{_ATEN}_local_scalar_dense"})  # the read of a number (a result), which is planned
 
     def preflight(self) -> str | None:
         return self._checked.summary()
@@ -266,25 +269,21 @@ def _shapes(batch: Arrays) -> Shapes:
 
 # --- torch_xla's own counts, since the start of the process
 
-
-def count_compiled() -> tuple[int, float]:
-    """Returns how many programs this process has compiled, or taken from the cache, and the seconds of both."""
-    metric = xla_metrics.metric_data("CompileTime")
-    return (int(metric[0]), metric[1] / 1e9) if metric else (0, 0.0)
+COMPILATIONS, TRANSFERS, _NANOSECONDS = "compilations", "device_to_host_transfers", "nanoseconds of compilations"
+_ATEN = "aten::"
 
 
-def count_transfers() -> dict[str, int]:
-    """Returns torch_xla's counts in this process: "graphs" and "device_to_host_transfers"."""
-    metric = xla_metrics.metric_data("TransferFromDeviceTime")
-    return {
-        "graphs": xla_metrics.counter_value("UncachedCompile") or 0,
-        "device_to_host_transfers": int(metric[0]) if metric else 0,
-    }
+def read_counts() -> Counter[str]:
+    """Returns torch_xla's counts in this process: programs compiled or taken from the cache, the nanoseconds of both,
+    "graphs", transfers to the host, and those of `count_fallbacks`."""
+    compiled, moved = (xla_metrics.metric_data(name) or (0, 0) for name in ("CompileTime", "TransferFromDeviceTime"))
+    counts = {COMPILATIONS: int(compiled[0]), _NANOSECONDS: int(compiled[1]), TRANSFERS: int(moved[0])}
+    return Counter({**counts, "graphs": xla_metrics.counter_value("UncachedCompile") or 0, **count_fallbacks()})
 
 
 def count_fallbacks() -> dict[str, int]:
     """Returns how often each operation that the device lacks, or a number's read, ran on the host in this process."""
-    return {name: xla_metrics.counter_value(name) for name in xla_metrics.counter_names() if name.startswith("aten::")}
+    return {name: xla_metrics.counter_value(name) for name in xla_metrics.counter_names() if name.startswith(_ATEN)}
 
 
 class TorchProfiler:

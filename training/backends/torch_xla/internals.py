@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -105,13 +105,10 @@ def donate(argument: Tensor, *, donates: bool = True) -> None:
 
 def compile_program(outputs: Sequence[Tensor]) -> bytes:
     """Compiles the program of these outputs without running it, unless torch_xla has it already. Returns its hash."""
-    donates_before = _XLAC._xla_get_enable_alias_with_buffer_donor_config()
-    _XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
-    try:
+    alias = _XLAC._xla_get_enable_alias_with_buffer_donor_config, _XLAC._xla_set_enable_alias_with_buffer_donor_config
+    with _switched_on(*alias):
         program_hash: bytes = _XLAC._get_graph_hash(list(outputs))
         _XLAC._xla_warm_up_cache(list(outputs), [])
-    finally:
-        _XLAC._xla_set_enable_alias_with_buffer_donor_config(donates_before)
     return program_hash
 
 
@@ -134,13 +131,20 @@ def seed_tensor(seed: int | None, device: Any) -> Tensor:
 
 
 @contextmanager
-def numbers_as_constants() -> Iterator[None]:
-    """Makes numbers of Python that operations in this block take constants of the program, instead of arguments:
-    starting a program takes as long as it has arguments."""
-    with ExitStack() as stack:
-        stack.callback(_XLAC._set_xla_all_numbers_special_scalars, _XLAC._get_xla_all_numbers_special_scalars())
-        _XLAC._set_xla_all_numbers_special_scalars(True)
+def _switched_on(read: Callable[[], bool], switch: Callable[[bool], None]) -> Iterator[None]:
+    """Switches a setting of torch_xla on in this block. `read`: returns the setting; `switch`: changes it."""
+    before = read()
+    switch(True)
+    try:
         yield
+    finally:
+        switch(before)
+
+
+def numbers_as_constants() -> AbstractContextManager[None]:
+    """Returns a block in which numbers of Python that operations take are constants of the program, not arguments:
+    starting a program takes as long as it has arguments."""
+    return _switched_on(_XLAC._get_xla_all_numbers_special_scalars, _XLAC._set_xla_all_numbers_special_scalars)
 
 
 def loop_over(step: Step, carry: Tensors, stacked: Tensors, turned: int) -> tuple[Tensors, Tensors]:
@@ -236,13 +240,9 @@ def push_scope(name: str) -> Any:
     return _XLAC.profiler.scope_pusher(name)
 
 
-@contextmanager
-def operation_metadata() -> Iterator[None]:
-    """Makes programs that are traced in this block keep the scope names of their operations."""
-    with ExitStack() as stack:
-        stack.callback(_XLAC._set_ir_debug, _XLAC._get_ir_debug())
-        _XLAC._set_ir_debug(True)
-        yield
+def operation_metadata() -> AbstractContextManager[None]:
+    """Returns a block in which programs that are traced keep the scope names of their operations."""
+    return _switched_on(_XLAC._get_ir_debug, _XLAC._set_ir_debug)
 
 
 def trace_event(name: str, **facts: int) -> AbstractContextManager[Any]:

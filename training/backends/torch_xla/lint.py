@@ -24,7 +24,7 @@ import torch_xla.core.xla_model as xm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from training.backends.torch_xla.backend import count_compiled, count_fallbacks, count_transfers
+from training.backends.torch_xla.backend import COMPILATIONS, TRANSFERS, count_fallbacks, read_counts
 from training.errors import BadInput
 from training.lint import HOST, SHAPE, VALUE, LintFinding, StepChecker, StepTrace, TracedOperation
 
@@ -32,7 +32,6 @@ _NOT_USER_CODE = (*(f"{Path(module.__file__).parent}{os.sep}" for module in (tor
 # Views that autograd and in-place updates make: no work, and not the same in each step.
 _BOOKKEEPING = ("detach", "detach_copy", "_propagate_xla_data", "alias", "alias_copy", "t_copy", "view_copy")
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
-_TRANSFERS = "device_to_host_transfers"
 _PROGRAM_ENDS = "the program ends here and waits for the device"
 
 
@@ -41,7 +40,7 @@ def _watch_step() -> Iterator[StepTrace]:
     """Records the operations of the step that runs in the block, and their findings; slowly: with anomaly detection, on
     one autograd thread. The trace is complete when the block has ended: compilations and transfers are counted then."""
     torch_xla.sync()
-    trace, (compiled, _), transfers = StepTrace(), count_compiled(), count_transfers()
+    trace, before = StepTrace(), read_counts()
     with (
         warnings.catch_warnings(),
         _PrintWatcher(trace),
@@ -53,8 +52,8 @@ def _watch_step() -> Iterator[StepTrace]:
         with torch.autograd.set_detect_anomaly(True, check_nan=False):
             yield trace
     torch_xla.sync(wait=True)
-    trace.compilations = count_compiled()[0] - compiled
-    trace.transfers = count_transfers()[_TRANSFERS] - transfers[_TRANSFERS]
+    counted = read_counts() - before
+    trace.compilations, trace.transfers = counted[COMPILATIONS], counted[TRANSFERS]
 
 
 class _OperationWatcher(TorchDispatchMode):  # type: ignore[misc]  # torch is not here when types are checked

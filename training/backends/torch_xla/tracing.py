@@ -6,7 +6,6 @@ torch_xla (`internals`), of the version that `training.preflight.compiler` names
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import re
 import traceback
@@ -28,6 +27,7 @@ from training.backends.torch_xla.backend import TorchXla
 from training.batch import Arrays, Signals
 from training.preflight.compiler import DataDependentProgram, Program, hash_hlo, require_versions, required_versions
 from training.preflight.hlo import BACKWARD
+from training.preflight.programs import model_place
 
 _DATA_DEPENDENT_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
@@ -61,9 +61,9 @@ class TorchTracer:
         assert backend is not None
         network = backend.upload()
         buffers = backend.state.buffers()
-        names = buffer_names(buffers, are_placeholders=backend.state.is_empty)
+        names = dict(zip(internals.handles(list(buffers.values())), buffers, strict=True))
         assert len(names) == len(buffers), "each buffer has a handle of its own"
-        shardings = backend.state_shardings() if backend.state.is_empty else {}
+        shardings = backend.state_shardings()
         with record_module_names(network), DataDependenceGuard(), MutationWatcher(backend.declare_mutated):
             if kind == "training":
                 self._state_is_lost = True
@@ -79,32 +79,6 @@ class TorchTracer:
         """Releases the model and its memory; `open` builds it again."""
         self._backend = None
         gc.collect()
-        return_freed_memory()
-
-
-def return_freed_memory() -> None:
-    """Gives freed memory that the allocator (jemalloc's or glibc's) keeps back to the system, for the compiler."""
-    library = ctypes.CDLL(None)
-    purge, trim = getattr(library, "mallctl", None), getattr(library, "malloc_trim", None)
-    if purge is not None:
-        # MALLCTL_ARENAS_ALL: https://jemalloc.net/jemalloc.3.html#arena.i.purge
-        purge(b"arena.4096.purge", None, None, None, ctypes.c_size_t(0))
-    elif trim is not None:
-        trim(0)
-
-
-def buffer_names(state: Mapping[str, Any], *, are_placeholders: bool = False) -> dict[int, str]:
-    """Returns handle -> name of the buffers of tensors on the device (`are_placeholders`: they have no values). Call it
-    before a program that changes them is traced. A buffer stays the same whichever program reads it. A tensor's number,
-    by which torch_xla itself finds donors, does not: an evaluation traced before leaves other numbers in the
-    arguments."""
-    names = {}
-    for name, tensor in state.items():
-        # A tensor that was moved, and not computed yet, has no buffer of its own: the one that it comes from counts.
-        values = [tensor] if are_placeholders else internals.arguments_of([tensor])
-        if len(values) == 1:
-            names[internals.handles(values)[0]] = name
-    return names
 
 
 @contextmanager
@@ -167,10 +141,11 @@ class DataDependenceGuard(TorchDispatchMode):  # type: ignore[misc]  # torch is 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         """Runs an operation. Raises DataDependentProgram, with its line of Python, if it depends on data."""
         if _depends_on_data(function, arguments):
+            place = model_place(traceback.extract_stack())
             raise DataDependentProgram(
                 f"{function} depends on the values of a tensor, not on its shape alone: a TPU would stop there every "
-                f"step, and compile again whenever the values give another shape{_model_place()}; use torch.where or a "
-                "mask of a fixed shape instead"
+                f"step, and compile again whenever the values give another shape{place}; use torch.where or a mask of "
+                "a fixed shape instead"
             )
         return function(*arguments, **(options or {}))
 
@@ -184,21 +159,12 @@ def _depends_on_data(function: Any, arguments: Any) -> bool:
     return any(isinstance(value, torch.Tensor) and value.device.type == "xla" for value in arguments)
 
 
-def _model_place() -> str:
-    """Returns " (file:line: code)" of the innermost frame of this call outside torch and this file, or ""."""
-    for frame in reversed(traceback.extract_stack()):
-        if "site-packages/torch" not in frame.filename and frame.filename != __file__:
-            return f" ({frame.filename}:{frame.lineno}: {frame.line})"
-    return ""
-
-
 def extract_program(
     outputs: Sequence[Any], state: Mapping[int, str], shardings: Mapping[str, str] = MappingProxyType({})
 ) -> Program:
-    """Returns the program that a `torch_xla.sync()` would run to compute `outputs`, without running it. `state`, from
-    `buffer_names`, are the tensors that the program may overwrite, and `shardings` their placements by name, which the
-    program of placeholders lacks. Raises CompilerUnavailable if jaxlib is not here, or another version."""
-    require_versions(required_versions(tracing=True))
+    """Returns the program that a `torch_xla.sync()` would run to compute `outputs`, without running it. `state` names
+    the tensors that the program may overwrite, by their handles before it was traced; `shardings`: their placements by
+    name, which the program of placeholders lacks."""
     from jaxlib import xla_client
 
     outputs = list(outputs)
