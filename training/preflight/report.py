@@ -127,7 +127,7 @@ def describe_executable(
     capacity = target.generation.usable_hbm_bytes_per_device
     memory = replace(compiled.memory, resident=traced.resident_bytes + other_programs, capacity=capacity)
     fits = memory.total <= capacity
-    costs = roofline(compiled.flops, compiled.bytes_accessed, target, traced.graph.rows)
+    costs = roofline(compiled.flops, compiled.bytes_accessed, target, traced.graph.rows, compiled.cycles)
     beside = f" ({format_gib(memory.resident)} of them for state and programs beside it)" if memory.resident else ""
     return _make_result(
         traced,
@@ -135,7 +135,7 @@ def describe_executable(
         reason=None if fits else f"{_too_large_reason(memory.total, capacity)}{beside}",
         needed=memory.total,
         memory=memory,
-        costs=replace(costs, cycles=compiled.cycles, clock_hertz=target.generation.clock_hertz),
+        costs=costs,
         collectives=compiled.collectives,
         compile_seconds=compiled.seconds,
     )
@@ -179,7 +179,7 @@ def _make_result(traced: TracedProgram, **facts: Any) -> GraphResult:
     )
 
 
-def roofline(flops: float, bytes_accessed: float, target: Accelerator, rows: int) -> Costs:
+def roofline(flops: float, bytes_accessed: float, target: Accelerator, rows: int, cycles: int = 0) -> Costs:
     """Returns the costs of a step of `rows` in all for which one device needs `flops` and `bytes_accessed`, with the
     examples/s that the slower of the two allows at peak rates (https://doi.org/10.1145/1498765.1498785)."""
     generation = target.generation
@@ -191,6 +191,8 @@ def roofline(flops: float, bytes_accessed: float, target: Accelerator, rows: int
         bytes_accessed,
         "FLOPs" if compute >= memory else "memory bandwidth",
         rows / seconds if seconds else float("inf"),
+        cycles,
+        generation.clock_hertz,
     )
 
 

@@ -190,32 +190,28 @@ def bisect(
         fits: tries a number; not called for `start`, whose result is `start_fits`.
         estimate: returns where the edge is expected now; None: try twice or half the last number, and then the middle.
     """
-    good, bad = (start, None) if start_fits else (None, start)
+    good, bad = (start, None) if start_fits else (0, start)
     tries = surprises = 0
-    while (
-        (bad is None and good is not None and good < MOST_ROWS)
-        or (good is None and bad is not None and bad > 1)
-        or (good is not None and bad is not None and bad - good > max(1, bad // 16))
-    ):
+    while good < MOST_ROWS if bad is None else bad - good > max(1, bad // 16):
         tries += 1
         expected = estimate() if tries <= 6 else None  # plain bisection ends even if memory does not grow linearly
         rows = _next_rows(good, bad, expected, surprises)
         good, bad = (rows, bad) if fits(rows) else (good, rows)
         # Near the edge the compiler rematerializes to save memory; no line predicts how far, so the strides grow.
         surprises += expected is not None and good == rows > expected * 33 / 32
-    return good, bad
+    return good or None, bad
 
 
-def _next_rows(good: int | None, bad: int | None, expected: float | None, surprises: int) -> int:
+def _next_rows(good: int, bad: int | None, expected: float | None, surprises: int) -> int:
     """Returns the number to try next: just below the expected edge, with longer strides after more `surprises` (numbers
     that fit far beyond it), or one that would end the search; if `expected` is None, twice, half or the middle."""
-    low, high = (good or 0) + 1, bad - 1 if bad else MOST_ROWS
     if expected is None:
-        return min(2 * (good or 0), MOST_ROWS) if bad is None else bad // 2 if good is None else (good + bad) // 2
+        return min(2 * good, MOST_ROWS) if bad is None else (good + bad) // 2
+    low, high = good + 1, bad - 1 if bad else MOST_ROWS
     just_below = int(expected * 0.99)
     if bad is not None and just_below >= bad:
         just_below = bad - max(1, bad // 16)
-    elif just_below <= (good or 0) * 33 // 32:
-        just_below = low + max(0, (good or 0) * 2**surprises // 16 - 1)
+    elif just_below <= good * 33 // 32:
+        just_below = low + max(0, good * 2**surprises // 16 - 1)
         just_below = just_below if bad is None or just_below < bad else (low + bad) // 2
     return min(max(just_below, low), high)

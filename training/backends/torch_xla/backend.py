@@ -166,17 +166,15 @@ class TorchXla(Backend):
 
         return PendingReport(read, trains=trains)
 
-    def trace_step(self, number: int, batch: Arrays, signals: Signals) -> Tensor:
-        """Uploads inputs and, at first, the state; records a step of a single host. Returns its report, uncomputed."""
-        inputs = self._send(self._step.inputs(number, batch, signals))
-        with self.state.recording(changes=True):
-            return self._step.trace(number, inputs)
-
-    def trace_evaluation(self, batch: Arrays, signals: Signals) -> Tensor:
-        """Uploads as `trace_step`, and records an evaluation. Returns its report and counts, uncomputed."""
-        inputs = self._send(self._step.evaluation_inputs(batch, signals))
-        with self.state.recording(changes=False):
-            return self._step.trace_evaluation(inputs)
+    def trace(self, kind: str, batch: Arrays) -> Tensor:
+        """Uploads inputs and, at first, the state; records the first step of a single host (`kind` is "training"), or
+        an evaluation. Returns its report, uncomputed."""
+        trains = kind == "training"
+        signals = Signals()
+        inputs = self._step.inputs(0, batch, signals) if trains else self._step.evaluation_inputs(batch, signals)
+        sent = self._send(inputs)
+        with self.state.recording(changes=trains):
+            return self._step.trace(0, sent) if trains else self._step.trace_evaluation(sent)
 
     def _send(self, inputs: StepInputs[HostArray]) -> StepInputs[Tensor]:
         """Uploads a step's inputs, before the first step the state too."""

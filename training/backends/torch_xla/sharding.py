@@ -70,7 +70,6 @@ class DataParallel:
             self._meshes[ROWS] = spmd.Mesh(np.arange(self.devices), (self.devices,), (ROWS,))
             self._meshes[FSDP] = spmd.Mesh(np.arange(self.devices), grid, tuple(self.mesh_shape))
         self._specs: dict[Axes, spmd.ShardingSpec] = {}
-        self._declared: dict[str, str] = {}  # of the state's tensors: XLA's text
         self._texts: dict[Axes, str] = {}
 
     @property
@@ -121,14 +120,13 @@ class DataParallel:
         before the first step; else the outputs of the first step declare it, and the second is another program."""
         for name, tensor in tensors.items():
             self.declare(tensor, self.place(name, tuple(tensor.shape)))
-        if self.is_spmd:
-            self._declared = dict(zip(tensors, internals.read_shardings(list(tensors.values())), strict=True))
 
     def describe(self, name: str, shape: tuple[int, ...]) -> str:
         """Returns the placement of a tensor of the state as XLA writes it."""
         axes = self.place(name, shape)
         if axes not in self._texts:
-            [sample] = self.send([HostArray(np.zeros([self.mesh_shape[axis] if axis else 1 for axis in axes]), axes)])
+            sizes = [self.mesh_shape[axis] if axis else 1 for axis in axes]
+            [sample] = self.send([HostArray(np.zeros(sizes, np.float32), axes)])
             self.declare(sample, axes)
             [self._texts[axes]] = internals.read_shardings([sample])
         return self._texts[axes]
@@ -190,8 +188,8 @@ class DataParallel:
         each other forever."""
         if not self.is_spmd:
             return
-        shardings = dict(zip(tensors, internals.read_shardings(list(tensors.values())), strict=True))
-        others = [name for name, sharding in shardings.items() if sharding != self._declared.get(name)]
+        shardings = zip(tensors.items(), internals.read_shardings(list(tensors.values())), strict=True)
+        others = [name for (name, value), text in shardings if text != self.describe(name, tuple(value.shape))]
         if others:
             raise TrainError(
                 f"{len(others)} of {len(tensors)} tensors of the state are not placed as declared after the first "

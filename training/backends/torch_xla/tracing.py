@@ -24,7 +24,7 @@ from training.accelerators import Accelerator
 from training.backends.protocol import BuildBackend
 from training.backends.torch_xla import internals
 from training.backends.torch_xla.backend import TorchXla
-from training.batch import Arrays, Signals
+from training.batch import Arrays
 from training.preflight.compiler import DataDependentProgram, Program, hash_hlo, require_versions, required_versions
 from training.preflight.hlo import BACKWARD
 from training.preflight.programs import model_place
@@ -65,15 +65,13 @@ class TorchTracer:
         assert len(names) == len(buffers), "each buffer has a handle of its own"
         shardings = backend.state_shardings()
         with record_module_names(network), DataDependenceGuard(), MutationWatcher(backend.declare_mutated):
-            if kind == "training":
-                self._state_is_lost = True
-                report = backend.trace_step(0, batch, Signals())
-                buffers = backend.state.buffers()
-                made = internals.order_outputs({handle: buffers[name] for handle, name in names.items()}, report)
-                outputs = [*made.values(), report]
-            else:
-                outputs = [backend.trace_evaluation(batch, Signals())]
-            return extract_program(outputs, names, shardings)
+            self._state_is_lost = kind == "training"
+            report = backend.trace(kind, batch)
+            if not self._state_is_lost:
+                return extract_program([report], names, shardings)
+            buffers = backend.state.buffers()
+            made = internals.order_outputs({handle: buffers[name] for handle, name in names.items()}, report)
+            return extract_program([*made.values(), report], names, shardings)
 
     def close(self) -> None:
         """Releases the model and its memory; `open` builds it again."""
