@@ -151,11 +151,11 @@ def check_module(
     for number in range(steps):
         batch = _name_inputs(inputs[number % len(inputs)])
         xm.set_rng_state(number, device)
-        sent = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        sent = batch | {name: value.to(device) for name, value in tensors.items()}
         with _watch_step() as trace:
             _train(network, sent)
-        batch_shapes = {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        checker.add_step(number, batch_shapes, trace)
+        checker.add_step(number, {name: tuple(value.shape) for name, value in tensors.items()}, trace)
     return checker.findings()
 
 

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -185,10 +184,7 @@ class State(HostState):
             if any(keys[member] & buffers.keys() for member in self._members.get(name, [name]))
         }
         for names in in_batches(wanted):
-            whole_ones = {name: values[name] for name in names if self._members.get(name, [name])[0] not in split}
-            copies_of_split = self._copies_of_split({name: values[name] for name in names if name not in whole_ones})
-            copies = self._copies(whole_ones)
-            for name, box, array in chain(copies, copies_of_split):
+            for name, box, array in self._copies({name: values[name] for name in names}, split):
                 shape = self._specs[name].shape
                 key = key_in_part(name, box, shape)
                 if key in buffers:
@@ -198,30 +194,23 @@ class State(HostState):
         self._snapshot = Snapshot()
         return self._snapshot
 
-    def _copies(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Slice, np.ndarray]]:
-        """Copies buffers that are not split, by one call, counted as planned, or takes them if they are on the host.
-        Yields name, slice, values of each of their tensors."""
-        fetched: Sequence[Tensor] = [value.detach() for value in values.values()]
-        if self.is_uploaded and fetched:
-            self.planned_transfers += 1
-            fetched = internals.download(fetched)
-        for name, copy in zip(values, fetched, strict=True):
-            members = self._members.get(name, [name])
-            for member, row in zip(members, copy.numpy().reshape(len(members), -1), strict=True):
-                yield member, whole(self._specs[member].shape), row
-
-    def _copies_of_split(self, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Slice, np.ndarray]]:
-        """Copies what this host's devices hold of split buffers, by one call, which it counts as planned. Yields name,
-        slice, values of each of their tensors."""
-        if not values:
-            return  # even a call for no tensor counts as a transfer
-        self.planned_transfers += 1
-        for name, copies in zip(values, internals.local_slices(list(values.values())), strict=True):
+    def _copies(self, values: Mapping[str, Tensor], split: Container[str]) -> Iterator[tuple[str, Slice, np.ndarray]]:
+        """Copies buffers to the host, unless they are there: whole ones by one call, and by another one what this
+        host's devices hold of buffers of tensors that are `split`; counts each call as planned. Yields name, slice,
+        values of each of their tensors."""
+        cut = [name for name in values if self._members.get(name, [name])[0] in split]
+        uncut = {name: value.detach() for name, value in values.items() if name not in cut}
+        if self.is_uploaded:
+            self.planned_transfers += bool(cut) + bool(uncut)  # even a call for no tensor would count
+        copies = internals.download(list(uncut.values())) if self.is_uploaded and uncut else uncut.values()
+        parts = {name: [((slice(0, None),) * copy.ndim, copy)] for name, copy in zip(uncut, copies, strict=True)}
+        if cut:
+            parts |= zip(cut, internals.local_slices([values[name] for name in cut]), strict=True)
+        for name, of_devices in parts.items():
             members = self._members.get(name)
-            for index, copy in copies:
-                rows = zip(members, copy, strict=True) if members else [(name, copy)]
-                offsets = tuple(part.start for part in index)[1 if members else 0 :]
-                for member, row in rows:
+            for index, copy in of_devices:
+                offsets = tuple(axis.start for axis in index)[1 if members else 0 :]
+                for member, row in zip(members, copy, strict=True) if members else [(name, copy)]:
                     yield member, Slice(offsets, tuple(row.shape)), row.numpy()
 
     def wait_before_mutation(self) -> None:
