@@ -50,7 +50,8 @@ _BUFFER_LAYOUT, _DEFAULT_LAYOUT = 6, 7  # words of this extension: of a buffer; 
 _ITEM_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 13: 2}  # by PJRT_Buffer_Type
 _KEPT_BYTES = 1 << 20
 
-_Fill = Callable[[Any], int | None]  # fills words, and returns an error or none
+_Values = tuple[int, ...]
+_Answer = _Values | Callable[[Any], _Values | int | None]  # what a function fills, or its words -> that or an error
 
 
 class AbsentChips:
@@ -72,10 +73,9 @@ class AbsentChips:
     def _replace(self, devices: int) -> None:
         """Replaces the functions in libtpu's table. `devices`: the address of the list of the slice's devices."""
         nothing = keep_function(lambda _address: None)
-        functions = (c_void_p * 16)(*[nothing] * 16)  # of a memory: all return 0
-        handle, memory, own = (self._pointer(value) for value in (0, ctypes.addressof(functions), self._own))
-        kind = b"device"
-        self._kept += [functions, kind]
+        memory = self._pointer(self._pointer(*[nothing] * 16))  # an object whose functions all return 0
+        handle, own, kind = self._pointer(0), self._pointer(self._own), b"device"
+        self._kept.append(kind)
         named, listed = (address_of(kind), len(kind)), (self._pointer(memory), 1)
         constants: dict[int, tuple[int, ...]] = {  # place -> words from the third on
             13: (0,), 15: (devices, self.devices), 16: (own, 1), 19: listed, 95: (self._topology,),  # client
@@ -86,33 +86,32 @@ class AbsentChips:
             58: (), 62: (0, 0), 65: (self._own,), 66: (memory,), 68: (0,), 72: (handle,),  # buffer
         }  # fmt: skip
         for place, values in constants.items():
-            self._put(place, 3 + len(values), partial(_fill, 3, values))
-        self._put(10, 9, partial(_fill, 8, (handle,)))  # a client
-        self._put(18, 5, partial(_fill, 4, (self._own,)))  # a client's device
-        self._put(22, 15, lambda words: self._upload(words, handle))
-        self._put(29, 4, lambda words: _fill(3, (words[2],), words))  # a device's description: itself
-        self._put(30, 4, lambda words: _fill(3, (int(words[2] == self._own),), words))
-        self._put(128, 7, lambda words: _fill(3, (*self._attributes(words[2]), 0, nothing), words))
+            self._put(place, 3 + len(values), values)
+        self._put(10, 9, (handle,))  # a client
+        self._put(18, 5, (self._own,))  # a client's device
+        self._put(22, 15, lambda words: (handle, self._upload(words)))
+        self._put(29, 4, lambda words: (words[2],))  # a device's description: itself
+        self._put(30, 4, lambda words: (int(words[2] == self._own),))
+        self._put(128, 7, lambda words: (*self._table.call(_ATTRIBUTES, words[2], gives=2)[::-1], 0, nothing))
         self._put(9, 5, lambda words: ctypes.CFUNCTYPE(None, c_void_p, c_void_p)(words[3])(None, words[4]))
-        self._put(59, 4, lambda words: _fill(3, (self._buffers[words[2]][1],), words))
-        self._put(60, 5, lambda words: _fill(3, _list(self._buffers[words[2]][2]), words))
+        self._put(59, 4, lambda words: (self._buffers[words[2]][1],))
+        self._put(60, 5, lambda words: _list(self._buffers[words[2]][2]))
         compile_ = self._table.function(COMPILE)
-        self._put(70, 7, lambda words: self._download(words, handle, compile_))
+        self._put(70, 7, lambda words: self._download(words, handle) or _refuse(compile_))
         self._put(COMPILE, COMPILE_WORDS, lambda words: self._keep_program(words, compile_))
         layouts = words_at(words_at(self._table.address, 2)[1], 8)
         while layouts[1] & 0xFFFFFFFF != _LAYOUTS:
             layouts = words_at(layouts[2], 8)
         default = PluginFunction(layouts[_DEFAULT_LAYOUT])
-        layouts[_BUFFER_LAYOUT] = keep_function(lambda address: self._layout(words_at(address, 4), default))
+        layouts[_BUFFER_LAYOUT] = keep_function(partial(_fill, 4, lambda words: self._find_layout(words, default)))
 
-    def _put(self, place: int, count: int, fill: _Fill) -> None:
-        """Sets a place of libtpu's table to a function that calls `fill` with its `count` words of arguments, and
-        returns the error that `fill` returns."""
-        self._table.replace(place, lambda address: fill(words_at(address, count)))
+    def _put(self, place: int, count: int, answer: _Answer) -> None:
+        """Makes `answer` the function at a place of libtpu's table, whose arguments have `count` words."""
+        self._table.replace(place, partial(_fill, count, answer))
 
-    def _pointer(self, value: int) -> int:
-        """Returns the address of new words that begin with a value and live as long as this object."""
-        words = (c_uint64 * 8)(value)
+    def _pointer(self, *values: int) -> int:
+        """Returns the address of new words that begin with these values and live as long as this object."""
+        words = (c_uint64 * 16)(*values)
         self._kept.append(words)
         return ctypes.addressof(words)
 
@@ -120,41 +119,30 @@ class AbsentChips:
         """Calls libtpu's function at this place; returns (address, length) of its text about the slice."""
         return tuple(self._table.call(place, self._topology, gives=2))
 
-    def _attributes(self, device: int) -> tuple[int, int]:
-        """Asks libtpu for the attributes of the device at an address; returns (address, length) of its list."""
-        length, address = self._table.call(_ATTRIBUTES, device, gives=2)
-        return address, length
-
-    def _upload(self, words: Any, event: int) -> None:
-        """Makes a buffer of the host's array in `words`, the arguments of the call, and sets in them the buffer and
-        `event`, a handle. Keeps the array's values up to 1 MiB."""
+    def _upload(self, words: Any) -> int:
+        """Returns a buffer of the host's array in `words`, the arguments of the call. Keeps values up to 1 MiB."""
         dimensions = (c_int64 * words[6])(*words_at(words[5], words[6]) if words[6] else ())
         kind = c_uint32(words[4]).value
         size = math.prod(dimensions) * _ITEM_SIZES.get(kind, 8)
         values = ctypes.string_at(words[3], size) if size <= _KEPT_BYTES else b""
         buffer = self._pointer(0)
         self._buffers[buffer] = (values, kind, dimensions)
-        _fill(13, (event, buffer), words)
+        return buffer
 
-    def _download(self, words: Any, event: int, compile_: Callable[[int], int | None]) -> int | None:
-        """Copies a buffer's values to the host's memory in `words`, the arguments of the call; without memory, tells
-        their size. Returns an error, which `compile_` (libtpu's own) makes, if the values were not kept; else None."""
+    def _download(self, words: Any, event: int) -> tuple[int, int] | None:
+        """Copies a buffer's values to the host's memory in `words`, the arguments of the call, if there is memory.
+        Returns their size, and `event`; None if the values were not kept."""
         values = self._buffers[words[2]][0]
-        if not values:
-            return _refuse(compile_)
-        if words[4]:
+        if values and words[4]:
             ctypes.memmove(words[4], values, len(values))
-        words[5], words[6] = len(values), event
-        return None
+        return (len(values), event) if values else None
 
-    def _layout(self, words: Any, default: Callable[[int], int | None]) -> int | None:
-        """Sets the last of `words` to the layout that arrays of a buffer's shape have on the chips. Returns the error
-        of `default`, libtpu's own function, or None."""
+    def _find_layout(self, words: Any, default: Callable[[int], int | None]) -> tuple[int, ...] | int:
+        """Returns the layout that arrays of the shape of a buffer in `words` have on the chips, or the error of
+        `default`, libtpu's own function."""
         _, kind, dimensions = self._buffers[words[2]]
         wanted = (c_uint64 * 7)(56, 0, self._topology, kind, *_list(dimensions))
-        error = default(ctypes.addressof(wanted))
-        _fill(3, (wanted[6],), words)
-        return error
+        return default(ctypes.addressof(wanted)) or (wanted[6],)
 
     def _keep_program(self, words: Any, compile_: Callable[[int], int | None]) -> int | None:
         """Adds a program to `programs` instead of compiling it. Returns an error, which `compile_` makes."""
@@ -162,15 +150,21 @@ class AbsentChips:
         return _refuse(compile_)
 
 
+def _fill(count: int, answer: _Answer, address: int) -> int | None:
+    """Fills the last of the `count` words of arguments at an address with `answer`, or with what it returns when called
+    with them; if that is an error, returns it."""
+    words = words_at(address, count)
+    result = answer(words) if callable(answer) else answer
+    if isinstance(result, tuple):
+        words[count - len(result) :] = result
+        return None
+    return result
+
+
 def _refuse(function: Callable[[int], int | None]) -> int | None:
     """Calls libtpu's function with arguments of size 0, which it refuses, and returns its error."""
     arguments = (c_uint64 * 7)()
     return function(ctypes.addressof(arguments))
-
-
-def _fill(first: int, values: tuple[int, ...], words: Any) -> None:
-    """Sets the words from number `first` on to `values`."""
-    words[first : first + len(values)] = values
 
 
 def _list(values: Any) -> tuple[int, int]:
