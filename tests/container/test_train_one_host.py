@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from tests.container import small_runs
 from tests.processes import run_python
 from training.backends.torch_xla import backend
+from training.backends.torch_xla.processor import describe_slow_products
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, StopRequested
 from training.evaluate import Evaluated
@@ -57,7 +59,8 @@ def test_a_run_on_a_processor_with_slow_products_says_so(
     run(folder, "own-products", train__steps=2)
     is_fast = torch.backends.cpu.get_cpu_capability() == "AVX512"
     assert ("tpu-train: this processor has " in capsys.readouterr().err) is not is_fast
-    monkeypatch.setattr(backend, "read_flags", lambda: frozenset({"avx", "avx2", "fma"}))
+    (folder / "cpuinfo").write_text("flags : avx avx2 fma")
+    monkeypatch.setattr(backend, "describe_slow_products", partial(describe_slow_products, folder / "cpuinfo"))
     run(folder, "slow-products", train__steps=2)
     assert "tpu-train: this processor has AVX2 and no AVX-512: " in capsys.readouterr().err
 

@@ -23,7 +23,7 @@ from training.backends import compile_cache
 from training.backends.compile_cache import MAGIC, ProgramStore, open_cache
 from training.backends.placement import bytes_on_device, mesh_shape, place, slices
 from training.backends.tensorflow.calls import CALL_SECONDS, MOST_STEPS, StepCalls
-from training.backends.torch_xla.processor import describe_slow_products, read_flags
+from training.backends.torch_xla.processor import describe_slow_products
 from training.checkpoint.format import assign_slices, read_manifest
 from training.checkpoint.reader import load_tensors
 from training.checkpoint.snapshot import Snapshot
@@ -243,7 +243,7 @@ CPUINFO = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu sse4_1 {}\nbug
 
 def described(folder: Path, features: str) -> str | None:
     (folder / "cpuinfo").write_text(CPUINFO.format(features))
-    return describe_slow_products(read_flags(folder / "cpuinfo"))
+    return describe_slow_products(folder / "cpuinfo")
 
 
 def test_a_processor_without_wide_instructions_is_slow(tmp_path: Path) -> None:
@@ -254,9 +254,9 @@ def test_a_processor_without_wide_instructions_is_slow(tmp_path: Path) -> None:
 
 
 def test_an_unknown_processor_is_not_reported(tmp_path: Path) -> None:
-    assert describe_slow_products(read_flags(tmp_path / "absent")) is None
+    assert describe_slow_products(tmp_path / "absent") is None
     (tmp_path / "arm").write_text("processor\t: 0\nFeatures\t: fp asimd sve\n")
-    assert describe_slow_products(read_flags(tmp_path / "arm")) is None
+    assert describe_slow_products(tmp_path / "arm") is None
 
 
 class Program:

@@ -33,7 +33,7 @@ from training.backends.protocol import REPORT, Backend, PendingReport
 from training.backends.torch.state import build_network
 from training.backends.torch.step import HostArray, StepInputs, TrainingStep
 from training.backends.torch_xla import internals
-from training.backends.torch_xla.processor import describe_slow_products, read_flags
+from training.backends.torch_xla.processor import describe_slow_products
 from training.backends.torch_xla.sharding import DataParallel, has_tpu_cores, memory_of
 from training.backends.torch_xla.splash import splash_attention
 from training.backends.torch_xla.state import State
@@ -102,7 +102,7 @@ class TorchXla(Backend):
         say, warn_here = (note, warn) if cluster.is_first else (_silent, _silent)
         is_fast = noise is not None or layers is not None or network.attention_note is not None
         is_own = environment["PJRT_DEVICE"] == "CPU" and not self._sharding.is_spmd  # preflight traces for others
-        slow = describe_slow_products(read_flags()) if is_own else None
+        slow = describe_slow_products() if is_own else None
         for line in filter(None, (network.attention_note, slow_parts(network, is_fast=is_fast), slow)):
             say(line)
         self._training = StepCache("training", self.state, partial(self._compare, "training"), say, warn_here)

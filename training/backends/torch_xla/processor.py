@@ -13,17 +13,14 @@ _AVX_512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 _AVX2 = {"avx2", "fma"}
 
 
-def read_flags(file: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Returns the features of an x86 processor, as Linux names them; none if the file can't be read."""
+def describe_slow_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    """Returns a warning for the user if the instructions of the x86 processor that Linux describes in a file make steps
+    slow; None if not, or if unknown."""
     try:
-        lines = file.read_text().splitlines()
+        lines = cpuinfo.read_text().splitlines()
     except OSError:
-        return frozenset()
-    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
-
-
-def describe_slow_products(flags: frozenset[str]) -> str | None:
-    """Returns a warning for the user if the processor's instructions make steps slow; None if not, or if unknown."""
+        return None
+    flags = set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
     if not flags or flags >= _AVX_512:
         return None
     has, share = ("AVX2 and no AVX-512", "two thirds") if flags >= _AVX2 else ("no AVX2", "a fifth")
