@@ -14,12 +14,12 @@ from tests.processes import run_module
 from training.accelerators import GENERATIONS, accelerator
 from training.config import TrainerConfig
 from training.errors import BadInput
-from training.preflight import report
+from training.preflight import report, search
 from training.preflight.checked_programs import CheckedPrograms
 from training.preflight.compiler import Program, hash_hlo
 from training.preflight.hlo import Module, Work, find_origin, read_work
 from training.preflight.programs import Graph, TracedProgram, assume_facts, empty_batch, list_graphs
-from training.preflight.report import GIB, describe_refusal, explain_refusal, roofline
+from training.preflight.report import GIB, GraphResult, describe_refusal, explain_refusal, roofline
 from training.preflight.search import bisect, estimate_edge
 
 CONFIG = TrainerConfig.model_validate(
@@ -100,16 +100,18 @@ def test_equal_allocations_of_a_refusal_are_counted() -> None:
     assert allocation.where == "bert.encoder.layer.*.attention.self: softmax"
 
 
-def test_a_program_that_does_not_fit_is_reported_with_advice_on_remat() -> None:
+def test_a_program_that_does_not_fit_is_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = TracedProgram(Graph("training", 128, 512), Program(""), 0, 0.0)
     large, less = (describe_refusal(traced, f"Used {size}G of 15.48G hbm.", 1.0) for size in ("22.46", "16.00"))
-    remat = "and 15.48 GiB are there; with train.remat: layers it would need 16.00 GiB"
-    assert str(report.add_remat_advice(large, less).reason).endswith(remat)
-    fitting = report.add_remat_advice(large, replace(less, fits=True))
-    assert str(fitting.reason).endswith("it would need 16.00 GiB and fit")
-    mesh = str(report.add_mesh_advice(large, 4, replace(less, fits=True)).reason)
-    assert mesh.endswith("; with train.mesh.fsdp: 4 it would need 16.00 GiB and fit")
-    assert str(report.add_mesh_advice(large, 8, None).reason).endswith("; no train.mesh.fsdp up to 8 makes it fit")
+    trial = search.Trial(CONFIG, assume_facts(CONFIG, 100, (512,), None), accelerator("v4-16"), print)
+
+    def advise(result: GraphResult) -> list[str]:
+        monkeypatch.setattr(search.Trial, "compile", lambda *_, **settings: result)
+        return [*trial.advise_remat(large), *trial.advise_mesh(large)]
+
+    remat, mesh = "with train.remat: layers it would need 16.00 GiB", "with train.mesh.fsdp: 2 it would need 16.00 GiB"
+    assert advise(less) == [remat, "no train.mesh.fsdp up to 8 makes it fit"]
+    assert advise(replace(less, fits=True)) == [f"{remat} and fit", f"{mesh} and fit"]
 
 
 def test_the_estimated_time_is_cycles_at_the_clock_that_gives_a_chip_its_peak() -> None:

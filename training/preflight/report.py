@@ -148,23 +148,6 @@ def describe_refusal(traced: TracedProgram, message: str, seconds: float) -> Gra
     return _make_result(traced, fits=False, reason=reason, needed=needed, largest=largest, compile_seconds=seconds)
 
 
-def add_remat_advice(graph: GraphResult, with_remat: GraphResult) -> GraphResult:
-    """Returns `graph`, which does not fit; its reason adds what `with_remat`, its result with train.remat: layers,
-    needs and whether that fits, or that it does not compile."""
-    needed = f"would need {format_gib(with_remat.needed)}" if with_remat.needed else "would not compile either"
-    advice = f"with train.remat: layers it {needed}{' and fit' if with_remat.fits else ''}"
-    return replace(graph, reason=f"{graph.reason}; {advice}")
-
-
-def add_mesh_advice(graph: GraphResult, fsdp: int, with_mesh: GraphResult | None) -> GraphResult:
-    """Returns `graph`, which does not fit, with advice in its reason: the mesh `fsdp` with which it fits and what it
-    needs then (`with_mesh`); if that is None, that no mesh of up to `fsdp` devices helps."""
-    advice = f"no train.mesh.fsdp up to {fsdp} makes it fit"
-    if with_mesh is not None and with_mesh.needed:
-        advice = f"with train.mesh.fsdp: {fsdp} it would need {format_gib(with_mesh.needed)} and fit"
-    return replace(graph, reason=f"{graph.reason}; {advice}")
-
-
 def _make_result(traced: TracedProgram, **facts: Any) -> GraphResult:
     """Returns a result with the shape, hash and tracing time of `traced`; `facts` are its other fields."""
     graph = traced.graph

@@ -3,7 +3,7 @@
 import importlib.metadata
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -47,11 +47,12 @@ def run_preflight(
         if kind not in traced:
             show(f"tracing for {target.devices} devices")
             traced[kind] = trace_programs(config, facts, list_graphs(config, facts), target)
-        trial = _Trial(config, facts, target, show)
+        trial = Trial(config, facts, target, show)
         result = compile_all(traced[kind], target, show, trial.flags)
         longest, *others = result.graphs
         if config.backend == "torch-xla" and not longest.fits:
-            longest = trial.advise_mesh(trial.advise_remat(longest))
+            advice = [str(longest.reason), *trial.advise_remat(longest), *trial.advise_mesh(longest)]
+            longest = replace(longest, reason="; ".join(advice))
         largest = trial.search_batch(longest) if search_batch else None
         results.append(replace(result, graphs=[longest, *others], max_batch=largest))
     return Report("libtpu " + importlib.metadata.version("libtpu"), results)
@@ -91,7 +92,7 @@ def compile_all(
 
 
 @dataclass(frozen=True)
-class _Trial:
+class Trial:
     """Compiles a run's training step with other settings for an accelerator, to find some that fit."""
 
     config: TrainerConfig
@@ -112,30 +113,33 @@ class _Trial:
         programs = trace_programs(self.config.with_train(**settings), self.facts, [graph], self.target)
         return compile_all(programs, self.target, self.show, self.flags).graphs[0]
 
-    def advise_remat(self, longest: GraphResult) -> GraphResult:
-        """Returns `longest`, which does not fit; its reason also says what it needs with train.remat: layers. Returns
-        it unchanged if the run has that setting or the model can't."""
+    def advise_remat(self, longest: GraphResult) -> Iterator[str]:
+        """Yields what a program that does not fit needs with train.remat: layers and whether it fits then; nothing if
+        the run has that setting or the model can't."""
         if self.config.train.remat == "layers":
-            return longest
+            return
         self.show(f"it does not fit: tracing it with train.remat: layers for {self.target.name}")
         try:
-            with_remat = self.compile(Graph(longest.kind, longest.rows, longest.length), remat="layers")
+            result = self.compile(Graph(longest.kind, longest.rows, longest.length), remat="layers")
         except BadInput:  # layers of this family can't be recomputed
-            return longest
-        return report.add_remat_advice(longest, with_remat)
+            return
+        needed = f"would need {report.format_gib(result.needed)}" if result.needed else "would not compile either"
+        yield f"with train.remat: layers it {needed}{' and fit' if result.fits else ''}"
 
-    def advise_mesh(self, longest: GraphResult) -> GraphResult:
-        """Returns `longest`, which does not fit; its reason also says which larger mesh it fits with, or that none
-        helps: compiles it with the state split over twice as many devices each time. Unchanged if no mesh is larger."""
-        fsdp, with_mesh = self.config.train.mesh.fsdp, None
+    def advise_mesh(self, longest: GraphResult) -> Iterator[str]:
+        """Yields with which larger mesh a program that does not fit would fit, or that none helps: compiles it with the
+        state split over twice as many devices each time. Yields nothing if no mesh is larger."""
+        fsdp = self.config.train.mesh.fsdp
         if 2 * fsdp > self.target.devices:
-            return longest
-        while with_mesh is None and self.target.devices % (2 * fsdp) == 0:
+            return
+        while self.target.devices % (2 * fsdp) == 0:
             fsdp *= 2
             self.show(f"it does not fit: tracing it with train.mesh.fsdp: {fsdp} for {self.target.name}")
-            split = self.compile(Graph(longest.kind, longest.rows, longest.length), mesh=Mesh(fsdp=fsdp))
-            with_mesh = split if split.fits else None
-        return report.add_mesh_advice(longest, fsdp, with_mesh)
+            result = self.compile(Graph(longest.kind, longest.rows, longest.length), mesh=Mesh(fsdp=fsdp))
+            if result.fits and result.needed:
+                yield f"with train.mesh.fsdp: {fsdp} it would need {report.format_gib(result.needed)} and fit"
+                return
+        yield f"no train.mesh.fsdp up to {fsdp} makes it fit"
 
     def search_batch(self, first: GraphResult) -> LargestBatch:
         """Returns the largest training batch that fits, by bisection over rows per device. Starts at the file's batch,
