@@ -28,7 +28,6 @@ from torch_xla.debug import profiler
 
 from training.accelerators import ACCELERATORS
 from training.backends.compile_cache import open_cache
-from training.backends.placement import bytes_on_device
 from training.backends.protocol import REPORT, Backend, PendingReport
 from training.backends.torch.state import build_network
 from training.backends.torch.step import HostArray, StepInputs, TrainingStep
@@ -78,30 +77,30 @@ class TorchXla(Backend):
         began, environment = time.monotonic(), os.environ
         library = environment.get("TPU_LIBRARY_PATH") or environment.get("PTXLA_TPU_LIBRARY_PATH")
         self._cache = open_cache(environment, library, f"torch_xla {torch_xla.__version__}", warn)
-        self._sharding = DataParallel(cluster, config.train.mesh.fsdp)
+        self.sharding = DataParallel(cluster, config.train.mesh.fsdp)
         opened = time.monotonic()
-        self.devices = self._sharding.devices
+        self.devices = self.sharding.devices
         self._exchange = None
-        if cluster.hosts > 1 and not self._sharding.is_spmd:
+        if cluster.hosts > 1 and not self.sharding.is_spmd:
             self._exchange = TcpAllReduce(cluster, rendezvous, config.rendezvous.seconds)
-        self.in_flight = 0 if self._exchange else 2 if self._sharding.is_spmd else 1
+        self.in_flight = 0 if self._exchange else 2 if self.sharding.is_spmd else 1
         rendezvous.set_phase("building the model")
         network, noise = build_network(
-            config, requirements, remat="attention" if self._sharding.is_spmd else "none", only_traces=only_traces,
+            config, requirements, remat="attention" if self.sharding.is_spmd else "none", only_traces=only_traces,
             barrier=xm.optimization_barrier_, loop=internals.loop_over,
             kernel=self._find_kernel(config, cluster, only_traces),
         )  # fmt: skip
-        self._checked = CheckedPrograms(os.environ, comparable=self._sharding.is_spmd, warns=cluster.is_first)
+        self._checked = CheckedPrograms(os.environ, comparable=self.sharding.is_spmd, warns=cluster.is_first)
         # What earlier runs in this process have counted.
         self._before = read_counts()
-        layers = choose_layers(network, config.train) if self._sharding.is_spmd else None
+        layers = choose_layers(network, config.train) if self.sharding.is_spmd else None
         self.state = State(network, load(OPTIMIZERS[config.train.optimizer]["torch"]), config.train, noise, layers)
         self._stepped = False
         task_sums = load(TASKS[config.task].torch)
-        self._step = TrainingStep(config, cluster, self.state, self._sharding, task_sums)
-        say, warn_here = (note, warn) if cluster.is_first else (_silent, _silent)
+        self._step = TrainingStep(config, cluster, self.state, self.sharding, task_sums)
+        say, warn_here = (note, warn) if cluster.is_first else (lambda _line: None,) * 2
         is_fast = noise is not None or layers is not None or network.attention_note is not None
-        is_own = environment["PJRT_DEVICE"] == "CPU" and not self._sharding.is_spmd  # preflight traces for others
+        is_own = environment["PJRT_DEVICE"] == "CPU" and not self.sharding.is_spmd  # preflight traces for others
         slow = describe_slow_products() if is_own else None
         for line in filter(None, (network.attention_note, slow_parts(network, is_fast=is_fast), slow)):
             say(line)
@@ -116,7 +115,7 @@ class TorchXla(Backend):
             return "the Pallas kernel needs a TPU of generation v4 or newer"
         if config.train.precision == "fp32":
             return "the Pallas kernel multiplies in bf16, and train.precision is fp32"
-        return splash_attention(self._sharding)
+        return splash_attention(self.sharding)
 
     # --- steps
 
@@ -129,7 +128,7 @@ class TorchXla(Backend):
         trace = partial(self._step.trace, number)
         report = self._training.run(Step(_shapes(batch), inputs, self._step.seed(number), trace))
         if not self._stepped:
-            self._sharding.require_declared(self.state.buffers())
+            self.sharding.require_declared(self.state.buffers())
             self._stepped = True
         return self._pending(report, trains=True)
 
@@ -139,7 +138,7 @@ class TorchXla(Backend):
             flat = self._step.flatten(*self._step.gradients(number, inputs))
         torch_xla.sync()
         total = torch.from_numpy(exchange.sum(self.state.to_host(flat).numpy()))
-        flat = total.to(self._sharding.device)
+        flat = total.to(self.sharding.device)
         update = self._step.update(*self._step.unflatten(flat), inputs.scalars[0])
         self.state.wait_before_mutation()
         torch_xla.sync()
@@ -178,8 +177,8 @@ class TorchXla(Backend):
 
     def _send(self, inputs: StepInputs[HostArray]) -> StepInputs[Tensor]:
         """Uploads a step's inputs, before the first step the state too."""
-        self.state.upload(self._sharding)
-        return inputs.with_leaves(self._sharding.send(inputs.leaves()))
+        self.upload()
+        return inputs.with_leaves(self.sharding.send(inputs.leaves()))
 
     def _compare(self, kind: str, shapes: Shapes, outputs: Any) -> None:
         """Compares the program of `outputs()`, not yet run, with preflight's: see `CheckedPrograms.compare`."""
@@ -193,7 +192,7 @@ class TorchXla(Backend):
     def state_slices(self) -> StateSlices:
         """Returns name -> slices, each with the hosts that hold it, of the tensors that are split."""
         specs = self.state.tensor_specs()
-        split = {name: self._sharding.slices(name, spec.shape) for name, spec in specs.items()}
+        split = {name: self.sharding.slices(name, spec.shape) for name, spec in specs.items()}
         return {name: slices for name, slices in split.items() if slices}
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
@@ -201,31 +200,15 @@ class TorchXla(Backend):
         TrainError, and copies nothing, if a trace differs from the step that ran."""
         for cache in (self._training, self._evaluation):
             cache.verify()
-        return self.state.snapshot(buffers, self._sharding)
+        return self.state.snapshot(buffers, self.sharding)
 
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         """Replaces whole tensors before the first step. Raises Damaged for one without a place."""
         self.state.load(tensors)
 
-    def state_bytes(self) -> dict[str, int]:
-        """Returns the bytes that each device holds of each of the state's buffers."""
-        mesh = self._sharding.mesh_shape
-        return {name: bytes_on_device(name, tuple(value.shape), mesh) for name, value in self.state.buffers().items()}
-
-    def upload(self) -> Any:
-        """Moves the state to the devices, unless it is there, and returns the network."""
-        self.state.upload(self._sharding)
-        return self.state.network
-
-    def state_shardings(self) -> dict[str, str]:
-        """Returns the placement of each of the state's buffers, as XLA writes it."""
-        return {name: self._sharding.describe(name, tuple(value.shape)) for name, value in self.state.buffers().items()}
-
-    def declare_mutated(self, tensor: Tensor) -> None:
-        """Declares the placement of a tensor of an empty state that a traced operation has just changed in place, if it
-        is the first change of it; does nothing for other tensors."""
-        if name := self.state.undeclared.pop(id(tensor), None):
-            self._sharding.declare_state({name: tensor})
+    def upload(self) -> None:
+        """Moves the state to the devices, unless it is there."""
+        self.state.upload(self.sharding)
 
     # --- what the framework counted
 
@@ -246,7 +229,7 @@ class TorchXla(Backend):
         return {**own, "programs_from_cache": self._cache.loaded} if self._cache else own
 
     def device_memory(self) -> tuple[int, int]:
-        return memory_of(self._sharding)
+        return memory_of(self.sharding)
 
     def fallbacks(self) -> list[str]:
         """Returns the operations, sorted, that ran on the host since this backend was opened; no reads of numbers."""
@@ -255,10 +238,6 @@ class TorchXla(Backend):
 
     def preflight(self) -> str | None:
         return self._checked.summary()
-
-
-def _silent(_line: str) -> None:
-    """Drops a line that the first host alone prints."""
 
 
 def _shapes(batch: Arrays) -> Shapes:

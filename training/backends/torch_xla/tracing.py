@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from training.accelerators import Accelerator
+from training.backends.placement import bytes_on_device
 from training.backends.protocol import BuildBackend
 from training.backends.torch_xla import internals
 from training.backends.torch_xla.backend import TorchXla
@@ -52,24 +53,31 @@ class TorchTracer:
             self._backend = self._open_backend(partial(TorchXla, only_traces=True))
             self._state_is_lost = False
         self._backend.upload()
-        return self._backend.state_bytes()
+        buffers, mesh = self._backend.state.buffers(), self._backend.sharding.mesh_shape
+        return {name: bytes_on_device(name, tuple(value.shape), mesh) for name, value in buffers.items()}
 
     def trace(self, kind: str, batch: Arrays) -> Program:
         """Traces the step (`kind` is "training") or the evaluation for a global batch. Call `open` before each: a step
         leaves the state uncomputed. Raises DataDependentProgram."""
         backend = self._backend
         assert backend is not None
-        network = backend.upload()
-        buffers = backend.state.buffers()
+        state, sharding = backend.state, backend.sharding
+        buffers = state.buffers()
         names = dict(zip(internals.handles(list(buffers.values())), buffers, strict=True))
         assert len(names) == len(buffers), "each buffer has a handle of its own"
-        shardings = backend.state_shardings()
-        with record_module_names(network), DataDependenceGuard(), MutationWatcher(backend.declare_mutated):
+        shardings = {name: sharding.describe(name, tuple(value.shape)) for name, value in buffers.items()}
+
+        def declare(tensor: Any) -> None:
+            """Declares the placement of a placeholder that a traced operation has just changed for the first time."""
+            if name := state.undeclared.pop(id(tensor), None):
+                sharding.declare_state({name: tensor})
+
+        with record_module_names(state.network), DataDependenceGuard(), MutationWatcher(declare):
             self._state_is_lost = kind == "training"
             report = backend.trace(kind, batch)
             if not self._state_is_lost:
                 return extract_program([report], names, shardings)
-            buffers = backend.state.buffers()
+            buffers = state.buffers()
             made = internals.order_outputs({handle: buffers[name] for handle, name in names.items()}, report)
             return extract_program([*made.values(), report], names, shardings)
 
