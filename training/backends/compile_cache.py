@@ -87,20 +87,15 @@ class ProgramStore:
                 f"kept as long as there is {mark}"
             )
             return None
-        try:
+        with contextlib.suppress(OSError):
             content = path.read_bytes()
-        except OSError:
-            return None
-        head, program = content[: len(MAGIC) + _DIGEST_BYTES], content[len(MAGIC) + _DIGEST_BYTES :]
-        if head != MAGIC + hashlib.sha256(program).digest():
+            head, program = content[: len(MAGIC) + _DIGEST_BYTES], content[len(MAGIC) + _DIGEST_BYTES :]
+            if head == MAGIC + hashlib.sha256(program).digest():
+                mark.touch()
+                os.utime(path)  # the time of its last use
+                return program
             self.remove(key)
-            return None
-        try:
-            mark.touch()
-            os.utime(path)  # the time of its last use
-        except OSError:
-            return None
-        return program
+        return None
 
     def write(self, key: str, program: bytes) -> None:
         """Keeps a program, unless it alone exceeds the bound or is marked as unproven. Removes the least recently used
