@@ -19,12 +19,14 @@ from training.preflight.checked_programs import CheckedPrograms
 from training.preflight.compiler import Program, hash_hlo
 from training.preflight.hlo import Module, Work, find_origin, read_work
 from training.preflight.programs import Graph, TracedProgram, assume_facts, empty_batch, list_graphs
-from training.preflight.report import GIB, GraphResult, describe_refusal, explain_refusal, roofline
+from training.preflight.report import GIB, GraphResult, describe, explain_refusal, roofline
 from training.preflight.search import bisect, estimate_edge
 
 CONFIG = TrainerConfig.model_validate(
     small_runs.document(Path(), model={"name": "bert-base"}, train__global_batch_size=64, evaluation__batch_size=16)
 )
+
+V3 = accelerator("v3-8")
 
 # libtpu 0.0.21 on BERT, shortened.
 REFUSAL = """\
@@ -102,7 +104,7 @@ def test_equal_allocations_of_a_refusal_are_counted() -> None:
 
 def test_a_program_that_does_not_fit_is_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = TracedProgram(Graph("training", 128, 512), Program(""), 0, 0.0)
-    large, less = (describe_refusal(traced, f"Used {size}G of 15.48G hbm.", 1.0) for size in ("22.46", "16.00"))
+    large, less = (describe(traced, f"Used {size}G of 15.48G hbm.", 1.0, V3) for size in ("22.46", "16.00"))
     trial = search.Trial(CONFIG, assume_facts(CONFIG, 100, (512,), None), accelerator("v4-16"), print)
 
     def advise(result: GraphResult) -> list[str]:
@@ -133,7 +135,7 @@ def test_the_estimated_time_is_cycles_at_the_clock_that_gives_a_chip_its_peak() 
 )
 def test_the_edge_is_estimated_from_the_nearest_two_results(needed: dict[int, float], expected: float | None) -> None:
     traced = TracedProgram(Graph("training", 128, 512), Program(""), 0, 0.0)
-    known = {rows: describe_refusal(traced, f"Used {size:.2f}G of 16.00G hbm.", 1.0) for rows, size in needed.items()}
+    known = {rows: describe(traced, f"Used {size:.2f}G of 16.00G hbm.", 1.0, V3) for rows, size in needed.items()}
     assert estimate_edge(known, 16 * GIB) == (expected if expected is None else pytest.approx(expected))
 
 

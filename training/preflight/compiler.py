@@ -23,14 +23,15 @@ from training.accelerators import Accelerator, accelerator
 from training.errors import BadInput, Exit, TrainError
 from training.preflight.hlo import Collective, read_work
 
-# The versions with which the private interfaces were tested, by that of libtpu: those of each image, so that preflight
-# compiles with the compiler of the run. jaxlib's version is jax's.
-_TESTED = {
-    "0.0.21": {"jax": "0.7.1", "torch_xla": "2.9.0"},  # torch-xla; tensorflow, without requirements-tpu.txt
-    "0.0.17": {"jax": "0.6.2", "torch_xla": "2.8.0"},  # torch-xla with requirements-2.8.txt
-    "0.0.52": {},  # torch-tpu, which compiles without jaxlib
-}
-_NEWEST = "0.0.21"
+# The versions with which the private interfaces were tested: those of each image, so that preflight compiles with the
+# compiler of the run. The newest with jaxlib comes first.
+_TESTED = (
+    # torch-xla; tensorflow, without requirements-tpu.txt
+    {"jax": "0.7.1", "jaxlib": "0.7.1", "libtpu": "0.0.21", "torch_xla": "2.9.0"},
+    # torch-xla with requirements-2.8.txt
+    {"jax": "0.6.2", "jaxlib": "0.6.2", "libtpu": "0.0.17", "torch_xla": "2.8.0"},
+    {"libtpu": "0.0.52"},  # torch-tpu, which compiles without jaxlib
+)
 
 # Unless these are set, libtpu asks the metadata server of a TPU VM for them.
 _ENVIRONMENT_WITHOUT_TPU = {
@@ -108,17 +109,18 @@ class CompiledProgram:
     collectives: Sequence[Collective]
 
 
+def _installed_version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
 def required_versions(*, tracing: bool = False) -> dict[str, str]:
     """Returns the versions that belong to the installed libtpu, or to the newest tested one if it is missing or not
     tested: of the compiler's packages; also of torch_xla if `tracing`."""
-    libtpu = _NEWEST
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        libtpu = importlib.metadata.version("libtpu")
-    libtpu = libtpu if libtpu in _TESTED else _NEWEST
-    tested = _TESTED[libtpu]
-    jax = {name: tested["jax"] for name in ("jax", "jaxlib") if "jax" in tested}
-    compiler = {**jax, "libtpu": libtpu}
-    return {**compiler, "torch_xla": tested.get("torch_xla", _TESTED[_NEWEST]["torch_xla"])} if tracing else compiler
+    libtpu = _installed_version("libtpu")
+    tested = next((versions for versions in _TESTED if versions["libtpu"] == libtpu), _TESTED[0])
+    return {name: version for name, version in tested.items() if tracing or name != "torch_xla"}
 
 
 def require_versions(needed: Mapping[str, str] | None = None) -> None:
@@ -128,17 +130,15 @@ def require_versions(needed: Mapping[str, str] | None = None) -> None:
         raise CompilerUnavailable(
             "preflight can't trace with the TensorFlow wheel for TPUs, which lowers programs on a TPU alone: use the "
             "image for CPUs, `tpu-launch preflight --set image.build_args={}`; its compiler, libtpu "
-            f"{_NEWEST}, is newer than the run's"
+            f"{_TESTED[0]['libtpu']}, is newer than the run's"
         )
     mistakes = []
     needed = required_versions() if needed is None else needed
     for name, version in needed.items():
-        try:
-            installed = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+        installed = _installed_version(name)
+        if installed is None:
             mistakes.append(f"{name} is not installed ({version} is needed)")
-            continue
-        if installed != version:
+        elif installed != version:
             mistakes.append(f"{name} is {installed}; only {version} was tested")
     if mistakes:
         packages = " ".join(f"{name}=={version}" for name, version in needed.items())

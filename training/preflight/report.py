@@ -119,45 +119,34 @@ class Report:
 # --- From facts to results
 
 
-def describe_executable(
-    traced: TracedProgram, compiled: CompiledProgram, target: Accelerator, other_programs: int
+def describe(
+    traced: TracedProgram, outcome: CompiledProgram | str, seconds: float, target: Accelerator, other_programs: int = 0
 ) -> GraphResult:
-    """Returns the result for a compiled program. It still does not fit if the state beside it and the code of the run's
-    other programs (`other_programs` bytes) leave too little memory."""
-    capacity = target.generation.usable_hbm_bytes_per_device
-    memory = replace(compiled.memory, resident=traced.resident_bytes + other_programs, capacity=capacity)
-    fits = memory.total <= capacity
-    costs = roofline(compiled.flops, compiled.bytes_accessed, target, traced.graph.rows, compiled.cycles)
-    beside = f" ({format_gib(memory.resident)} of them for state and programs beside it)" if memory.resident else ""
-    return _make_result(
-        traced,
-        fits=fits,
-        reason=None if fits else f"{_too_large_reason(memory.total, capacity)}{beside}",
-        needed=memory.total,
-        memory=memory,
-        costs=costs,
-        collectives=compiled.collectives,
-        compile_seconds=compiled.seconds,
-    )
-
-
-def describe_refusal(traced: TracedProgram, message: str, seconds: float) -> GraphResult:
-    """Returns the result for a program that the compiler refused with `message`, after `seconds`."""
-    needed, reason = explain_refusal(message)
-    largest = parse_allocations(message)[:LARGEST]
-    return _make_result(traced, fits=False, reason=reason, needed=needed, largest=largest, compile_seconds=seconds)
-
-
-def _make_result(traced: TracedProgram, **facts: Any) -> GraphResult:
-    """Returns a result with the shape, hash and tracing time of `traced`; `facts` are its other fields."""
-    graph = traced.graph
+    """Returns the result for a program that was compiled, or that the compiler refused with a message, in so many
+    seconds. A compiled one still does not fit if the state beside it and the code of the run's other programs
+    (`other_programs` bytes) leave too little memory."""
+    graph, rows = traced.graph, traced.graph.rows
+    facts: dict[str, Any]
+    if isinstance(outcome, str):
+        needed, reason = explain_refusal(outcome)
+        facts = {"fits": False, "reason": reason, "needed": needed, "largest": parse_allocations(outcome)[:LARGEST]}
+    else:
+        capacity = target.generation.usable_hbm_bytes_per_device
+        memory = replace(outcome.memory, resident=traced.resident_bytes + other_programs, capacity=capacity)
+        fits, size = memory.total <= capacity, format_gib(memory.resident)
+        beside = f" ({size} of them for state and programs beside it)" if memory.resident else ""
+        reason = f"{_too_large_reason(memory.total, capacity)}{beside}"
+        costs = roofline(outcome.flops, outcome.bytes_accessed, target, rows, outcome.cycles)
+        facts = {"fits": fits, "reason": None if fits else reason, "needed": memory.total, "memory": memory}
+        facts |= {"costs": costs, "collectives": outcome.collectives}
     return GraphResult(
         graph=str(graph),
         kind=graph.kind,
-        rows=graph.rows,
+        rows=rows,
         length=graph.length,
         hash=traced.program.hash,
         trace_seconds=traced.seconds,
+        compile_seconds=seconds,
         **facts,
     )
 

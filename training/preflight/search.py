@@ -72,19 +72,18 @@ def compile_all(
         show(f"compiling {traced.graph} for {target.name}")
         began = time.monotonic()
         try:
-            return compiler.compile_program(traced.program, target, flags), time.monotonic() - began
+            compiled = compiler.compile_program(traced.program, target, flags)
+            return compiled, compiled.seconds
         except compiler.CompilationRefused as error:
             return str(error), time.monotonic() - began
 
     # Two at a time: the compiler uses little more than one core, and each further one would need more memory.
     with ThreadPoolExecutor(max_workers=2) as pool:
         outcomes = list(pool.map(compile_one, programs))
-    code = sum(outcome.memory.code for outcome, _ in outcomes if isinstance(outcome, CompiledProgram))
+    sizes = [0 if isinstance(outcome, str) else outcome.memory.code for outcome, _ in outcomes]
     graphs = [
-        report.describe_refusal(traced, outcome, seconds)
-        if isinstance(outcome, str)
-        else report.describe_executable(traced, outcome, target, code - outcome.memory.code)
-        for traced, (outcome, seconds) in zip(programs, outcomes, strict=True)
+        report.describe(traced, outcome, seconds, target, sum(sizes) - size)
+        for traced, (outcome, seconds), size in zip(programs, outcomes, sizes, strict=True)
     ]
     capacity = target.generation.usable_hbm_bytes_per_device
     all_flags = join_flags(os.environ.get(LIBTPU_FLAGS, "").replace(compiler.DEEP_STACKS, ""), flags)
