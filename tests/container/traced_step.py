@@ -10,6 +10,8 @@ import re
 import sys
 from typing import Any
 
+from jaxlib.xla_client import _xla
+
 from training.accelerators import accelerator
 from training.config import load
 from training.preflight.compiler import compile_program
@@ -25,7 +27,9 @@ def describe(path: str, name: str) -> dict[str, Any]:
     signature = next(line for line in text.splitlines() if "func.func" in line and "@main" in line)
     inputs, _, outputs = signature.partition(") -> ")
     sizes = [_bytes(shape) for shape in re.findall(r"%arg\d+: tensor<([^>]*)>", inputs)]
-    compiled = compile_program(traced.program, target).text
+    compiled = _xla.HloModule.from_serialized_hlo_module_proto(
+        compile_program(traced.program, target).module
+    ).to_string()
     local = re.search(r"entry_computation_layout=\{.*->\((.*)\)\}", compiled)
     dimensions = re.findall(r"[a-z]\w*\[([\d,]*)\]", local.group(1).replace(" ", ""))
     return {

@@ -107,6 +107,7 @@ class CompiledProgram:
     bytes_accessed: float
     cycles: int  # by the compiler's estimate, of all operations but collectives
     collectives: Sequence[Collective]
+    module: bytes  # the optimised, scheduled program: a serialized HloModuleProto
 
 
 def _installed_version(package: str) -> str | None:
@@ -204,7 +205,7 @@ def gather_facts(module: bytes, costs: Mapping[str, float], memory: Memory, seco
     costs and `memory`, after so many `seconds`."""
     work = read_work(module)
     flops, size = costs.get("flops", 0.0) * work.loops, costs.get("bytes accessed", 0.0) * work.loops
-    return CompiledProgram(seconds, memory, flops, size, work.cycles, work.collectives)
+    return CompiledProgram(seconds, memory, flops, size, work.cycles, work.collectives, module)
 
 
 def _compile_options(devices: int, *, replicated: bool) -> Any:
