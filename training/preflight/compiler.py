@@ -152,11 +152,11 @@ def require_versions(needed: Mapping[str, str] | None = None) -> None:
 def hash_hlo(hlo: str) -> str:
     """Returns a hash, 16 hex digits, of a module in HLO's text form. Ignores layouts and metadata (source lines, the
     framework's names of operations), which may differ between devices and machines for the same computation; names of
-    instructions count. Ignores shardings too that are written at an operation, which torch_xla derives from those of
-    its arguments; declared ones are at parameters and custom calls."""
+    instructions count. Ignores shardings but those of custom calls too: torch_xla derives an operation's from those of
+    its arguments, and an argument's follow from the mesh."""
     for pattern in (r", metadata=\{[^{}]*\}", r"(?<=\])\{[\d,]*\}", r", entry_computation_layout=\{.*\}(?=\n|,)"):
         hlo = re.sub(pattern, "", hlo)
-    hlo = re.sub(r"(?m)^(?!.* (?:parameter|custom-call)\()(.*), sharding=\{[^{}]*\}", r"\1", hlo)
+    hlo = re.sub(r"(?m)^(?!.* custom-call\()(.*), sharding=\{[^{}]*\}", r"\1", hlo)
     return hashlib.sha256(hlo.encode()).hexdigest()[:16]
 
 

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -182,7 +182,11 @@ class TorchXla(Backend):
 
     def _compare(self, kind: str, shapes: Shapes, outputs: Any) -> None:
         """Compares the program of `outputs()`, not yet run, with preflight's: see `CheckedPrograms.compare`."""
-        self._checked.compare(kind, [shape for _, shape in shapes], lambda: hash_hlo(internals.program_text(outputs())))
+        self._checked.compare(kind, [shape for _, shape in shapes], lambda: self.hash_program(outputs()))
+
+    def hash_program(self, outputs: Sequence[Tensor]) -> str:
+        """Returns a hash of the program that would compute these outputs over this mesh, the same in every process."""
+        return hash_hlo(f"{self.sharding.mesh_shape}\n{internals.program_text(outputs)}")
 
     # --- state
 

@@ -7,10 +7,10 @@ torch_xla (`internals`), of the version that `training.preflight.compiler` names
 from __future__ import annotations
 
 import gc
-import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +25,7 @@ from training.backends.protocol import BuildBackend
 from training.backends.torch_xla import internals
 from training.backends.torch_xla.backend import TorchXla
 from training.batch import Arrays
-from training.preflight.compiler import DataDependentProgram, Program, hash_hlo, require_versions, required_versions
+from training.preflight.compiler import DataDependentProgram, Program, require_versions, required_versions
 from training.preflight.hlo import BACKWARD
 from training.preflight.programs import model_place
 
@@ -40,26 +40,25 @@ class TorchTracer:
         require_versions(required_versions(tracing=True))
         self._open_backend = open_backend
         self._backend: TorchXla | None = None
-        self._state_is_lost = False  # a traced step leaves the state uncomputed
         internals.simulate_devices(slice_.devices)
 
     def open(self) -> dict[str, int]:
-        """Builds the model unless it is built, and again if a traced training step left its state uncomputed. Returns
-        the bytes that each device holds of each of the state's tensors and packed buffers."""
-        if self._state_is_lost:
-            self.close()
+        """Builds the model unless it is built. Returns the bytes that each device holds of each of the state's tensors
+        and packed buffers."""
         if self._backend is None:
+            gc.collect()
             self._backend = self._open_backend(partial(TorchXla, only_traces=True))
-            self._state_is_lost = False
         self._backend.upload()
         buffers, mesh = self._backend.state.buffers(), self._backend.sharding.mesh_shape
         return {name: bytes_on_device(name, tuple(value.shape), mesh) for name, value in buffers.items()}
 
     def trace(self, kind: str, batch: Arrays) -> Program:
         """Traces the step (`kind` is "training") or the evaluation for a global batch. Call `open` before each: a step
-        leaves the state uncomputed. Raises DataDependentProgram."""
-        backend = self._backend
+        leaves the state uncomputed, so its model is released. Raises DataDependentProgram."""
+        backend, trains = self._backend, kind == "training"
         assert backend is not None
+        if trains:
+            self._backend = None
         state, sharding = backend.state, backend.sharding
         buffers = state.buffers()
         names = dict(zip(internals.handles(list(buffers.values())), buffers, strict=True))
@@ -72,13 +71,12 @@ class TorchTracer:
                 sharding.declare_state({name: tensor})
 
         with record_module_names(state.network), StepWatcher(declare):
-            self._state_is_lost = kind == "training"
-            report = backend.trace(kind, batch)
-            if not self._state_is_lost:
-                return extract_program([report], names, shardings)
-            buffers = state.buffers()
-            made = internals.order_outputs({handle: buffers[name] for handle, name in names.items()}, report)
-            return extract_program([*made.values(), report], names, shardings)
+            outputs = [backend.trace(kind, batch)]
+            if trains:
+                buffers = state.buffers()
+                made = internals.order_outputs({handle: buffers[name] for handle, name in names.items()}, outputs[0])
+                outputs = [*made.values(), *outputs]
+            return replace(extract_program(outputs, names, shardings), hash=backend.hash_program(outputs))
 
     def close(self) -> None:
         """Releases the model and its memory; `open` builds it again."""
@@ -159,7 +157,7 @@ def _depends_on_data(function: Any, arguments: Any) -> bool:
 def extract_program(
     outputs: Sequence[Any], state: Mapping[int, str], shardings: Mapping[str, str] = MappingProxyType({})
 ) -> Program:
-    """Returns the program that a `torch_xla.sync()` would run to compute `outputs`, without running it. `state` names
+    """Returns the program that a `torch_xla.sync()` would run to compute `outputs`, without its hash. `state` names
     the tensors that the program may overwrite, by their handles before it was traced; `shardings`: their placements by
     name, which the program of placeholders lacks."""
     from jaxlib import xla_client
@@ -170,16 +168,4 @@ def extract_program(
     computation = xla_client.XlaComputation(internals.program_proto(outputs))
     text: str = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
     placed = {number: shardings[name] for number, name in arguments.items() if name in shardings}
-    hlo = internals.program_text(outputs)
-    return Program(text, frozenset(arguments), arguments, hash_hlo(place_parameters(hlo, placed)), shardings=placed)
-
-
-def place_parameters(hlo: str, shardings: Mapping[int, str]) -> str:
-    """Adds to a module's text the shardings of the entry computation's parameters, by number."""
-    before, entry, body = hlo.partition("\nENTRY ")
-
-    def place(match: re.Match[str]) -> str:
-        sharding = shardings.get(int(match[1]))
-        return f"{match[0]}, sharding={sharding}" if sharding else match[0]
-
-    return before + entry + re.sub(r"(?m) parameter\((\d+)\)(?=$|, metadata)", place, body)
+    return Program(text, frozenset(arguments), arguments, shardings=placed)
