@@ -298,9 +298,9 @@ def test_a_shape_that_depends_on_data_is_named_with_its_line() -> None:
     values = torch.ones(8).to(torch_xla.device())
     place = r"test_preflight\.py:\d+: return values\[values > 0\]\.sum\(\)"
     message = rf"aten\.index\.Tensor depends on the values.*{place}"
-    with pytest.raises(DataDependentProgram, match=message), tracing.StepWatcher(print):
+    with pytest.raises(DataDependentProgram, match=message), tracing.DataDependenceGuard():
         Picky()(values)
-    with tracing.StepWatcher(print):
+    with tracing.DataDependenceGuard():
         assert Steady()(values).shape == (2,)
 
 

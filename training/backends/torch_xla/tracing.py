@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_modules
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from training.accelerators import Accelerator
@@ -70,7 +71,7 @@ class TorchTracer:
             if name := state.undeclared.pop(id(tensor), None):
                 sharding.declare_state({name: tensor})
 
-        with record_module_names(state.network), StepWatcher(declare):
+        with record_module_names(state.network), DataDependenceGuard(), MutationWatcher(declare):
             outputs = [backend.trace(kind, batch)]
             if trains:
                 buffers = state.buffers()
@@ -122,13 +123,25 @@ def record_module_names(network: Any) -> Iterator[None]:
             hook.remove()
 
 
-class StepWatcher(TorchDispatchMode):  # type: ignore[misc]  # torch is not here when types are checked
-    """Raises DataDependentProgram in its block for an operation whose shape, or result in Python, depends on data, and
-    calls a function with each tensor that an operation has changed in place."""
+class MutationWatcher(TorchFunctionMode):  # type: ignore[misc]  # torch is not here when types are checked
+    """Calls a function in this block with each tensor that an operation has changed in place. (A dispatch mode would
+    see other objects than the state's.)"""
 
     def __init__(self, see: Callable[[Any], None]) -> None:
         super().__init__()
         self._see = see
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        """Runs a function and returns its result; if its name ends in one "_", passes its first argument to `see`."""
+        result = function(*arguments, **(options or {}))
+        name = getattr(function, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):
+            self._see(arguments[0])
+        return result
+
+
+class DataDependenceGuard(TorchDispatchMode):  # type: ignore[misc]
+    """Raises DataDependentProgram in its block for an operation whose shape, or result in Python, depends on data."""
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         """Runs an operation. Raises DataDependentProgram, with its line of Python, if it depends on data."""
@@ -139,10 +152,7 @@ class StepWatcher(TorchDispatchMode):  # type: ignore[misc]  # torch is not here
                 f"step, and compile again whenever the values give another shape{place}; use torch.where or a mask of "
                 "a fixed shape instead"
             )
-        result = function(*arguments, **(options or {}))
-        if function._schema.name.endswith("_"):
-            self._see(arguments[0])
-        return result
+        return function(*arguments, **(options or {}))
 
 
 def _depends_on_data(function: Any, arguments: Any) -> bool:
