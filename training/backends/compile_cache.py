@@ -4,9 +4,7 @@ A plugin is a library with one function, `GetPjrtApi`, which returns a table of 
 (https://github.com/openxla/xla/blob/main/xla/pjrt/c/pjrt_c_api.h). The table belongs to the library: every caller that
 loads the same file gets the same table. So `open_cache`, called before the framework opens its devices, puts a function
 into the table that looks into the store first, and calls the plugin's own if the program is not there, or can't be
-serialised or loaded. JAX's own cache serialises and loads programs by the same three functions of libtpu. torch_xla 2.9
-has a cache of its own (`initialize_cache`) that writes entries and can't read them, on TPUs and on CPUs
-(https://github.com/pytorch/xla/issues/9094).
+serialised or loaded. JAX's own cache serialises and loads programs by the same three functions of libtpu.
 
 The store is a folder: one file an entry, named by its key.
 

@@ -174,15 +174,9 @@ class State(HostState):
                 for name, buffer in buffers.items()
             )
             return self._snapshot
-        keys = {
-            name: {name, *(key_in_part(name, held.box, spec.shape) for held in split.get(name, ()))}
-            for name, spec in self._specs.items()
-        }
-        wanted = {
-            name: 4 * value.numel()
-            for name, value in values.items()
-            if any(keys[member] & buffers.keys() for member in self._members.get(name, [name]))
-        }
+        requested = {key.partition("[")[0] for key in buffers}  # names, without slices
+        members = {name: self._members.get(name, [name]) for name in values}
+        wanted = {name: 4 * value.numel() for name, value in values.items() if requested.intersection(members[name])}
         for names in in_batches(wanted):
             for name, box, array in self._copies({name: values[name] for name in names}, split):
                 shape = self._specs[name].shape
