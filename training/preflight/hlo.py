@@ -144,7 +144,6 @@ def _estimate_cycles(operation: _Operation) -> int:
 def _find_collectives(operations: list[_Operation]) -> list[Collective]:
     """Returns the collective operations of a step, one item for each kind."""
     elements: dict[str, Counter[str]] = {kind: Counter() for kind in COLLECTIVES}
-    sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for each in operations:
         opcode = each.instruction.opcode.decode()
@@ -159,10 +158,10 @@ def _find_collectives(operations: list[_Operation]) -> list[Collective]:
         counts[kind] += each.runs
         for dtype, dims in arrays:
             elements[kind][dtype] += each.runs * math.prod(dims)
-            sizes[kind] += each.runs * (math.prod(dims) * _bits(dtype) // 8)
+    sizes = {kind: sum(count * _bits(dtype) // 8 for dtype, count in found.items()) for kind, found in elements.items()}
     return [
-        Collective(kind, counts[kind], sum(elements[kind].values()), sizes[kind], dict(elements[kind].most_common()))
-        for kind in COLLECTIVES
+        Collective(kind, counts[kind], sum(found.values()), sizes[kind], dict(found.most_common()))
+        for kind, found in elements.items()
         if counts[kind]
     ]
 

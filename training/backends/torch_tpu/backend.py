@@ -133,7 +133,8 @@ class TorchTpu(Backend):
     # --- what the framework counted
 
     def compilations(self) -> tuple[int, float]:
-        return self._training.count + self._evaluation.count, self._training.seconds + self._evaluation.seconds
+        seconds = self._training.seconds + self._evaluation.seconds
+        return len(seconds), sum(seconds)
 
 
 def _widen(_norm: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
@@ -201,11 +202,7 @@ class StepProgram:
         self._state, self._host, self._trace = state, host, trace
         self._changed = state.changed if changes else []
         self._compiled: dict[Shapes, Callable[..., Sequence[Tensor]]] = {}
-        self.seconds = 0.0  # of all compilations
-
-    @property
-    def count(self) -> int:
-        return len(self._compiled)
+        self.seconds: list[float] = []  # of each compilation
 
     def run(self, inputs: StepInputs[Tensor]) -> Tensor:
         """Starts a step, compiled first for new shapes, keeps its new state, and returns its report without waiting."""
@@ -214,7 +211,7 @@ class StepProgram:
         if shapes not in self._compiled:
             began = time.monotonic()
             self._compiled[shapes] = self._compile(arguments, inputs)
-            self.seconds += time.monotonic() - began
+            self.seconds.append(time.monotonic() - began)
         *values, report = self._compiled[shapes](arguments)
         self._state.tensors.update(zip(self._changed, values, strict=True))
         return report
