@@ -280,7 +280,7 @@ def test_other_versions_are_refused() -> None:
     compiler.require_versions()
     message = r"libtpu is 0\.0\.\d+; only 9\.9\.9 was tested; nothing-such is not installed"
     with pytest.raises(CompilerUnavailable, match=message):
-        compiler.require_versions({"libtpu": "9.9.9", "nothing-such": "1"})
+        compiler.require_versions(tested=[{"libtpu": "9.9.9", "nothing-such": "1"}])
 
 
 def test_a_shape_that_depends_on_data_is_named_with_its_line() -> None:

@@ -6,7 +6,6 @@ because they crash. Nothing is executed here, and no executable is kept: that a 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -110,33 +109,25 @@ class CompiledProgram:
     module: bytes  # the optimised, scheduled program: a serialized HloModuleProto
 
 
-def _installed_version(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
+def require_versions(*, tracing: bool = False, tested: Sequence[Mapping[str, str]] = _TESTED) -> None:
+    """Raises CompilerUnavailable if a package is missing or has another version than belongs to the installed libtpu
+    (to the first in `tested`, if libtpu is missing or not tested), or if TensorFlow is the wheel for TPUs. The packages
+    are those of the compiler; also torch_xla if `tracing`."""
 
+    def find_version(package: str) -> str | None:
+        return next((found.version for found in importlib.metadata.distributions(name=package)), None)
 
-def required_versions(*, tracing: bool = False) -> dict[str, str]:
-    """Returns the versions that belong to the installed libtpu, or to the newest tested one if it is missing or not
-    tested: of the compiler's packages; also of torch_xla if `tracing`."""
-    libtpu = _installed_version("libtpu")
-    tested = next((versions for versions in _TESTED if versions["libtpu"] == libtpu), _TESTED[0])
-    return {name: version for name, version in tested.items() if tracing or name != "torch_xla"}
-
-
-def require_versions(needed: Mapping[str, str] | None = None) -> None:
-    """Raises CompilerUnavailable if a package is missing or has another version than in `needed` (None: those of the
-    compiler, `required_versions`), or if TensorFlow is the wheel for TPUs."""
-    if list(importlib.metadata.distributions(name="tensorflow-tpu")):
+    if find_version("tensorflow-tpu"):
         raise CompilerUnavailable(
             "preflight can't trace with the TensorFlow wheel for TPUs, which lowers programs on a TPU alone: use the "
             "image for CPUs, `tpu-launch preflight --set image.build_args={}`; its compiler, libtpu "
-            f"{_TESTED[0]['libtpu']}, is newer than the run's"
+            f"{tested[0]['libtpu']}, is newer than the run's"
         )
+    versions = next((each for each in tested if each["libtpu"] == find_version("libtpu")), tested[0])
+    needed = {name: version for name, version in versions.items() if tracing or name != "torch_xla"}
     mistakes = []
-    needed = required_versions() if needed is None else needed
     for name, version in needed.items():
-        installed = _installed_version(name)
+        installed = find_version(name)
         if installed is None:
             mistakes.append(f"{name} is not installed ({version} is needed)")
         elif installed != version:

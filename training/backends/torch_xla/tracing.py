@@ -26,7 +26,7 @@ from training.backends.protocol import BuildBackend
 from training.backends.torch_xla import internals
 from training.backends.torch_xla.backend import TorchXla
 from training.batch import Arrays
-from training.preflight.compiler import DataDependentProgram, Program, require_versions, required_versions
+from training.preflight.compiler import DataDependentProgram, Program, require_versions
 from training.preflight.hlo import BACKWARD
 from training.preflight.programs import model_place
 
@@ -38,7 +38,7 @@ class TorchTracer:
 
     def __init__(self, open_backend: BuildBackend, slice_: Accelerator) -> None:
         """Makes torch_xla trace for the slice's devices, in this process from here on. Raises CompilerUnavailable."""
-        require_versions(required_versions(tracing=True))
+        require_versions(tracing=True)
         self._open_backend = open_backend
         self._backend: TorchXla | None = None
         internals.simulate_devices(slice_.devices)
