@@ -22,9 +22,10 @@ class AdamWTorch:
         """Returns the moments by group ("adam_m", "adam_v") and by the parameter's name."""
         return dict(zip(STATE, self._moments, strict=True))
 
-    def move_state(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Replaces each moment by `move(moment)`, for example by a copy on a device."""
-        self._moments = [{name: move(value) for name, value in group.items()} for group in self._moments]
+    def move_state(self, move: Callable[[str, Tensor], Tensor]) -> None:
+        """Replaces each moment by `move(name, moment)`, for example by a copy on a device; names are "adam_m/..."."""
+        named = self.state().items()
+        self._moments = [{name: move(f"{group}/{name}", value) for name, value in of.items()} for group, of in named]
 
     def step_scalars(self, step: int) -> tuple[float, ...]:
         """Returns both bias corrections of step number `step`, counted from 0. `update` takes them as data, beside the

@@ -160,7 +160,7 @@ class DeviceState:
             return
         move(host.network, device)
         host.name_parameters()
-        host.optimizer.move_state(lambda value: value.to(device))
+        host.optimizer.move_state(lambda _name, value: value.to(device))
         if host.noise:
             host.noise.table = host.noise.table.to(device)
         self.tensors = {name: value.detach() for name, value in host.tensors().items()}
@@ -182,13 +182,13 @@ class DeviceState:
         model |= {name: next(values) for name in self._buffers}
         with stateless._reparametrize_module(host.network, model, tie_weights=True):
             host.name_parameters()
-            _replace_moments(host, own, new)
+            host.optimizer.move_state(lambda name, _value: new[name])
             if host.noise:
                 table, host.noise.table = host.noise.table, next(values)
             try:
                 yield
             finally:
-                _replace_moments(host, new, own)
+                host.optimizer.move_state(lambda name, _value: own[name])
                 if host.noise:
                     host.noise.table = table
         host.name_parameters()
@@ -239,9 +239,3 @@ def _cumsum(values: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
         return NotImplemented
     place = torch.arange(values.shape[-1], device=values.device)
     return torch.where(place <= place.unsqueeze(-1), values.unsqueeze(-2), 0).sum(-1, dtype=dtype)
-
-
-def _replace_moments(host: HostState, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-    """Replaces each tensor of the optimizer in `old` by that of the same name in `new`."""
-    names = {id(value): name for name, value in old.items()}
-    host.optimizer.move_state(lambda value: new[names[id(value)]])

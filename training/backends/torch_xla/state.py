@@ -141,7 +141,7 @@ class State(HostState):
         if self.noise:
             self.noise.table = sharding.send_replicated(self.noise.table.numpy())
         self._nothing = sharding.send_replicated(np.empty(0, np.float32))
-        self.optimizer.move_state(lambda _value: self._nothing.detach().clone())
+        self.optimizer.move_state(lambda _name, _value: self._nothing.detach().clone())
         for name, tensor in self.tensors().items():
             tensor.data = sent.get(name, self._nothing)
         self._packed = {name: sent[name] for name in self._members if name not in stacked}
