@@ -20,6 +20,11 @@ def mesh_shape(devices: int, fsdp: int) -> dict[str, int]:
     return {"data": devices // fsdp, FSDP: fsdp}
 
 
+def rows_first(dimensions: int) -> Axes:
+    """Returns the axes of an array that is split by its first dimension alone, over all devices."""
+    return (ROWS, *[None] * (dimensions - 1))
+
+
 def place(name: str, shape: tuple[int, ...], mesh: MeshShape) -> Axes:
     """Returns, for each axis of a tensor of the state, FSDP if it is split over "fsdp", else None: a tensor of several
     axes is split along the longest that "fsdp" divides, all others and packed buffers not at all. `name`: in a

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.backends.placement import ROWS, Axes
+from training.backends.placement import Axes, rows_first
 from training.backends.protocol import REPORT
 from training.backends.torch.state import HostState
 from training.batch import SUMS, Arrays, Signals
@@ -47,7 +47,7 @@ class HostArray:
 
 def rows_of(array: np.ndarray) -> HostArray:
     """Returns (rows, ...) of this host, split by rows over all devices of all hosts."""
-    return HostArray(array, (ROWS, *[None] * (array.ndim - 1)))
+    return HostArray(array, rows_first(array.ndim))
 
 
 def replicated(array: np.ndarray) -> HostArray:

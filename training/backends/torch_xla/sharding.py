@@ -22,7 +22,7 @@ import torch_xla.runtime as xla_runtime
 from torch import Tensor
 
 from training.backends import placement
-from training.backends.placement import FSDP, ROWS, Axes, mesh_shape
+from training.backends.placement import FSDP, ROWS, Axes, mesh_shape, rows_first
 from training.backends.torch.step import HostArray, replicated, rows_of
 from training.backends.torch_xla import internals
 from training.checkpoint.tensors import HeldSlice
@@ -94,13 +94,13 @@ class DataParallel:
     def send(self, arrays: list[HostArray]) -> list[Tensor]:
         """Uploads all arrays in one call, each with its layout over the devices."""
         tensors = [torch.from_numpy(np.ascontiguousarray(value.array)) for value in arrays]
+        if not self.is_spmd:
+            return internals.upload(tensors, self.device, None)
         specs = [self._spec(value.axes, tensor) for value, tensor in zip(arrays, tensors, strict=True)]
-        return internals.upload(tensors, self.device, specs if self.is_spmd else None)
+        return internals.upload(tensors, self.device, specs)
 
     def _spec(self, axes: Axes, tensor: Tensor) -> Any:
-        """Returns torch_xla's description of a tensor's split over the mesh; None without a mesh."""
-        if not self.is_spmd:
-            return None
+        """Returns torch_xla's description of a tensor's split over the mesh."""
         if axes not in self._specs:
             minibatch = self._hosts > 1 and axes[:1] == (ROWS,)
             self._specs[axes] = spmd.ShardingSpec(self._mesh_of(axes), axes, minibatch=minibatch)
@@ -141,13 +141,13 @@ class DataParallel:
             layer.register_forward_hook(self._split_hidden)
         if hasattr(network, "has_plain_head") and self.mesh_shape["data"] == 1:
             # Gather rows rather than the head: each device computes its part of the vocabulary for all rows.
-            network.lm_head.register_forward_pre_hook(lambda _, rows: (self._gather(rows[0], _rows_first(3)),))
+            network.lm_head.register_forward_pre_hook(lambda _, rows: (self._gather(rows[0], rows_first(3)),))
 
     def _split_hidden(self, _layer: Any, _arguments: Any, output: Any) -> Any:
         """Returns a layer's output, or tuple of outputs, with the first, (rows, positions, width), declared by rows."""
         if isinstance(output, tuple):
-            return (_Placed.apply(output[0], self, _rows_first(output[0].ndim)), *output[1:])
-        return _Placed.apply(output, self, _rows_first(output.ndim))
+            return (_Placed.apply(output[0], self, rows_first(output[0].ndim)), *output[1:])
+        return _Placed.apply(output, self, rows_first(output.ndim))
 
     def place_slice(self, name: str, value: Tensor) -> Tensor:
         """Returns one layer's value of a stacked parameter, gathered on every device if it is split. Without this the
@@ -173,14 +173,14 @@ class DataParallel:
         if not self.is_spmd:
             return tensor
         placed = tensor.clone()
-        self.declare(placed, _rows_first(placed.ndim))
+        self.declare(placed, rows_first(placed.ndim))
         return internals.split_by_hand(placed)
 
     def leave_rows(self, part: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Undoes `enter_rows`: returns the tensor of all rows, of this shape, from each device's `part`."""
         if not self.is_spmd:
             return part
-        return internals.join_by_hand(part, self._meshes[ROWS].get_op_sharding(_rows_first(len(shape))), shape)
+        return internals.join_by_hand(part, self._meshes[ROWS].get_op_sharding(rows_first(len(shape))), shape)
 
     def require_declared(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises TrainError for tensors of the state whose next value the compiler may place in another way than was
@@ -195,11 +195,6 @@ class DataParallel:
                 f"{len(others)} of {len(tensors)} tensors of the state are not placed as declared after the first "
                 f"step, for example {others[0]}: the optimizer must change its tensors in place"
             )
-
-
-def _rows_first(dimensions: int) -> Axes:
-    """Returns the axes of an array that is split by its first dimension alone, over all devices."""
-    return (ROWS, *[None] * (dimensions - 1))
 
 
 class _Placed(torch.autograd.Function):  # type: ignore[misc]  # torch is not here when types are checked
