@@ -31,7 +31,7 @@ from training.lint import HOST, SHAPE, VALUE, LintFinding, StepChecker, StepTrac
 _NOT_USER_CODE = (*(f"{Path(module.__file__).parent}{os.sep}" for module in (torch, torch_xla)), __file__, "<")
 # Views that autograd and in-place updates make: no work, and not the same in each step.
 _BOOKKEEPING = ("detach", "detach_copy", "_propagate_xla_data", "alias", "alias_copy", "t_copy", "view_copy")
-_INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 _PROGRAM_ENDS = "the program ends here and waits for the device"
 
 
@@ -63,14 +63,14 @@ class _OperationWatcher(TorchDispatchMode):  # type: ignore[misc]  # torch is no
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation. Adds it and the rule that it breaks to the trace if it reads a tensor on an XLA device."""
-        keywords = dict(kwargs or {})
-        name, values = function._schema.name, [*_flatten(args), *_flatten(list(keywords.values()))]
+        keywords, short = dict(kwargs or {}), function._schema.name.removeprefix("aten::")
+        values = [*_flatten(args), *_flatten(keywords)]
         if not any(isinstance(value, torch.Tensor) and value.device.type == "xla" for value in values):
             return function(*args, **keywords)
-        place, short = _user_place(), name.removeprefix("aten::")
+        place = _user_place()
         if short not in _BOOKKEEPING:
             self._trace.operations.append(TracedOperation(short, _format_operands(values), place))
-        finding = _check_operation(function, name, args, keywords, place)
+        finding = _check_operation(function, short, args, keywords, place)
         fallbacks_before = None if finding else count_fallbacks()
         result = function(*args, **keywords)
         if fallbacks_before is not None and count_fallbacks() != fallbacks_before:
@@ -97,13 +97,10 @@ class _PrintWatcher(TorchFunctionMode):  # type: ignore[misc]
 
 
 def _check_operation(
-    function: Any, name: str, args: Sequence[Any], keywords: Mapping[str, Any], place: str
+    function: Any, short: str, args: Sequence[Any], keywords: Mapping[str, Any], place: str
 ) -> LintFinding | None:
-    """Returns a finding if the operation, which has not run yet, breaks a rule; otherwise None.
-
-    It breaks VALUE if it reads a tensor's value or copies a tensor to the host, SHAPE if the shape of its result
-    depends on values."""
-    short = name.removeprefix("aten::")
+    """Returns a finding if the operation named `short`, which has not run yet, breaks a rule; otherwise None. It breaks
+    VALUE if it reads a tensor's value or copies a tensor to the host, SHAPE if its result's shape depends on values."""
     if torch.Tag.data_dependent_output in function.tags:
         asked = "a tensor's value is asked for (if, while, int(), .item(), range(), a slice up to a tensor)"
         cause = asked if short == "_local_scalar_dense" else short
@@ -113,10 +110,10 @@ def _check_operation(
     if copied_out or (short == "copy_" and args[0].device.type == "cpu"):
         message = f"a tensor is copied to the host (.cpu(), .numpy(), .tolist()): {_PROGRAM_ENDS}"
         return LintFinding(VALUE, place, message)
-    by_mask = name in _INDEXING and any(
+    by_mask = short in _INDEXING and any(
         isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in _flatten(args[1])
     )
-    if by_mask or (torch.Tag.dynamic_output_shape in function.tags and name not in _INDEXING):
+    if by_mask or (torch.Tag.dynamic_output_shape in function.tags and short not in _INDEXING):
         operation = f"{short} with a mask" if by_mask else short
         advice = "use torch.where, weights or topk with a fixed size"
         return LintFinding(SHAPE, place, f"the shape of what {operation} gives depends on values; {advice}")
