@@ -29,7 +29,8 @@ Module = message_classes(
 )["Module"]  # fmt: skip
 _TYPES = (
     "invalid", "pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u64", "f16", "f32", "f64", "tuple", "opaque",
-    "c64", "bf16", "token", "c128", "f8e5m2", "f8e4m3fn", "s4", "u4",
+    "c64", "bf16", "token", "c128", "f8e5m2", "f8e4m3fn", "s4", "u4", "f8e4m3b11fnuz", "f8e5m2fnuz", "f8e4m3fnuz",
+    "s2", "u2", "f8e4m3", "f8e3m4", "s1", "u1", "f4e2m1fn", "f8e8m0fnu",
 )  # fmt: skip
 
 
@@ -132,7 +133,8 @@ def _count_trips(loop: Any, computations: Mapping[int, Any]) -> int:
         return int(known[1])
     _body, condition = loop.called
     literals = [each.literal for each in computations[condition].instructions if each.opcode == b"constant"]
-    return max((number for each in literals for number in (*each.s32, *each.s64, *each.u32, *each.u64)), default=1)
+    numbers = [number for each in literals for number in (*each.s32, *each.s64, *each.u32, *each.u64)]
+    return max((number for number in numbers if number >= 0), default=1)
 
 
 def _estimate_cycles(operation: _Operation) -> int:
