@@ -240,20 +240,18 @@ def read(entry: str, computations: str = "") -> Work:
     return read_work(module.SerializeToString())
 
 
-def array(kind: int, *dimensions: int) -> str:
-    return f"type: {kind} dimensions: {list(dimensions)}"
-
-
-def operation(opcode: str, *arrays: str, called: Sequence[int] = (), config: str = "") -> str:
-    shape = arrays[0] if len(arrays) == 1 else "".join(f"parts {{ {each} }} " for each in arrays)
+def operation(opcode: str, *arrays: tuple[int, ...], called: Sequence[int] = (), config: str = "") -> str:
+    """An instruction. `arrays`: (type, dimensions) of its result, of several if that is a tuple."""
+    shapes = [f"type: {kind} dimensions: {dimensions}" for kind, *dimensions in arrays]
+    shape = shapes[0] if len(shapes) == 1 else "".join(f"parts {{ {each} }} " for each in shapes)
     return f"instructions {{ opcode: \"{opcode}\" shape {{ {shape} }} called: {list(called)} config: '{config}' }} "
 
 
 def test_collectives_are_counted_in_elements_and_bytes() -> None:
     reduce, gather = read(
-        operation("all-reduce", array(BF16, 100, 10), array(F32, 7))
-        + operation("all-gather-start", array(F32, 1, 4), array(F32, 8, 4))
-        + operation("all-gather-done", array(F32, 8, 4))
+        operation("all-reduce", (BF16, 100, 10), (F32, 7))
+        + operation("all-gather-start", (F32, 1, 4), (F32, 8, 4))
+        + operation("all-gather-done", (F32, 8, 4))
     ).collectives
     assert (reduce.kind, reduce.count, reduce.elements, reduce.bytes) == ("all-reduce", 1, 1007, 2028)
     assert dict(reduce.dtypes) == {"bf16": 1000, "f32": 7}
@@ -270,20 +268,20 @@ def computation(number: int, name: str, *instructions: str) -> str:
 
 LIMIT = 'instructions {{ opcode: "constant" literal {{ u32: {} }} }} '
 LOOP = (
-    operation("fusion", array(F32, 1, 4), called=[6], config=cycles(7))
-    + operation("fusion", array(F32, 1, 4), called=[6], config=cycles(2**63 - 1))  # unknown
-    + operation("collective-permute-start", array(F32, 1, 4), array(F32, 1, 4), array(U32), array(U32))
-    + operation("while", array(F32, 1, 4), called=[3, 5], config='{"known_trip_count":{"n":"32"}}')
-    + operation("while", array(F32, 1, 4), called=[3, 5]),
-    computation(2, "all-reduce-scatter.1", operation("all-reduce", array(F32, 8, 4)))
+    operation("fusion", (F32, 1, 4), called=[6], config=cycles(7))
+    + operation("fusion", (F32, 1, 4), called=[6], config=cycles(2**63 - 1))  # unknown
+    + operation("collective-permute-start", (F32, 1, 4), (F32, 1, 4), (U32,), (U32,))
+    + operation("while", (F32, 1, 4), called=[3, 5], config='{"known_trip_count":{"n":"32"}}')
+    + operation("while", (F32, 1, 4), called=[3, 5]),
+    computation(2, "all-reduce-scatter.1", operation("all-reduce", (F32, 8, 4)))
     + computation(
-        3, "body", operation("all-gather", array(F32, 8, 4)),
-        operation("fusion", array(F32, 8, 4), called=[6], config=cycles(100)),
-        operation("fusion", array(F32, 1, 4), called=[2]),
+        3, "body", operation("all-gather", (F32, 8, 4)),
+        operation("fusion", (F32, 8, 4), called=[6], config=cycles(100)),
+        operation("fusion", (F32, 1, 4), called=[2]),
     )
-    + computation(4, "unused", operation("fusion", array(F32, 4), called=[6], config=cycles(1000)))
+    + computation(4, "unused", operation("fusion", (F32, 4), called=[6], config=cycles(1000)))
     + computation(5, "test", LIMIT.format(0), LIMIT.format(3))
-    + computation(6, "fused", operation("add", array(F32, 4), config=cycles(50))),
+    + computation(6, "fused", operation("add", (F32, 4), config=cycles(50))),
 )  # fmt: skip
 
 
