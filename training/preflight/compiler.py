@@ -12,9 +12,11 @@ import os
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -63,6 +65,17 @@ class DataDependentProgram(TrainError):
     """A step needs a tensor's value, or a shape that depends on one, while it is traced: it is several programs."""
 
     exit_code = Exit.DOES_NOT_FIT
+
+
+def model_place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Returns " (file:line: code)" of the innermost frame outside frameworks, preflight and backends, or ""."""
+    training = Path(__file__).parents[1]
+    own_folders = str(training / "preflight"), str(training / "backends")
+    for frame in reversed(frames):
+        in_framework = re.search("site-packages/(torch|tensorflow|tf_keras)", frame.filename)
+        if not in_framework and not frame.filename.startswith(own_folders):
+            return f" ({frame.filename}:{frame.lineno}: {frame.line})"
+    return ""
 
 
 @dataclass(frozen=True)

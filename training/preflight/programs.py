@@ -5,13 +5,11 @@ One process traces for any slice: it has one CPU device, and the backend's trace
 """
 
 import os
-import re
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,7 +27,7 @@ from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput, Exit, TrainError
 from training.models.hugging_face import ModelRequirements
-from training.preflight.compiler import Program, require_versions
+from training.preflight.compiler import Program, model_place, require_versions
 from training.registry import BACKENDS, TASKS, load
 from training.run_setup import prepare_framework
 from training.tasks.task import task_class
@@ -180,14 +178,3 @@ def _open_backend(config: TrainerConfig, facts: DataFacts, accelerator_type: str
     longest = max((*facts.lengths, *facts.evaluation_lengths))
     requirements = ModelRequirements(facts.vocabulary, facts.pad, longest, TASKS[config.task].head, facts.labels)
     return backend_class(config, Cluster(0, ("localhost",), accelerator_type), SingleHost(), requirements)
-
-
-def model_place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Returns " (file:line: code)" of the innermost frame outside frameworks, preflight and backends, or ""."""
-    training = Path(__file__).parents[1]
-    own_folders = str(training / "preflight"), str(training / "backends")
-    for frame in reversed(frames):
-        in_framework = re.search("site-packages/(torch|tensorflow|tf_keras)", frame.filename)
-        if not in_framework and not frame.filename.startswith(own_folders):
-            return f" ({frame.filename}:{frame.lineno}: {frame.line})"
-    return ""

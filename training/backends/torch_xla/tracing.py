@@ -26,9 +26,8 @@ from training.backends.protocol import BuildBackend
 from training.backends.torch_xla import internals
 from training.backends.torch_xla.backend import TorchXla
 from training.batch import Arrays
-from training.preflight.compiler import DataDependentProgram, Program, require_versions
+from training.preflight.compiler import DataDependentProgram, Program, model_place, require_versions
 from training.preflight.hlo import BACKWARD
-from training.preflight.programs import model_place
 
 _DATA_DEPENDENT_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
