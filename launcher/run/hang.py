@@ -260,7 +260,8 @@ def explain_live(
 ) -> tuple[Hang | None, Mapping[int, str]]:
     """Takes the stacks of all hosts twice, 5 s apart (10 to 60 s in all); with `native` those of native code too, which
     pauses the processes. Returns the explanation of `explain_hang` (see there for `progress` and `seconds`), of the
-    hosts in `only` (None: all), and the stacks, secrets masked. Ignores errors of the provider: (None, {})."""
+    hosts in `only` (None: all), and the stacks, secrets masked. Ignores errors of the provider: a first sample
+    will do, and without one it returns (None, {})."""
 
     def take() -> dict[int, str]:
         found = session.provider.stacks(session.container(attempt), native=native)

@@ -44,9 +44,7 @@ class Cursor:
     one object, because a second may hold 100,000."""
 
     newest: str = ""  # the latest time of a delivered line
-    recent: Counter[str] = field(
-        default_factory=Counter
-    )  # how often lines of the overlap, and the last, were delivered
+    recent: Counter[str] = field(default_factory=Counter)  # deliveries of each line of the overlap, and of the last
     last: str | None = None  # the line that was delivered last; not the newest after a host's clock stepped back
     open: frozenset[str] = frozenset()  # times of lines that have begun and not ended
     cut: frozenset[str] = frozenset()  # times of lines that were cut: their other parts are not delivered
