@@ -2,16 +2,11 @@
 else. `server_protocol.py` is host 0's side; here are the proofs, and the other hosts' side.
 
 The launcher gives all hosts of an attempt the same random secret. No host ever sends it: each side sends the other a
-nonce, and an HMAC-SHA256 under the secret of both nonces and of the identity it claims, the connection's purpose. So
-an answer can't be repeated on another connection, sent back to its sender, or used for another purpose, worker, run or
-attempt.
+nonce, and an HMAC-SHA256 under the secret of both nonces and of the identity it claims, which says what the connection
+is for. So an answer can't be repeated on another connection, sent back to its sender, or used for another purpose,
+worker, run or attempt. Host 0 sends a challenge first, then the peer a hello, then host 0 its answer (`messages.py`).
 
-    host 0 -> peer   {"challenge": nonce}
-    peer -> host 0   {"hello": worker, "run_id", "attempt", "hosts", "exchange", "nonce", "proof"}
-    host 0 -> peer   {"welcome", "proof"}   {"refused": reason, "final", "proof"}
-
-"exchange" tells the two purposes apart: connections of the rendezvous, and of the gradient exchange. A hello with a
-wrong proof gets no answer: host 0 closes its connection. The rest of a connection is not encrypted: the
+A hello with a wrong proof gets no answer: host 0 closes its connection. The rest of a connection is not encrypted: the
 handshake keeps strangers out, but not an attacker who can read or change the hosts' own packets.
 
 Processes that use loopback addresses alone may have an empty secret: no other machine can connect to them.

@@ -144,12 +144,7 @@ def join(
     if cluster.hosts == 1:
         return SingleHost(machine)
     server = RendezvousServer(cluster, limits.lost_seconds, machine) if cluster.is_first else None
-    patience = _StopPatience(shutdown, machine.clock.monotonic)
-
-    def check() -> None:
-        if patience.is_over():
-            raise StopRequested("asked to stop while waiting for host 0, before any training: nothing is lost")
-
+    check = _limit_patience(shutdown, machine.clock.monotonic, "host 0")
     try:
         connection, lines = _connect(cluster, limits.start_seconds, check, machine, limits.lost_seconds)
         connection.settimeout(None)  # the kernel's limit applies, also to a host 0 that takes no bytes
@@ -202,16 +197,12 @@ class RendezvousClient(Rendezvous):
         wait = self._seconds if seconds is None else seconds
         self._post({"phase": self._phase}, {"arrive": name, "payload": payload, "seconds": wait})
         deadline = self._clock() + wait + ANSWER_MARGIN
-        patience = _StopPatience(self._shutdown, self._clock)
+        check_patience = _limit_patience(self._shutdown, self._clock, f"the other hosts at {name!r}")
         with self._changed:
             while name not in self._answers:
                 self._raise_if_lost()
                 self._changed.wait(timeout=0.5)
-                if patience.is_over():
-                    raise StopRequested(
-                        f"asked to stop while waiting for the other hosts at {name!r}, before any training: nothing "
-                        "is lost"
-                    )
+                check_patience()
                 if self._clock() >= deadline:
                     raise LostPeer(
                         f"rendezvous {name!r}: host 0 did not answer within {wait + ANSWER_MARGIN:g} s; last known "
@@ -338,19 +329,19 @@ class RendezvousClient(Rendezvous):
             self._machine.exit(code)
 
 
-class _StopPatience:
-    """Limits how long a host waits for other hosts after it was asked to stop with nothing to save."""
+def _limit_patience(shutdown: ShutdownRequest, clock: Callable[[], float], awaited: str) -> Callable[[], None]:
+    """Returns a function to call often while this host waits for what `awaited` names: it raises StopRequested once a
+    stop with nothing to save was requested STOP_PATIENCE ago; the time counts from the last call that saw none."""
+    end = clock() + STOP_PATIENCE
 
-    def __init__(self, shutdown: ShutdownRequest, clock: Callable[[], float]) -> None:
-        self._shutdown, self._clock = shutdown, clock
-        self._end = clock() + STOP_PATIENCE
+    def check() -> None:
+        nonlocal end
+        if not shutdown.may_exit_now:
+            end = clock() + STOP_PATIENCE
+        if clock() >= end:
+            raise StopRequested(f"asked to stop while waiting for {awaited}, before any training: nothing is lost")
 
-    def is_over(self) -> bool:
-        """Returns whether a stop before any training was requested STOP_PATIENCE ago; False after training began. Call
-        it often: the time counts from the last call that saw no request."""
-        if not self._shutdown.may_exit_now:
-            self._end = self._clock() + STOP_PATIENCE
-        return self._clock() >= self._end
+    return check
 
 
 def _connect(
