@@ -32,7 +32,8 @@ from training.data.loading.record_source import Arrays, HostSlice, RecordSource
 from training.data.sampling.order import cells_of_rows, split_places, training_order
 from training.data.sampling.random_bits import Ints
 
-RUN_BYTES = 4 << 20  # the largest request
+RUN_BYTES = 4 << 20  # the largest request of training
+AHEAD_BYTES = 64 << 20  # that an evaluation reads ahead, if a batch is smaller
 WINDOWS_KEPT = 3
 
 
@@ -166,6 +167,7 @@ def read_once(source: RecordSource, host_slice: HostSlice, threads: int) -> Iter
     def read(number: int) -> Arrays:
         return source.read(number * together, min((number + 1) * together, source.records), together)
 
+    threads = max(1, min(threads, AHEAD_BYTES // (together * source.record_bytes)))
     with contextlib.closing(prefetch(read, 0, threads, stop=-(-source.records // together), threads=threads)) as parts:
         for start in range(0, source.records, batch):
             if start % together == 0:
