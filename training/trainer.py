@@ -153,8 +153,8 @@ class Trainer:
         self.run.console.print(f"going on from {self._checkpoint_url(step)}")
 
     def open_background(self) -> None:
-        """Starts the threads of host 0 that write metrics and upload to the Hub. An attempt that a newer start has
-        fenced writes no metrics: they would supersede the newer one's."""
+        """Starts the thread of host 0 that writes metrics, and prepares uploads to the Hub. An attempt that a newer one
+        has fenced writes no metrics: they would supersede the newer one's."""
         run, config, dependencies = self.run, self.run.config, self.run.dependencies
         info = AttemptInfo(
             run.folder, run.cluster.attempt, self.progress.step, run.token, dependencies.storage, config.canonical()
