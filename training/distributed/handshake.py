@@ -16,7 +16,7 @@ import hmac
 import ipaddress
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, field
 
 from training.distributed.cluster import SECRET_VARIABLE, Cluster
@@ -124,24 +124,23 @@ def perform_handshake(
     """Performs the handshake of `worker` on a new connection to host 0, within `seconds`, and changes its time-out.
     Returns the bytes received after the handshake, or host 0's refusal. Raises OSError if host 0 closed the connection
     or did not answer in time, Malformed if another program than host 0 answered."""
-    lines = LineBuffer(HANDSHAKE_BYTES)
-    received = _receive_lines(connection, lines, machine.clock.monotonic() + seconds, machine.clock.monotonic)
-    handshake = ClientHandshake(own, worker, make_nonce(machine))
+    lines, clock = LineBuffer(HANDSHAKE_BYTES), machine.clock.monotonic
+    deadline = clock() + seconds
+
+    def receive() -> Iterator[bytearray]:
+        """Yields lines as they come; bytes after the last line taken stay in `lines`."""
+        while True:
+            connection.settimeout(max(0.001, deadline - clock()))
+            data = connection.recv(HANDSHAKE_BYTES)
+            if not data:
+                raise ConnectionResetError(
+                    "closed the connection: it ends, is of another attempt, or has another secret"
+                )
+            yield from lines.feed(data)
+
+    received, handshake = receive(), ClientHandshake(own, worker, make_nonce(machine))
     connection.sendall(handshake.answer_challenge(next(received)))
     return handshake.check_answer(next(received)) or lines
-
-
-def _receive_lines(
-    connection: Connection, lines: LineBuffer, deadline: float, clock: Callable[[], float]
-) -> Iterator[bytearray]:
-    """Yields the lines of a connection; bytes after the last line taken stay in `lines`. Raises TimeoutError at the
-    deadline, ConnectionResetError when the other side closes, and Malformed for a line that is too long."""
-    while True:
-        connection.settimeout(max(0.001, deadline - clock()))
-        data = connection.recv(HANDSHAKE_BYTES)
-        if not data:
-            raise ConnectionResetError("closed the connection: it ends, is of another attempt, or has another secret")
-        yield from lines.feed(data)
 
 
 def describe_error(error: BaseException) -> str:

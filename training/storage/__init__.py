@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from stat import S_ISREG
 
 from training.storage import gcs
 from training.storage.types import (
@@ -68,9 +69,7 @@ def stat(url: str) -> Stat | None:
             status = os.stat(url)
         except (FileNotFoundError, NotADirectoryError):
             return None
-    if not os.path.isfile(url):
-        return None
-    return Stat(url, status.st_size, status.st_mtime_ns)
+    return Stat(url, status.st_size, status.st_mtime_ns) if S_ISREG(status.st_mode) else None
 
 
 def listing(folder: str) -> list[Stat]:

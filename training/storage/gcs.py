@@ -77,7 +77,7 @@ def stat(url: str) -> Stat | None:
 
     def attempt(timeout: tuple[float, float], _: float) -> Stat | None:
         blob = _client().bucket(bucket).get_blob(name, timeout=timeout, retry=None)
-        if blob is None or not (date := _this_thread.date):
+        if blob is None or not (date := getattr(_this_thread, "date", "")):
             return None if blob is None else _stat(url, blob)
         return replace(_stat(url, blob), age=(parsedate_to_datetime(date) - blob.updated).total_seconds())
 
@@ -213,13 +213,7 @@ def delete(url: str) -> None:
             raise
 
 
-class _ThisThread(threading.local):
-    """The server's answers to one thread."""
-
-    date = ""  # of the last one, in whole seconds; "" if it told none
-
-
-_this_thread = _ThisThread()
+_this_thread = threading.local()  # its "date": of the server's last answer, in whole seconds; "" if it told none
 
 
 def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinned: bool = False) -> T:

@@ -108,9 +108,8 @@ def classify_end(error: BaseException | None) -> str:
         return "finished"
     if isinstance(error, StopRequested):
         return "stopped"
-    if isinstance(error, TrainError) and error.exit_code == Exit.BAD_INPUT:
-        return "refused"
-    return "lost a host" if isinstance(error, TrainError) and error.exit_code == Exit.LOST_PEER else "failed"
+    known = {Exit.BAD_INPUT: "refused", Exit.LOST_PEER: "lost a host"}
+    return known.get(error.exit_code, "failed") if isinstance(error, TrainError) else "failed"
 
 
 def read_attempts(folder: str, storage: Storage = default_storage) -> list[AttemptRecords]:
