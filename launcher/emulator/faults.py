@@ -32,9 +32,8 @@ def refuse_create(state: EmulatorState, requested: Accelerator, zone: str) -> No
         raise ApiError(catalogue.PERMISSION_DENIED, f"Permission denied on 'locations/{zone}' (or it may not exist).")
     if take(state, "quota"):
         limit = f"TPU{requested.generation.name.upper()}PerProjectPerZoneForTPUAPI"
-        raise ApiError(
-            catalogue.RESOURCE_EXHAUSTED, f"Quota limit '{limit}' has been exceeded. Limit: 0 in zone {zone}."
-        )
+        text = f"Quota limit '{limit}' has been exceeded. Limit: 0 in zone {zone}."
+        raise ApiError(catalogue.RESOURCE_EXHAUSTED, text)
 
 
 def refuse_change(state: EmulatorState) -> None:

@@ -37,7 +37,7 @@ from launcher.home import write_private
 NAMES = ("*.pkg.dev", "gcr.io", "*.gcr.io")
 """The names of its certificate. The engine, which does not trust it, connects to 127.0.0.1."""
 
-_USER = "oauth2accesstoken"
+USER = "oauth2accesstoken"
 _API_VERSION = {"Docker-Distribution-Api-Version": "registry/2.0"}  # docker 20.10 requires it
 _NAME_ONLY = "docker pushed its name only: to push the bytes, `tpu-launch emulator start --full-pushes` first"
 _PATH = re.compile(r"/v2/(.+)/(blobs|manifests)/(.+)")
@@ -116,7 +116,7 @@ class EmulatedRegistry:
     def _token(self, request: HttpRequest) -> HttpResponse:
         """Answers a login with the token to use: its own password, which must be an access token; else 401."""
         user, password = request.login
-        if user != _USER or not self._accepts(password):
+        if user != USER or not self._accepts(password):
             return _error(401, "UNAUTHORIZED", "Unauthenticated request: the login is not valid")
         return json_response({"token": password, "expires_in": 3599})
 

@@ -174,6 +174,4 @@ def check_node(body: dict[str, Any], zone: str) -> Accelerator:
     scheduling = body.get("schedulingConfig", {})
     if scheduling.get("spot") and scheduling.get("preemptible"):
         raise bad_request("only one of spot and preemptible may be set")
-    if body.get("networkConfig") and body.get("networkConfigs"):
-        raise bad_request("networkConfig and networkConfigs are mutually exclusive")
     return requested

@@ -26,12 +26,11 @@ class UnixConnection(http.client.HTTPConnection):
 
     def __init__(self, path: str, timeout: float | None) -> None:
         super().__init__("localhost")
-        self._seconds = timeout
-        self._path = path
+        self.timeout, self._path = timeout, path
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self._seconds)
+        self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)
 
 

@@ -18,12 +18,11 @@ from urllib.parse import quote
 
 from launcher.emulator import faults
 from launcher.emulator.http_server import HttpResponse
-from launcher.emulator.registry import EmulatedRegistry, repository_is_missing
+from launcher.emulator.registry import USER, EmulatedRegistry, repository_is_missing
 from launcher.emulator.state import Store
 from launcher.emulator.vm.engine_client import Engine, EngineError
 from launcher.images.repositories import Reference, is_google, parse_reference
 
-_USER = "oauth2accesstoken"
 _SECONDS = 3600.0  # for a push or a pull
 _MANIFEST_BYTES = 2000  # shown after a push of a name; any size will do
 
@@ -193,7 +192,7 @@ class EngineImages:
     def _transfer(self, path: str, query: dict[str, str]) -> list[dict[str, dict[str, str]]]:
         """Has the engine push or pull, within an hour. Returns its records. Raises EngineError for a failure."""
         with self.store.read() as state:
-            login = json.dumps({"username": _USER, "password": state.token}).encode()
+            login = json.dumps({"username": USER, "password": state.token}).encode()
         headers = {"X-Registry-Auth": base64.urlsafe_b64encode(login).decode()}
         status, data = self.engine.raw("POST", path, query, headers=headers, timeout=_SECONDS)
         records = [json.loads(line) for line in data.splitlines() if line.strip()]

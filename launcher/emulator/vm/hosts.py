@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlencode
 
 from launcher.emulator import faults
@@ -32,7 +32,6 @@ from launcher.emulator.storage import NAMES as STORAGE_NAMES
 from launcher.emulator.vm import engine_client
 from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL, Engine, EngineError
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 # Folder of a host -> options of its volume. The tmpfs volumes are lost when the host goes down.
@@ -317,7 +316,7 @@ def unix_listener(path: Path) -> socket.socket:
     return listener
 
 
-def in_parallel(act: Callable[[T], Any], items: Iterable[T]) -> None:
+def in_parallel(act: Callable[[Any], Any], items: Iterable[Any]) -> None:
     """Calls `act` for all items, up to 16 at a time, and waits for all. Raises the first failed item's exception."""
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(act, items))

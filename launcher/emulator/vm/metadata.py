@@ -15,7 +15,6 @@ from training.accelerators import ACCELERATORS
 
 _HEADERS = {"Metadata-Flavor": "Google", "Server": "Metadata Server for VM"}
 _ROOT = "computeMetadata/v1/"
-_SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
 
 
 def attributes(node: Node, host: Host) -> dict[str, str]:
@@ -66,7 +65,7 @@ def tree(node: Node, host: Host) -> dict[str, Any]:
     account = {
         "aliases": ["default"],
         "email": service_account(),
-        "scopes": _SCOPES,
+        "scopes": ["https://www.googleapis.com/auth/cloud-platform"],
         "token": {"access_token": host.token, "expires_in": 3599, "token_type": "Bearer"},
     }
     network = f"projects/{PROJECT_NUMBER}/networks/default"
