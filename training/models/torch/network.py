@@ -7,8 +7,7 @@ the same function, up to which elements are dropped, in less memory.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,9 +45,9 @@ def build(model: Model, needs: ModelRequirements, *, dropout: float | None, seed
     if model.config is not None:
         network = _from_config(place, values, dropout, seed)
     elif model.path is None:
-        network = _fresh(values, seed)
+        network = _fresh(values, dropout, seed)
     elif not needs.head.is_fresh:
-        network = _from_folder(model.path, needs.head, dropout)
+        network = _from_folder(model.path, values, needs.head, dropout)
     else:
         network = _with_fresh_head(model.path, values, dropout, seed)
     check_capacity(network.config, needs)
@@ -140,13 +139,12 @@ def _recompute_layer(layer: Any, barrier: Barrier) -> Callable[..., Any]:
     return call
 
 
-def _fresh(values: dict[str, Any], seed: int) -> Any:
+def _fresh(values: dict[str, Any], dropout: float | None, seed: int) -> Any:
     """Returns the network named in `architectures`, with the weights that training.models.initial makes of `seed`."""
     from transformers.modeling_utils import no_init_weights
 
-    config = _family_config(values)(**values, attn_implementation="eager")
     with no_init_weights():  # transformers' own would take seconds, and all are given here
-        network = _network_class(values)(config)
+        network = _untrained(_training_config(values, dropout))
     network.tie_weights()
     shapes = [(name, tuple(value.shape)) for name, value in network.named_parameters()]
     pad, deviation = network.config.pad_token_id, network.config.initializer_range
@@ -157,44 +155,46 @@ def _fresh(values: dict[str, Any], seed: int) -> Any:
     return network
 
 
-def _family_config(values: dict[str, Any]) -> Any:
-    """Returns transformers' class of the configuration of a family in `FAMILIES`."""
-    import transformers
-
-    return getattr(transformers, f"{FAMILIES[values['model_type']].prefix}Config")
-
-
 def _from_config(place: str, values: dict[str, Any], dropout: float | None, seed: int) -> Any:
     """Returns the network named in `architectures`, with transformers' own random weights of this seed, which it sets
     for torch. Raises BadInput, which begins with `place`, if transformers can't make it."""
-    import transformers
-
     with _one_line_errors(place):
-        config = transformers.AutoConfig.for_model(**values)
-        config.update(_training_values(config, dropout))
+        config = _training_config(values, dropout)
         torch.manual_seed(seed)
-        return _network_class(values)._from_config(config, attn_implementation="eager", dtype=torch.float32)
+        return _untrained(config)
 
 
-def _network_class(values: dict[str, Any]) -> Any:
-    """Returns transformers' class of the network named in `architectures`. Raises ValueError if there is none."""
+def _untrained(config: Any) -> Any:
+    """Returns the network named in `architectures`, in float32. Raises ValueError if transformers has none."""
     import transformers
 
-    name = values["architectures"][0]
+    [name, *_] = config.architectures
     network = getattr(transformers, name, None)
     if network is None:
         raise ValueError(f"transformers has no network {name}")
-    return network
+    return network._from_config(config, attn_implementation="eager", dtype=torch.float32)
 
 
-def _from_folder(path: str, head: Head, dropout: float | None) -> Any:
-    """Returns a model folder's network with `head`, and its weights. Raises BadInput if transformers can't load it, or
-    for a missing weight: it would be random. StorageError."""
+def _training_config(values: Mapping[str, Any], dropout: float | None) -> Any:
+    """Returns transformers' configuration of these values of config.json, for training: with dropout's rates (None:
+    its own), without a cache and without compilation by the network. Raises transformers' errors."""
     import transformers
 
-    with _one_line_errors(f"model.path {path}"), local_copy(path) as folder:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    config.update(_training_values(config, dropout))
+    config = transformers.AutoConfig.for_model(**values)
+    own = config.to_dict()
+    # ModernBERT would compile itself with torch.compile; here the step is compiled as a whole.
+    unwanted = {name: False for name in ("reference_compile", "use_cache") if name in own}
+    config.update({**dropout_rates(own, dropout), **unwanted})
+    return config
+
+
+def _from_folder(path: str, values: dict[str, Any], head: Head, dropout: float | None) -> Any:
+    """Returns a model folder's network with `head`, and its weights; `values`: of its config.json. Raises BadInput if
+    transformers can't load it, or for a missing weight: it would be random. StorageError."""
+    import transformers
+
+    with _one_line_errors(f"model.path {path}"):
+        config = _training_config(values, dropout)
     network, absent = _load(path, getattr(transformers, f"AutoModel{head.network}"), config=config)
     _refuse(path, absent)
     return network
@@ -211,8 +211,7 @@ def _with_fresh_head(path: str, values: dict[str, Any], dropout: float | None, s
         changed: tuple[str, ...] = tuple(name for name in head if not name.startswith(f"{base}."))
     else:
         with _one_line_errors(place):
-            config = _family_config(values)(**values)
-            network = _fresh({**values, **_training_values(config, dropout)}, seed)
+            network = _fresh(values, dropout, seed)
         head, changed = family.fresh_parameters, ("classifier.",)
     loaded, absent = _load(path, type(network), config=network.config, ignore_mismatched_sizes=True)
     _refuse(path, {name for name in absent if not name.startswith(head)})
@@ -220,14 +219,6 @@ def _with_fresh_head(path: str, values: dict[str, Any], dropout: float | None, s
     weights = {name: value for name, value in loaded.state_dict().items() if not name.startswith(fresh)}
     network.load_state_dict(weights, strict=False)
     return network
-
-
-def _training_values(config: Any, dropout: float | None) -> dict[str, Any]:
-    """Returns values of a configuration for training: dropout's rates, no cache, no compilation by the network."""
-    values = config.to_dict()
-    # ModernBERT would compile itself with torch.compile; here the step is compiled as a whole.
-    unwanted = ("reference_compile", "use_cache")
-    return {**dropout_rates(values, dropout), **{name: False for name in unwanted if name in values}}
 
 
 @contextlib.contextmanager
@@ -323,38 +314,19 @@ def build_empty(model: Model, needs: ModelRequirements, *, dropout: float | None
     program depends on what its weights give (a masked-LM head of a family that is tried out). Raises BadInput if
     model.path can't be read, or is too small for the data."""
     import transformers
-    from transformers.modeling_utils import no_init_weights
+    from transformers.modeling_utils import init_empty_weights, no_init_weights
 
-    values: dict[str, Any] = build_model_config(model, needs, dropout)
+    values = build_model_config(model, needs, dropout)
     if needs.head.network == "ForMaskedLM" and values["model_type"] not in BERT_LIKE:
         return None
-    config = transformers.AutoConfig.for_model(**values)
-    config.update(_training_values(config, dropout))
-    with no_init_weights(), parameters_without_values():
-        network = getattr(transformers, f"AutoModel{needs.head.network}").from_config(
-            config, attn_implementation="eager"
-        )
+    config, automatic = _training_config(values, dropout), getattr(transformers, f"AutoModel{needs.head.network}")
+    with no_init_weights(), init_empty_weights():
+        network = automatic.from_config(config, attn_implementation="eager", dtype=torch.float32)
     network.tie_weights()
     check_capacity(network.config, needs)
     if network.config.pad_token_id is None and needs.head.is_fresh:
         network.config.pad_token_id = needs.pad
     return network.train()
-
-
-@contextmanager
-def parameters_without_values() -> Iterator[None]:
-    """Puts parameters that modules of the process register meanwhile on the meta device. Buffers keep their values."""
-    register = torch.nn.Module.register_parameter
-
-    def register_empty(module: Any, name: str, parameter: Any) -> None:
-        empty = None if parameter is None else torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        register(module, name, empty)
-
-    torch.nn.Module.register_parameter = register_empty
-    try:
-        yield
-    finally:
-        torch.nn.Module.register_parameter = register
 
 
 def move(network: Any, device: Any, placeholder: Callable[[Any], Any] = torch.empty) -> None:
