@@ -258,30 +258,27 @@ def test_collectives_are_counted_in_elements_and_bytes() -> None:
     assert (gather.kind, gather.count, gather.elements, gather.bytes) == ("all-gather", 1, 32, 128)
 
 
-def cycles(count: int) -> str:
-    return f'{{"estimated_cycles":"{count}"}}'
-
-
 def computation(number: int, name: str, *instructions: str) -> str:
     return f'computations {{ id: {number} name: "{name}" {"".join(instructions)} }} '
 
 
+CYCLES = '{{"estimated_cycles":"{}"}}'
 LIMIT = 'instructions {{ opcode: "constant" literal {{ u32: {} }} }} '
 LOOP = (
-    operation("fusion", (F32, 1, 4), called=[6], config=cycles(7))
-    + operation("fusion", (F32, 1, 4), called=[6], config=cycles(2**63 - 1))  # unknown
+    operation("fusion", (F32, 1, 4), called=[6], config=CYCLES.format(7))
+    + operation("fusion", (F32, 1, 4), called=[6], config=CYCLES.format(2**63 - 1))  # unknown
     + operation("collective-permute-start", (F32, 1, 4), (F32, 1, 4), (U32,), (U32,))
     + operation("while", (F32, 1, 4), called=[3, 5], config='{"known_trip_count":{"n":"32"}}')
     + operation("while", (F32, 1, 4), called=[3, 5]),
     computation(2, "all-reduce-scatter.1", operation("all-reduce", (F32, 8, 4)))
     + computation(
         3, "body", operation("all-gather", (F32, 8, 4)),
-        operation("fusion", (F32, 8, 4), called=[6], config=cycles(100)),
+        operation("fusion", (F32, 8, 4), called=[6], config=CYCLES.format(100)),
         operation("fusion", (F32, 1, 4), called=[2]),
     )
-    + computation(4, "unused", operation("fusion", (F32, 4), called=[6], config=cycles(1000)))
+    + computation(4, "unused", operation("fusion", (F32, 4), called=[6], config=CYCLES.format(1000)))
     + computation(5, "test", LIMIT.format(0), LIMIT.format(3))
-    + computation(6, "fused", operation("add", (F32, 4), config=cycles(50))),
+    + computation(6, "fused", operation("add", (F32, 4), config=CYCLES.format(50))),
 )  # fmt: skip
 
 
