@@ -274,6 +274,7 @@ class _Fetcher:
         self.answered = session.machine.clock.monotonic()
         """When a host that may go on writing last answered, or another process may have fetched its lines."""
 
+        self._silent = False  # whether no such host answered when this process fetched last
         self._conflicts = 0  # fetches in a row that found the run's lock held
 
     @property
@@ -283,19 +284,21 @@ class _Fetcher:
 
     def fetch(self) -> None:
         """Appends each host's new lines to its file, and updates `more`, `containers_ended` and `answered`. While
-        another process holds the run's lock, fetches nothing; after a minute of that, it counts as an answer."""
+        another process holds the run's lock, fetches nothing, and takes hosts that answered last to answer now; after a
+        minute of that, all hosts."""
         pages, self._next_page, self.containers_ended = self._next_page, {}, False
         try:
             with self._session.ledger.supervising(patience=0.0):
                 running = [worker for worker in self._files if self._fetch_from(worker, pages.get(worker))]
                 self.containers_ended, self._conflicts = not running, 0
-                is_answered = not all(self._problems[worker] for worker in running)
+                self._silent = all(self._problems[worker] for worker in running)
         except LaunchError as error:
             if error.exit_code is not Exit.CONFLICT:
                 raise
             self._conflicts += 1
-            is_answered = self._conflicts > _SUPERVISOR_CONFLICTS  # another `logs` would let go of the lock
-        if is_answered:
+            if self._conflicts > _SUPERVISOR_CONFLICTS:  # another `logs` would let go of the lock
+                self._silent = False
+        if not self._silent:
             self.answered = self._session.machine.clock.monotonic()
 
     def _fetch_from(self, worker: int, page: str | None) -> bool:

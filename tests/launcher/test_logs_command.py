@@ -125,6 +125,10 @@ def test_hosts_are_silent_only_while_none_answers(tmp_path: Path) -> None:
         answered = fetcher.answered
         fetcher.fetch()
         assert (fetcher.answered == answered) == silent
+        answered = fetcher.answered
+        with terminal.ledger.supervising():  # as a supervisor does: a fetch that it prevents changes nothing
+            fetcher.fetch()
+        assert (fetcher.answered == answered) == silent
 
 
 def test_following_an_attempt_ends_although_the_next_one_has_begun(tmp_path: Path) -> None:
