@@ -56,9 +56,7 @@ class Specification(Section):
     env_file: str | None = None  # absolute path of the `--env-file`, where later attempts look for values first
     overlay: OverlaySection | None = None
     preflight: list[str] = []  # hashes of the programs that preflight compiled for this configuration
-    left_out: list[
-        str
-    ] = []  # accelerator types of slice.candidates on which preflight found that the step does not fit
+    left_out: list[str] = []  # accelerator types of slice.candidates on which the step does not fit, by preflight
 
     def config(self) -> Config:
         """Returns the configuration of every attempt. Raises BadInput when this version can't read it."""
