@@ -116,11 +116,17 @@ class Registry:
     # -- manifests
 
     def find_manifest(self, path: str, version: str) -> str | None:
-        """Returns the digest of the manifest with `version`, a tag or digest, in repository `path`; None for none."""
+        """Returns the digest of the manifest with `version`, a tag or digest, in repository `path`; None for none.
+        Raises LaunchError for something else than a manifest, such as a proxy's page."""
         response = self._ask("HEAD", f"{path}/manifests/{version}", (200, 404), _ACCEPT)
         if response.status == 404:
             return None
-        return response.header("docker-content-digest") or self.require_manifest(path, version).digest
+        if digest := response.header("docker-content-digest"):
+            return digest
+        document = self.require_manifest(path, version)
+        if document.media_type not in ("", DOCKER_MANIFEST, OCI_MANIFEST, *INDEXES):
+            raise LaunchError(f"{self.host}/{path}: the answer about {version} is no manifest: {document.media_type}")
+        return document.digest
 
     def read_manifest(self, path: str, version: str) -> ManifestDocument | None:
         """Returns the manifest with `version`, a tag or digest, in the repository `path`; None when there is none."""
@@ -348,8 +354,7 @@ class Transport:
         self, method: str, url: str, headers: Mapping[str, str], body: Content = b"", *, registry: bool = True
     ) -> RegistryResponse:
         """Sends one request and reads its whole response; follows redirects of GET and HEAD, without Authorization to
-        other servers. `registry`: whether
-        TPU_LAUNCH_REGISTRY_ADDRESS applies to the server. Raises OSError."""
+        other servers. `registry`: whether TPU_LAUNCH_REGISTRY_ADDRESS applies to the server. Raises OSError."""
         for _ in range(_MOST_REDIRECTS + 1):
             parts = urlsplit(url)
             host, port = parts.hostname or "", parts.port or 443

@@ -146,6 +146,15 @@ def test_what_the_registry_has_under_the_tag_is_not_pushed_again(docker: Path, s
     assert count_pushes(docker) == 1
 
 
+def test_a_proxys_page_is_not_taken_for_a_pushed_image(
+    docker: Path, spec: ImageSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(tmp_path / "proxy", monkeypatch) as server:
+        server.before = lambda request: HttpResponse(200, b"<html>", {"Content-Type": "text/html; charset=utf-8"})
+        assert find_pushed(spec) is None
+        assert ensure_image(spec, print).reference == REFERENCE
+
+
 @pytest.mark.parametrize("lost", ["deleted", "unreachable"])
 def test_a_doubtful_push_is_repeated(docker: Path, spec: ImageSpec, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     ensure_image(spec, print)
