@@ -86,8 +86,8 @@ def known_elsewhere(config: Config, home: Path) -> dict[str, dict[str, Any]]:
 def leave_out_unfit(config: Config, home: Path, say: Say) -> tuple[Config, tuple[str, ...]]:
     """Returns the configuration without the candidates on which the step does not fit according to kept results, and
     the hashes of the programs compiled for the others, which the containers compare with what they run. A candidate
-    without a kept result stays. Tells the user what is left out, without candidates that the step fits. Raises
-    LaunchError (Exit.DOES_NOT_FIT) if it fits on none. Compiles nothing; reads and raises as `known`."""
+    without a kept result stays. Tells the user what is left out, or, if the file names no candidates, that the step
+    fits. Raises LaunchError (Exit.DOES_NOT_FIT) if it fits on none. Compiles nothing; reads and raises as `known`."""
     places = {candidate.accelerator_type: config.placed(candidate) for candidate in config.all_candidates}
     kept = {name: result for name, place in places.items() if (result := known(place, home))}
     left_out = tuple(name for name, result in kept.items() if not result["fits"])

@@ -160,7 +160,7 @@ def base_reference(spec: ImageSpec) -> Reference:
 
 
 def make_base(spec: ImageSpec, say: Callable[[str], None]) -> str:
-    """Builds the base of an image unless this machine's engine has it, pushes and tags it unless the registry has it,
+    """Builds and pushes the base of an image as far as `ensure_image` does, tags it unless the registry has that tag,
     and returns its name. Raises BadInput without an engine (even if the registry has the base) or a repository,
     LaunchError when the build or the push failed."""
     wanted = base_reference(spec)

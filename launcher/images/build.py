@@ -1,6 +1,6 @@
-"""Makes an image as far as needed: pulls its bases, builds it unless the engine's store has it, and pushes it unless
-the registry has its tag. With a repository, hosts run `repository@sha256:...`; without one (an emulated slice), the
-local image id.
+"""Makes an image as far as needed: pulls its bases, and unless the registry has its tag, builds it (if the engine's
+store lacks it) and pushes it. With a repository, hosts run `repository@sha256:...`; without one (an emulated slice),
+the local image id.
 
 A build that breaks off leaves no tag in the store, a push none in the registry, and the next call repeats it. Two
 processes that want the same image take turns (a lock on its log).
@@ -138,15 +138,17 @@ def _find(plan: ImagePlan) -> str | None:
 
 
 def list_commands(spec: ImageSpec) -> list[list[str]]:
-    """Returns the commands that still have to run, to show to the user: pull missing bases, build unless the engine has
-    the image, and unless a push is recorded create the repository (if configured), tag and push; with a base missing,
-    for an image `NAME:TAG`. Raises as `make_plan`."""
+    """Returns the commands that still have to run, to show to the user: pull missing bases, and unless a push is
+    recorded build (if the engine lacks the image), create the repository (if configured), tag and push; with a base
+    missing, for an image `NAME:TAG`. Raises as `make_plan`."""
     plan = make_plan(spec)
     docker = plan.docker
     commands = [[docker, "pull", "--quiet", base] for base in plan.missing_bases]
+    if plan.last_push() is not None:
+        return commands
     if plan.image_id is None:
         commands.append(build_command(plan))
-    if plan.remote and plan.last_push() is None:
+    if plan.remote:
         if spec.create_repository and (repository := parse_repository(plan.remote)):
             commands.append(repository.create_command)
         commands += [[docker, "tag", plan.local, plan.remote], [docker, "push", plan.remote]]

@@ -146,6 +146,14 @@ def test_what_the_registry_has_under_the_tag_is_not_pushed_again(docker: Path, s
     assert count_pushes(docker) == 1
 
 
+def test_a_plan_does_not_build_what_was_pushed(docker: Path, spec: ImageSpec) -> None:
+    ensure_image(spec, print)
+    (docker / "image").unlink()
+    assert list_commands(spec) == []
+    unpushed = dataclasses.replace(spec, repository=None)
+    assert [command[3] for command in list_commands(unpushed)] == ["build"]
+
+
 def test_a_proxys_page_is_not_taken_for_a_pushed_image(
     docker: Path, spec: ImageSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
