@@ -183,9 +183,9 @@ def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
     plan = make_plan(spec) if plan.missing_bases else plan
     reference = _find(plan)
     if reference is None:
-        with _open_log(plan.tag, say) as log:
+        with _open_log(plan.tag, say) as (log, waited):
             # Another process may have made it while this one waited.
-            reference = _find(plan) or _make(plan, log, say)
+            reference = (waited and _find(plan)) or _make(plan, log, say)
     code = {path.removeprefix("code/"): found for path, found in spec.hashes.items() if path.startswith("code/")}
     return Image(reference, code)
 
@@ -324,13 +324,14 @@ def show_steps(say: Callable[[str], None]) -> Callable[[str], None]:
 
 
 @contextlib.contextmanager
-def _open_log(name: str, say: Callable[[str], None]) -> Iterator[IO[str]]:
-    """Opens the log of a tag's builds and holds its lock in the block; waits for it without limit, and says so."""
+def _open_log(name: str, say: Callable[[str], None]) -> Iterator[tuple[IO[str], bool]]:
+    """Opens the log of a tag's builds and holds its lock in the block; waits for it without limit, and says so. Yields
+    the log, and whether it waited."""
     folder = home() / "images"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{name}.log"
     with open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as log:
-        if not lock(log, path):
+        if waited := not lock(log, path):
             say(f"waiting: another process builds the same image and holds {path}")
             lock(log, path, wait=True)
-        yield log
+        yield log, waited

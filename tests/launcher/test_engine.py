@@ -161,6 +161,8 @@ def test_a_proxys_page_is_not_taken_for_a_pushed_image(
         server.before = lambda request: HttpResponse(200, b"<html>", {"Content-Type": "text/html; charset=utf-8"})
         assert find_pushed(spec) is None
         assert ensure_image(spec, print).reference == REFERENCE
+        asked = [request.partition(" ")[0] for request in server.asked]
+        assert asked == ["HEAD", "GET"] * 2  # once for each: a registry that never answers takes a minute for one
 
 
 @pytest.mark.parametrize("lost", ["deleted", "unreachable"])
