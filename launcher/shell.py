@@ -69,7 +69,8 @@ def run(
     the command's whole process group."""
     data = input.encode() if isinstance(input, str) else input
     stdin = subprocess.DEVNULL if data is None else subprocess.PIPE
-    with _started(argv, env, stdin=stdin, stderr=subprocess.PIPE, pass_fds=pass_fds) as process:
+    options = _prepare(argv, env, stdin=stdin, stderr=subprocess.PIPE, pass_fds=pass_fds)
+    with _awaited(subprocess.Popen(list(argv), stdout=subprocess.PIPE, **options), argv[0]) as process:
         try:
             out, err = process.communicate(data, timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -90,7 +91,8 @@ def stream(
     Raises as `run`, and what `on_line` raises, which ends the command."""
     lines: list[str] = []
     expired = threading.Event()
-    with _started(argv, env, stderr=subprocess.STDOUT, errors="replace") as process:
+    options = _prepare(argv, env, stderr=subprocess.STDOUT, errors="replace")
+    with _awaited(subprocess.Popen(list(argv), stdout=subprocess.PIPE, **options), argv[0]) as process:
 
         def expire() -> None:
             expired.set()
@@ -157,17 +159,16 @@ def _prepare(argv: Sequence[str], env: Mapping[str, str] | None, **options: Any)
 
 
 @contextlib.contextmanager
-def _started(argv: Sequence[str], env: Mapping[str, str] | None, **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Starts a command with the options of `_prepare` and its stdout in a pipe, for the block, which waits for its end.
-    An exception of the block ends the command and its children. Logs exit code and seconds. Raises CommandMissing."""
+def _awaited(process: subprocess.Popen[Any], program: str) -> Iterator[subprocess.Popen[Any]]:
+    """Runs the block, which waits for the end of a command that was just started. An exception of the block ends the
+    command and its children. Logs `program`, exit code and seconds."""
     begun = time.monotonic()
-    process = subprocess.Popen(list(argv), stdout=subprocess.PIPE, **_prepare(argv, env, **options))
     try:
         yield process
     except BaseException:
         _kill_group(process)
         raise
-    _log.debug("%s ended with %d after %.1f s", Path(argv[0]).name, process.returncode, time.monotonic() - begun)
+    _log.debug("%s ended with %d after %.1f s", Path(program).name, process.returncode, time.monotonic() - begun)
 
 
 def _kill_group(process: subprocess.Popen[Any]) -> None:
