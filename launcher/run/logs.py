@@ -32,6 +32,7 @@ from launcher.run.session import Context, Output, Session, find_on_slice, open_s
 from training.machine import shift
 
 _TAIL_BYTES = 2_000_000  # of a log file, to find the lines of the overlap again after a restart
+_BLOCK_BYTES = 1 << 16  # read at once to find a log file's last whole line
 _PIECE_BYTES = 4_000_000  # of a log file in memory at once; larger than _TAIL_BYTES, and than a line (LINE_BYTES)
 _SILENCE_SECONDS = 600.0  # for which `logs -f` waits for a host to answer
 _SUPERVISOR_CONFLICTS = 60  # fetches in a row that find the lock held
@@ -164,11 +165,15 @@ class HostLog:
                 raise
 
     def _repair(self) -> None:
-        """Cuts off a last line that a crash left without its end, so that it is delivered again. Reads only the end of
-        the file, which is longer than any line."""
+        """Cuts off a last line that a crash left without its end, so that it is delivered again. The end may be longer
+        than a line: a file system may leave zeros after a power failure."""
         with open(self.path, "r+b") as file:
-            start = file.seek(max(0, file.seek(0, os.SEEK_END) - _PIECE_BYTES))
-            file.truncate(start + file.read().rfind(b"\n") + 1)
+            end, newline = file.seek(0, os.SEEK_END), -1
+            while end and newline < 0:
+                start = file.seek(max(0, end - _BLOCK_BYTES))
+                newline = file.read(end - start).rfind(b"\n")
+                end = start + newline + 1
+            file.truncate(end)
 
 
 def next_page(observation: Observation) -> str:

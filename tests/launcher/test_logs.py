@@ -55,8 +55,9 @@ def test_a_log_is_read_in_pieces_and_repaired(
 ) -> None:
     path: Path = tmp_path_factory.mktemp("log") / "host-0.log"
     path.write_text("".join(f"{line.timestamp} {line.text}\n" for line in history) + unfinished)
-    HostLog(path)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logs, "_BLOCK_BYTES", 30)
+        HostLog(path)
         patch.setattr(logs, "_PIECE_BYTES", 50)
         read: list[LogLine] = []
         offset = 0
