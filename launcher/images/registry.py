@@ -124,8 +124,9 @@ class Registry:
         if digest := response.header("docker-content-digest"):
             return digest
         document = self.require_manifest(path, version)
-        if document.media_type not in ("", DOCKER_MANIFEST, OCI_MANIFEST, *INDEXES):
-            raise LaunchError(f"{self.host}/{path}: the answer about {version} is no manifest: {document.media_type}")
+        if document.media_type not in (DOCKER_MANIFEST, OCI_MANIFEST, *INDEXES):
+            kind = document.media_type or "no type"
+            raise LaunchError(f"{self.host}/{path}: the answer about {version} is no manifest (it has {kind})")
         return document.digest
 
     def read_manifest(self, path: str, version: str) -> ManifestDocument | None:

@@ -154,11 +154,12 @@ def test_a_plan_does_not_build_what_was_pushed(docker: Path, spec: ImageSpec) ->
     assert [command[3] for command in list_commands(unpushed)] == ["build"]
 
 
+@pytest.mark.parametrize("headers", [{"Content-Type": "text/html; charset=utf-8"}, {}])
 def test_a_proxys_page_is_not_taken_for_a_pushed_image(
-    docker: Path, spec: ImageSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    docker: Path, spec: ImageSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
 ) -> None:
     with serve(tmp_path / "proxy", monkeypatch) as server:
-        server.before = lambda request: HttpResponse(200, b"<html>", {"Content-Type": "text/html; charset=utf-8"})
+        server.before = lambda request: HttpResponse(200, b"", headers)
         assert find_pushed(spec) is None
         assert ensure_image(spec, print).reference == REFERENCE
         asked = [request.partition(" ")[0] for request in server.asked]
