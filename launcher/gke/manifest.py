@@ -42,7 +42,7 @@ def render(config: Config, *, secret: str, name: str | None = None, image: str |
     hosts know each other. Raises BadInput if GKE can't run it, or the image's digest is unknown."""
     workload.check(config)  # before the registry is asked
     work = standalone_workload(config, name or config.run_name, _resolve_image(config, image), secret)
-    slice_, file = config.accelerator, config.document.name.rpartition("/")[2]
+    slice_, file = config.accelerator, " ".join(config.document.name.rpartition("/")[2].split())  # on one line
     heading = (
         f"# A run on {slice_.hosts} host(s) of {slice_.name} on GKE, as `tpu-launch manifest` renders it from {file}."
     )

@@ -99,10 +99,10 @@ def _quote(value: Any) -> Any:
 
 def _fits_a_block(value: str) -> bool:
     """Returns whether a literal block can hold exactly this text: it ends with one line end, begins with no blank, and
-    has no characters that need an escape."""
+    has no characters that need an escape, nor others that end a line (in YAML 1.1)."""
     return (
         value.endswith("\n")
         and not value.endswith("\n\n")
         and not value[0].isspace()
-        and re.fullmatch(r"[\n\x20-\x7e\xa0-\ud7ff]*", value) is not None
+        and re.fullmatch(r"[\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff]*", value) is not None
     )

@@ -146,6 +146,12 @@ def test_what_gke_can_run_is_rendered() -> None:
     assert rendered("slice.capacity=reserved", "gke.node_selector={cloud.google.com/gke-nodepool: ours}")
 
 
+def test_the_name_of_the_file_stays_in_its_comment(tmp_path: Path) -> None:
+    path = tmp_path / "a\nkind: Pod\n.yaml"
+    path.write_text(EXAMPLE.read_text())
+    assert "`tpu-launch manifest` renders it from a kind: Pod .yaml.\napi" in render(load(path), secret="", image=IMAGE)
+
+
 def test_an_image_must_be_named_by_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.gke.manifest.local.published", lambda config: config.image.reference)
     with pytest.raises(BadInput, match="give a digest"):
@@ -346,7 +352,7 @@ AMBIGUOUS = [
 ]  # fmt: skip
 ODD = [
     "", " ", "a: b", "a #b", "? b", "- a", "trailing ", "\ttab", "a\n", "a\n\nb\n", "a\n\n", " a\n", "a\r\nb", "\x07",
-    "\x07\n", "\x85", "\u2028", "\ufeff", "é", "\U0001f600", "word " * 60,
+    "\x07\n", "\x85", "\u2028", "a\n\u2028b\n", "\ufeff", "é", "\U0001f600", "word " * 60,
 ]  # fmt: skip
 PLAIN = ["demo", "tpu-launch/run", "/etc/tpu-launch", "$(NAME)", "v3-32", "e1", "cloud.google.com/gke-tpu-topology"]
 
