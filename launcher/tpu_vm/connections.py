@@ -334,25 +334,32 @@ class SliceConnections:
         stdin: str | None = None,
         again: bool = False,
     ) -> list[HostResult]:
-        """Runs a script (it must be safe to run again) on `workers` at once: over ssh, again on all of them if one is
-        not reached, or late, and gcloud knows other addresses, and `again` where not reached; through gcloud if that is
+        """Runs a script on `workers` as `run_all_over_ssh`, and `again` where not reached; through gcloud if that is
         set, and on hosts that refuse ssh. Returns the results in worker order. `timeout`: seconds of each try; through
         gcloud `gcloud_timeout` (None: the same) and 40 more. Raises LaunchError if gcloud gives no addresses."""
         results, left = dict[int, HostResult](), workers
         if not self.gcloud_only:
-            pool = self.pool()
-            answers = pool.run_all(script, workers, timeout=timeout, stdin=stdin)
-            if not all(result.reached for result in answers) and (other := self.replacement_of(pool)):
-                pool, answers = other, other.run_all(script, workers, timeout=timeout, stdin=stdin)
+            answers = self.run_all_over_ssh(script, workers, timeout=timeout, stdin=stdin)
             missed = [result.worker for result in answers if not result.reached and not result.refused]
             if again and missed:
-                answers += pool.run_all(script, missed, timeout=timeout, stdin=stdin)
+                answers += self.pool().run_all(script, missed, timeout=timeout, stdin=stdin)
             results = {result.worker: result for result in answers}
             left = [worker for worker, result in results.items() if result.refused]
         seconds = timeout if gcloud_timeout is None else gcloud_timeout
         for result in self.run_all_through_gcloud(script, left, stdin, timeout=seconds):
             results[result.worker] = result
         return [results[worker] for worker in sorted(results)]
+
+    def run_all_over_ssh(
+        self, script: str, workers: Sequence[int], *, timeout: float, stdin: str | None = None
+    ) -> list[HostResult]:
+        """Runs a script (it must be safe to run again) on `workers` at once, and again on all of them if one is not
+        reached, or late, and gcloud knows other addresses. Returns the results in worker order. Raises as `pool`."""
+        pool = self.pool()
+        results = pool.run_all(script, workers, timeout=timeout, stdin=stdin)
+        if not all(result.reached for result in results) and (other := self.replacement_of(pool)):
+            return other.run_all(script, workers, timeout=timeout, stdin=stdin)
+        return results
 
     def run_through_gcloud(
         self, worker: int, script: str, stdin: str | None = None, *, timeout: float = 0.0

@@ -220,7 +220,7 @@ class TpuVm:
             return files
         script = host_scripts.render("evidence", container=container)
         try:
-            results = self._connections.pool().run_all(script, workers, timeout=30)
+            results = self._connections.run_all_over_ssh(script, workers, timeout=30)
         except LaunchError as error:  # not even the hosts' addresses can be found out
             return {**files, "hosts.txt": str(error)}
         return files | {f"host-{result.worker}.txt": _all_output(result) for result in results}

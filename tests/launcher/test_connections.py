@@ -300,6 +300,9 @@ def test_commands_begin_where_hosts_are_now(tmp_path: Path, monkeypatch: pytest.
     connections = SliceConnections(config(tmp_path), machine)
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(lambda number: connections.run_all("true", [number % 2], timeout=5)[0].reached, range(16)))
+    save_addresses(config(tmp_path), known)
+    evidence = TpuVm(config(tmp_path), print, machine).evidence("container", [0, 1])
+    assert [evidence[f"host-{worker}.txt"] for worker in range(2)] == ["", ""]
 
 
 class _Gcloud:
