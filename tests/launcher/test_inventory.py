@@ -82,6 +82,19 @@ def test_a_node_from_the_queue_goes_with_its_request() -> None:
     assert inventory.delete_command("p", inventory.parse_node(node()))[3:6] == ["tpu-vm", "delete", "n"]
 
 
+@pytest.mark.parametrize("owner", ["ann", "bob"])
+def test_a_request_of_another_owner_stays(cloud: Cloud, owner: str) -> None:
+    cloud.made_by(EXPIRED)
+    request = dead_request()
+    request.resource["tpu"]["nodeSpec"][0]["node"]["labels"] = {**EXPIRED, "tpu-launch-owner": owner}
+    request.resource["state"], request.state = {"state": "ACTIVE"}, "ACTIVE"
+    cloud.state.queued[request.name] = request
+    cloud.node().resource["queuedResource"] = request.name
+    assert remove(cloud, leftover(cloud)) == "deleted"
+    deleted = {call.split(maxsplit=1)[1] for call in cloud.calls if call.endswith("delete")}
+    assert deleted == {"queued-resources delete" if owner == "ann" else "tpu-vm delete"}
+
+
 @pytest.mark.parametrize("specs", [[{"multisliceParams": {"nodeCount": 2}}], [{"nodeId": "a"}, {"nodeId": "b"}], []])
 def test_a_request_for_several_slices_is_not_ours_to_count(specs: list[dict[str, Any]]) -> None:
     assert inventory.parse_queued({"name": "a/b/c/d/e/f", "tpu": {"nodeSpec": specs}}) is None
