@@ -348,6 +348,18 @@ def test_another_owner_s_node_that_takes_the_place_of_our_request_is_left_alone(
     assert len(cloud.state.nodes) == 1
 
 
+def test_a_request_that_takes_the_place_of_ours_is_left_alone(config: Config, cloud: Cloud) -> None:
+    make_request(config, cloud)
+    machine, said = cloud.machine(), list[str]()
+    doomed = slices.describe_request(config, machine)
+    cloud.clock.sleep(1.0)
+    cloud.state.queued.clear()
+    make_request(config, cloud, BOB)
+    deletion.remove(config, doomed, said.append, machine, machine.clock.monotonic() + 600)
+    assert said == ["request s was recreated in the meantime by bob: left alone"]
+    assert request_state(cloud) == "WAITING_FOR_RESOURCES"
+
+
 def test_a_node_that_google_deletes_after_a_preemption_counts_as_preempted(config: Config, cloud: Cloud) -> None:
     cloud.state.faults.clear()
     create(config, cloud)
