@@ -12,9 +12,10 @@ import time
 import click
 
 from training.cli import EndAtOnce
-from training.cli.train import exit_at_once, print_error
+from training.cli.train import print_error
 from training.errors import Exit, TrainError
 from training.lazy_command import LazyCommand
+from training.machine import exit_at_once
 
 _BEGAN = time.monotonic()  # approximately when the process began
 _COMMANDS = [

@@ -36,10 +36,10 @@ from types import FrameType
 from typing import IO
 
 from training.accelerators import ACCELERATORS
-from training.cli.train import exit_at_once
 from training.distributed import torch_tpu
 from training.distributed.cluster import SECRET_VARIABLE, Cluster, device_kind, discover, tpu_environment
 from training.errors import BadInput, Exit, TrainError
+from training.machine import exit_at_once
 from training.telemetry.console import warn
 from training.telemetry.progress_line import FILE_VARIABLE
 

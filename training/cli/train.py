@@ -21,7 +21,7 @@ import click
 
 from training.cli import option, set_option, step_option
 from training.errors import Exit, LostPeer, OutOfMemory, TrainError, is_out_of_memory
-from training.machine import SYSTEM, Machine
+from training.machine import SYSTEM, Machine, exit_at_once
 from training.registry import BACKENDS
 from training.telemetry.console import note
 
@@ -268,11 +268,3 @@ def exit_overdue(rendezvous: Rendezvous, seconds: float, machine: Machine = SYST
 def print_error(error: TrainError) -> None:
     """Prints an error's message on standard error, after its heading."""
     note(f"{error.heading}{error}")
-
-
-def exit_at_once(code: int, machine: Machine = SYSTEM) -> NoReturn:
-    """Flushes standard output and error, and ends the process at once, without Python's clean-up."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    machine.exit(code)
