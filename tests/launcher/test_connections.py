@@ -305,6 +305,32 @@ def test_commands_begin_where_hosts_are_now(tmp_path: Path, monkeypatch: pytest.
     assert [evidence[f"host-{worker}.txt"] for worker in range(2)] == ["", ""]
 
 
+def test_a_connection_that_opens_after_its_pool_was_replaced_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, closed, begun, replaced = list[str](), list[str](), threading.Event(), threading.Event()
+
+    def connect(address: Address) -> SimpleNamespace:
+        if address.host == "127.9.9.1":
+            assert begun.wait(10)
+            raise ConnectionFailed("no answer")
+        if address.host == "127.9.9.2":
+            begun.set()
+            assert replaced.wait(10)
+        opened.append(address.host)
+        close = partial(closed.append, address.host)
+        return SimpleNamespace(is_open=True, run=lambda *_given, **_options: (0, "", ""), close=close)
+
+    remembered(tmp_path)
+    gcloud_says(tmp_path, monkeypatch, ["127.9.8.1", "127.9.8.2"])
+    connections = SliceConnections(config(tmp_path), replace(this_machine(), connect=connect))
+    connections.connect_in_background()
+    assert connections.run_all("true", [0], timeout=5)[0].reached, "although host 1 has not answered yet"
+    replaced.set()
+    connections.close()
+    assert sorted(closed) == sorted(opened) == ["127.9.8.1", "127.9.9.2"]
+
+
 class _Gcloud:
     """A gcloud whose hosts answer each script's word, and for a start what `started` says, one call after another."""
 
