@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import google_crc32c
 import numpy as np
@@ -28,6 +29,7 @@ from training.models.flops import WorkCounter, flops_per_row, mfu, peak_flops
 from training.models.hub import BackgroundUploader, Push, find_result
 from training.models.hugging_face import ModelRequirements, build_model_config, read_labels, usable_positions
 from training.models.initial import initial_weight, initial_weights
+from training.models.predict import pipeline_of
 from training.registry import TASKS, task_of_model
 from training.storage.hub import TOKENIZER_FILES, local_copy
 from training.tasks.labels import Regression, accuracy, check_labels, pearson, weighted_f1
@@ -190,6 +192,14 @@ def test_a_label_outside_the_range_is_named_with_its_record(label: int) -> None:
 @pytest.mark.parametrize(("family", "tokens"), [("bert", 514), ("roberta", 512), ("xlm-roberta", 512)])
 def test_a_text_is_cut_where_the_familys_positions_end(family: str, tokens: int) -> None:
     assert usable_positions(family, 514, 1) == tokens
+
+
+def test_a_prediction_takes_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    hub = SimpleNamespace(snapshot_download=lambda name, **_: str(tmp_path))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", cast(Any, hub))
+    assert pipeline_of("organisation/of-predict") == "text-generation"
 
 
 def test_a_classifiers_config_names_its_labels_in_order() -> None:

@@ -109,8 +109,8 @@ def push(run: str, repository: str, step: int | None, private: bool, beside: boo
 @option("--text-pair", "pair", metavar="TEXT", help="The second text, for a model of pairs of texts.")
 @option("--top", type=click.IntRange(min=1), default=5, help="Number of answers.")
 def predict(folder: str, text: str, pair: str | None, top: int) -> None:
-    """Fill the mask in TEXT, name its class or those of its words, or go on with it, with the model in FOLDER that
-    `export` wrote.
+    """Fill the mask in TEXT, name its class or those of its words, or go on with it, with the model in FOLDER, one that
+    `export` wrote or a name on the Hub.
 
     \b
     tpu-train predict runs/local/model "The [MASK] statement ends a loop."

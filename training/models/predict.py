@@ -9,7 +9,7 @@ from typing import Any
 from training.errors import BadInput
 from training.models.hugging_face import WEIGHTS, has_weights, read_config, usable_positions
 from training.registry import BACKENDS, TASKS, load, task_of_model
-from training.storage.hub import local_copy
+from training.storage.hub import local_copy, model_folder
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ class ClassPrediction:
 
 
 def pipeline_of(folder: str) -> str:
-    """Returns the name of transformers' pipeline for a model folder's task. Raises BadInput without weights, and for a
-    name on the Hub."""
+    """Returns the name of transformers' pipeline for a model folder's task. Raises BadInput without weights."""
     _require_model(folder)
     return TASKS[task_of_model(read_config(folder))].head.pipeline
 
@@ -93,9 +92,9 @@ def open_pipeline(name: str, folder: str) -> Any:
 
 
 def _require_model(folder: str) -> None:
-    """Raises BadInput unless the folder, local or in a bucket, has weights. Sets TRANSFORMERS_VERBOSITY to error,
-    unless it is set."""
-    if not has_weights(folder):
+    """Raises BadInput unless the folder, local, in a bucket or downloaded from the Hub, has weights. Sets
+    TRANSFORMERS_VERBOSITY to error, unless it is set."""
+    if not has_weights(model_folder(folder)):
         raise BadInput(
             f"{folder} is not a model folder: it has no {WEIGHTS}. `tpu-train export RUN {folder}` writes one"
         )
