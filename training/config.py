@@ -461,7 +461,8 @@ def _model_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
     task's head; a task that TensorFlow lacks; LoRA without model.path or beside train.freeze."""
     entry, model = TASKS[config.task], config.model
     if sum(value is not None for value in (model.name, model.path, model.config)) != 1:
-        yield "model", "give either model.name (for example bert-base) or model.path, a folder to start from"
+        choices = "model.name (for example bert-base), model.path (weights to start from) and model.config"
+        yield "model", f"give one of {choices}"
     elif model.name is not None:
         hidden, _, heads, _, _ = model.shape
         if hidden % heads:
