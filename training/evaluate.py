@@ -21,7 +21,7 @@ from training.distributed.agreement import agree
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
-from training.errors import BadInput, TrainError
+from training.errors import BadInput, StopRequested
 from training.models.hugging_face import WEIGHTS, has_weights, read_config, read_labels
 from training.registry import TASKS, task_of_model
 from training.run_setup import open_backend, open_task
@@ -97,8 +97,8 @@ def evaluate(
 ) -> Evaluated:
     """Evaluates the model of `place`: a run's folder (its checkpoint of `step`, None: the newest), a model folder in
     Hugging Face's layout, or a name on the Hub. `config` decides data, batch size and precision. All hosts call it.
-    Raises BadInput when model and data are absent or do not fit together, TrainError when a host was asked to stop or
-    is lost. Ends the process if opening the devices takes longer than rendezvous.start_seconds."""
+    Raises BadInput when model and data are absent or do not fit together, StopRequested when a host was asked to stop,
+    LostPeer when one is lost. Ends the process if opening the devices takes longer than rendezvous.start_seconds."""
     if config.data.evaluation is None:
         raise BadInput("there is nothing to evaluate on: set data.evaluation")
     place = model_folder(place)
@@ -123,7 +123,7 @@ def evaluate(
     shutdown.nothing_to_save = False
     total = evaluate_all(task, backend, rendezvous, shutdown, "evaluation")
     if total.signals.stop:
-        raise TrainError("asked to stop: the evaluation was broken off")
+        raise StopRequested("asked to stop: the evaluation was broken off")
     return Evaluated(
         model=name,
         step=manifest.step if manifest else None,

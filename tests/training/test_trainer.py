@@ -14,6 +14,7 @@ import google_crc32c
 import numpy as np
 import pytest
 
+from tests.container import small_runs
 from tests.container.small_runs import StopAfter
 from tests.training.manual_clock import ManualClock
 from tests.training.mutations import flip
@@ -87,6 +88,17 @@ def test_a_stop_is_seen_by_the_result_that_carries_it_and_what_is_in_flight_is_r
     assert evaluate(backend).signals.stop
     assert backend.started == 4  # batch 1's result is read when the third one after it would wait
     assert backend.read == backend.started
+
+
+def test_a_stop_breaks_an_evaluation_of_its_own_off_with_the_code_of_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Runs(tmp_path)
+    runs.train("r", 0, train__steps=10)
+    open_backend = lambda config, *_: NumpyBackend(config, lambda number: None, 2.0)  # noqa: E731
+    monkeypatch.setattr("training.evaluate.open_backend", open_backend)
+    with pytest.raises(StopRequested, match="the evaluation was broken off"):
+        small_runs.evaluate_here(small_runs.document(tmp_path), str(runs.path("r")), stopping=StopAfter(1))
 
 
 @pytest.mark.parametrize("changes", [{}, {"checkpoint__best": {"metric": "loss", "mode": "min"}}])

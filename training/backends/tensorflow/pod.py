@@ -151,7 +151,7 @@ def _serve(rendezvous: Rendezvous, shutdown: ShutdownRequest, serving: subproces
             serving.wait(WORKER_END_SECONDS)
         raise _worker_error(serving) or outcome[0]
     if outcome[0] == Exit.SAVED:
-        raise StopRequested("host 0 has committed and stopped")
+        raise StopRequested("host 0 was asked to stop")
 
 
 class Chief(Rendezvous):
