@@ -71,8 +71,10 @@ class StepResult:
         return self.sums["loss"] / self.sums["weight"] if self.sums["weight"] else float("nan")
 
     def nonfinite(self, step: int) -> str | None:
-        """Returns a message if the loss (also when nothing was counted) or the gradient norm is NaN or infinite; None
-        if neither is. `step`, this result's training step, is only for the message."""
+        """Returns a message if nothing was counted, or the loss or the gradient norm is NaN or infinite; else None.
+        `step`, this result's training step, is only for the message."""
+        if not self.sums["weight"]:
+            return f"step {step} has no loss: all predictions of its batch have weight 0"
         if not math.isfinite(self.loss):
             return f"the loss of step {step} is {self.loss}"
         if self.gradient_norm is not None and not math.isfinite(self.gradient_norm):

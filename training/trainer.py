@@ -290,7 +290,8 @@ class Trainer:
         self.evaluations.record(step, run.task.figures(total), total.counts)
         run.console.print(f"evaluation after step {step}: {console.format_figures(self.evaluations.figures)}")
         if self.evaluations.nonfinite and run.cluster.is_first:
-            warn(f"the evaluation after step {step} is not finite: {', '.join(self.evaluations.nonfinite)}")
+            why = "" if total.sums["weight"] else "; all predictions of its data have weight 0"
+            warn(f"the evaluation after step {step} is not finite: {', '.join(self.evaluations.nonfinite)}{why}")
         if self.background.log:
             self.background.log.log(step, {f"eval_{name}": value for name, value in self.evaluations.figures.items()})
 

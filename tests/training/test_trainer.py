@@ -18,10 +18,10 @@ from tests.container import small_runs
 from tests.container.small_runs import StopAfter
 from tests.training.manual_clock import ManualClock
 from tests.training.mutations import flip
-from tests.training.numpy_backend import NumpyBackend, Runs
+from tests.training.numpy_backend import NumpyBackend, Runs, finished
 from tests.training.test_agreement import Pair
 from training import run_end
-from training.batch import Arrays, HostBatch, Signals, StepResult
+from training.batch import SUMS, Arrays, HostBatch, Signals, StepResult
 from training.checkpoint import writer
 from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import verify
@@ -218,6 +218,15 @@ def test_an_evaluation_not_finite_is_named_and_all_stays_json(runs: Runs, capsys
             json.loads(text, parse_constant=refuse)
     assert "the evaluation after step 10 is not finite: loss, perplexity" in capsys.readouterr().err
     assert "not finite" in Path(write_report(str(runs.path("r")))).read_text()
+
+
+def test_an_evaluation_that_counts_nothing_says_why(
+    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = finished(StepResult(dict.fromkeys(SUMS, 0.0), Signals()))
+    monkeypatch.setattr(NumpyBackend, "evaluate", lambda *_: nothing)
+    runs.train("r", 0, train__steps=10, evaluation__every=10)
+    assert "perplexity, accuracy; all predictions of its data have weight 0" in capsys.readouterr().err
 
 
 def test_a_damaged_record_counts_once_and_evaluations_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
