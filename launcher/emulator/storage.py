@@ -14,7 +14,6 @@ that it became, which answers a repeated last chunk or status query.
 
 import base64
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from urllib.parse import quote
 
 from launcher.emulator.bucket import Bucket, Buckets, StorageApiError, StoredObject, require_generation
 from launcher.emulator.http_server import FileRegion, HttpRequest, HttpResponse, json_response, timestamp
-from launcher.home import write_private
+from launcher.home import lock, write_private
 
 NAMES = ("storage.googleapis.com", "www.googleapis.com")
 _EXPECTED = "ifGenerationMatch"  # the parameter with the generation that the request expects
@@ -218,12 +217,15 @@ def _continue_upload(request: HttpRequest, bucket: Bucket, identifier: str) -> H
     also to repeats; until then with 308 and the range of the bytes that arrived; with 499 to a DELETE. A refused upload
     is deleted. Raises StorageApiError."""
     path = bucket.folder / "uploads" / f"{identifier}.json"
+    unknown = StorageApiError(404, "notFound", "No such upload; begin again.")
+    if not re.fullmatch(r"[0-9a-f]{32}", identifier):  # it could lead to another folder
+        raise unknown
     with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(stack.enter_context(open(path, "r+")), fcntl.LOCK_EX)  # one request of an upload at a time
+            lock(stack.enter_context(open(path, "r+")), path, wait=True)  # one request of an upload at a time
             session = json.loads(path.read_text())
         except FileNotFoundError:  # or it was deleted while this request waited
-            raise StorageApiError(404, "notFound", "No such upload; begin again.") from None
+            raise unknown from None
         if session["made"] is not None:
             return json_response(object_json(bucket, StoredObject(**session["made"]), request))
         if request.method == "DELETE":

@@ -146,6 +146,13 @@ def test_an_abandoned_upload_is_forgotten(storage: Any, bucket: Any) -> None:
     assert upload.put("bytes */*").status_code == 404
 
 
+def test_an_upload_is_not_looked_for_in_another_folder(storage: Any, bucket: Any) -> None:
+    upload = Resumable(storage, bucket)
+    upload.url = upload.url.replace("upload_id=", f"upload_id=../../{bucket.name}/uploads/")
+    assert upload.put("bytes 0-3/4", b"data").status_code == 404
+    assert not bucket.blob("x").exists()
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @given(names=all_names, prefix=st.sampled_from(["", "a", "a/", "b//"]), page=st.integers(1, 4))
 def test_pages_are_the_listing_in_order(client: Any, bucket: Any, names: set[str], prefix: str, page: int) -> None:
