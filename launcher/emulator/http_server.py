@@ -15,6 +15,7 @@ import logging
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -200,9 +201,7 @@ class _Connection(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         try:
-            for (
-                _
-            ) in body.blocks():  # a connection closed with unread bytes is reset: the client would miss the response
+            for _ in body.blocks():  # closing with unread bytes resets a connection: the client would miss the response
                 pass
         except Disconnected:
             self.close_connection = True
@@ -246,9 +245,15 @@ def accept(
             if None in ready:
                 return
             for listener, serve in ready:
-                with contextlib.suppress(OSError, RuntimeError):  # the client has given up; no thread can start
+                try:
                     connection, _ = listener.accept()
+                except OSError:  # the client has given up; or no descriptor is left: do not spin until one is
+                    time.sleep(0.01)
+                    continue
+                try:
                     threading.Thread(target=_run, args=(serve, connection), daemon=True).start()
+                except RuntimeError:  # no thread is left: the client can try again
+                    connection.close()
 
 
 def accept_in_thread(listener: socket.socket, serve: Callable[[socket.socket], None]) -> socket.socket:

@@ -7,13 +7,14 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.emulator.http_server import Body, Disconnected, HttpResponse, serve_http
+from launcher.emulator.http_server import Body, Disconnected, HttpResponse, accept_in_thread, serve_http
 from launcher.emulator.state import Store
 from launcher.emulator.vm.hosts import Hosts
 
@@ -114,3 +115,14 @@ def test_an_upload_that_is_refused_at_once_still_gets_its_answer(storage: Any) -
         for _ in range(3):
             answer = session.post(url, b"x" * 5_000_000, timeout=10)
             assert (answer.status_code, answer.headers.get("Connection")) == (404, None)
+
+
+def test_a_server_without_free_threads_refuses_a_client_and_serves_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that was accepted and forgotten would wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        end = accept_in_thread(listener, lambda connection: connection.sendall(b"x"))
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+            assert socket.create_connection(listener.getsockname(), timeout=5).recv(1) == b""
+        assert socket.create_connection(listener.getsockname(), timeout=5).recv(1) == b"x"
+        end.close()
