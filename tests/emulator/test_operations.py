@@ -3,13 +3,17 @@
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from launcher.emulator import operations
 from launcher.emulator.operations import OperationRunner
 from launcher.emulator.state import Host, Node, Store, from_json, to_json
+from launcher.emulator.vm import hosts
+from launcher.emulator.vm.engine_client import EngineError
 
 
 class Hosts:
@@ -172,3 +176,18 @@ def test_no_host_is_made_after_closing(running: Running) -> None:
     assert not running.containers.hosts
     with running.store.change() as state:  # else its thread waits for the hosts
         state.operations[creation].cancelled = True
+
+
+def test_a_host_that_exists_and_is_paused_stays_so(api: Any, tmp_path: Path) -> None:
+    """A fault may pause a host whose creation the next server continues."""
+    asked: list[str] = []
+
+    def call(method: str, path: str, *_: Any, **__: Any) -> None:
+        asked.append(path)
+        if "/containers/" in path:
+            raise EngineError(409, "it exists; it is paused")
+
+    node = api.ready()
+    real = hosts.Hosts(Store(api.state, None), Mock(call=call), "", "", tmp_path, lambda hostname: [])
+    real.ensure(node, node.hosts[0])
+    assert asked[-1] == f"/containers/{node.hosts[0].hostname}/start"

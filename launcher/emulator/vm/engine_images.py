@@ -118,7 +118,7 @@ class EngineImages:
 
     def _push_bytes(self, image: str, repository: str, tag: str) -> str:
         """Has the engine push an image into the registry, by a name that is removed again. Returns the digest, or
-        raises EngineError or EngineError."""
+        raises EngineError."""
         name = f"{self._engine_prefix()}{repository}"
         self.engine.call("POST", f"/images/{quote(image, safe=':')}/tag", {"repo": name, "tag": tag})
         try:

@@ -93,8 +93,8 @@ class Hosts:
         raise EngineError(500, "no free network for the emulated hosts")
 
     def ensure(self, node: Node, host: Host) -> None:
-        """Opens the host's agent socket, creates host and volumes, and starts the host, if need be; does not await its
-        boot. Raises EngineError."""
+        """Opens the host's agent socket, creates host and volumes, and starts the host, if need be, unless it is
+        paused; does not await its boot. Raises EngineError."""
         self.open_agent_socket(host)
         volumes = {path: f"{host.hostname}{path.replace('/', '-')}" for path in SHARED}
         labels = {LABEL: self.emulator, HOST_LABEL: host.hostname}
@@ -122,12 +122,13 @@ class Hosts:
             },
             "NetworkingConfig": {"EndpointsConfig": {self.network: {"IPAMConfig": {"IPv4Address": host.address}}}},
         }
-        try:
-            self.engine.call("POST", "/containers/create", {"name": host.hostname}, body)
-        except EngineError as error:
-            if error.status != 409:  # an earlier server created it
-                raise
-        self.start(host)
+        create = partial(self.engine.call, "POST", "/containers/create", {"name": host.hostname}, body)
+        for act in (create, partial(self.start, host)):
+            try:
+                act()
+            except EngineError as error:
+                if error.status != 409:  # an earlier server created it; a fault has paused it
+                    raise
 
     def kill(self, host: Host) -> None:
         """Kills the host, then its containers, with SIGKILL; logs refused kills. Raises EngineError if it can't list
@@ -246,7 +247,9 @@ class Hosts:
                 for node in overdue:
                     faults.end_outage(node)
         with self.lock:
-            for name in set(self.agent_sockets) - {host.hostname for host in hosts}:
+            with self.store.read() as state:
+                known = {host.hostname for host in state.hosts}  # also those made since this pass began
+            for name in set(self.agent_sockets) - known:
                 self.agent_sockets.pop(name).close()
                 shutil.rmtree(self.sockets / name, ignore_errors=True)
 
@@ -327,7 +330,7 @@ def remove_all(engine: Engine, *labels: str) -> None:
     removal: the engine may still be creating a container for a server that is gone. Raises EngineError when some remain
     after 20 passes, OSError when the engine is down."""
     query = {"filters": json.dumps({"label": labels})}
-    for _ in range(20):
+    for attempt in range(20):
         containers = [f"/containers/{container['Id']}" for container in engine.containers(*labels)]
         in_parallel(lambda path: _call(engine, "DELETE", path, _REMOVE), containers)
         volumes, networks = engine.call("GET", "/volumes", query)["Volumes"], engine.call("GET", "/networks", query)
@@ -336,7 +339,7 @@ def remove_all(engine: Engine, *labels: str) -> None:
         in_parallel(lambda path: _call(engine, "DELETE", path), rest)
         if not containers and not rest:
             return
-        time.sleep(0.1)
+        time.sleep(0.1 + attempt / 20)  # a busy engine takes seconds to remove a container
     raise EngineError(500, f"not removed in 20 attempts: {', '.join(containers + rest)}")
 
 
