@@ -56,9 +56,10 @@ def parse_facts(lines: Iterable[str]) -> dict[str, Any]:
         _rank, mark, fact = line.partition(PREFIX)  # TorchTPU's processes print theirs after "rank N: "
         if mark:
             try:
-                facts.update(json.loads(fact))
+                told = json.loads(fact)
             except ValueError:
                 continue  # another process wrote into the line
+            facts.update(told if isinstance(told, dict) else {})
     return facts
 
 
