@@ -190,7 +190,7 @@ class Gke:
 
     def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:
         """Returns the state of a host's pod, as the watch knows it, and its `lines` newest lines; "absent" without a
-        pod. The state is None where `Pod.state` knows none, and, with a `problem`, if the cluster does not answer."""
+        pod. The state is None, and `problem` says why, where `Pod.state` knows none or the cluster does not answer."""
         try:
             pod = self._watch_pods(container).pods().get(worker)
             if pod is None:
@@ -198,7 +198,8 @@ class Gke:
             window = self._read_log(pod, f"--tail={lines}")[0] if lines and pod.started else LogWindow()
         except LaunchError as error:
             return Observation(worker, None, problem=str(error).splitlines()[0])
-        return Observation(worker, pod.state()[0], window.lines)
+        state, problem = pod.state()
+        return Observation(worker, state, window.lines, problem=problem)
 
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None

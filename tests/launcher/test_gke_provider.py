@@ -377,6 +377,8 @@ def test_a_look_tells_the_state_of_a_pod_and_its_newest_lines(kubectl: Path) -> 
     assert all(gke.look(worker, ATTEMPT.container, lines=5).container is not None for worker in (0, 2))
     (log,) = calls(kubectl, "logs")
     assert "--tail=5" in log
+    show(kubectl, "a", taken={0}, ended={0})
+    wait_until(lambda: gke.look(0, ATTEMPT.container).problem == "its pod was disrupted: DeletionByPodGC")
     gke._kubectl.follow("logs", "pod-0", on_line=print, on_start=lambda end: None, seconds=9)  # ends well
 
 
