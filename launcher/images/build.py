@@ -198,7 +198,7 @@ def _make(plan: ImagePlan, log: IO[str], say: Callable[[str], None]) -> str:
     image_id = engine.find_image_id(plan.docker, plan.local)
     if image_id is None:
         raise LaunchError(
-            f"docker reported success, but its store has no {plan.local}: was it removed meanwhile? Try again"
+            f"docker reported success, but its store shows no {plan.local}: was it removed meanwhile? Try again"
         )
     if plan.remote is None:
         return image_id
@@ -231,15 +231,15 @@ def _build(plan: ImagePlan, log: IO[str], say: Callable[[str], None]) -> None:
     have changed since the plan (the tag differs), LaunchError (BAD_INPUT, or PERMISSION) if the build fails."""
     spec, folder = plan.spec, plan.work_folder
     shutil.rmtree(folder, ignore_errors=True)
-    build_context.assemble(spec.context, folder / "context")
-    shutil.copyfile(spec.dockerfile, folder / "Dockerfile")
-    copied = replace(spec, context=build_context.tree(folder / "context"), dockerfile=folder / "Dockerfile")
-    if compute_tag(copied, plan.base_ids) != plan.tag:
-        raise BadInput(f"files of the image {spec.name} changed while they were copied: try again")
-    say(f"building {plan.local}" + (f" (target {spec.target})" if spec.target else ""))
-    begin = time.monotonic()
-    failure = f"{plan.local} could not be built"
     try:
+        build_context.assemble(spec.context, folder / "context")
+        shutil.copyfile(spec.dockerfile, folder / "Dockerfile")
+        copied = replace(spec, context=build_context.tree(folder / "context"), dockerfile=folder / "Dockerfile")
+        if compute_tag(copied, plan.base_ids) != plan.tag:
+            raise BadInput(f"files of the image {spec.name} changed while they were copied: try again")
+        say(f"building {plan.local}" + (f" (target {spec.target})" if spec.target else ""))
+        begin = time.monotonic()
+        failure = f"{plan.local} could not be built"
         command = build_command(plan)
         show = show_steps(say)
         _stream(command, log, _BUILD_SECONDS, failure, Exit.BAD_INPUT, refused=_REFUSED_IN_BUILD, show=show)

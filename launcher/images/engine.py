@@ -103,7 +103,6 @@ def _address(docker: str) -> str:
 
 
 def find_image_id(docker: str, image: str) -> str | None:
-    """Returns the sha256:... of an image in the engine's store; None when the store lacks it or no engine runs. Raises
-    CommandTimeout when the engine does not answer in 30 s."""
-    result = shell.run([docker, "image", "inspect", "--format", "{{.Id}}", image], timeout=SECONDS)
-    return result.stdout.strip() if result.ok else None
+    """Returns the sha256:... of an image in the engine's store; None when the store lacks it, no engine runs, or it
+    does not answer in 30 s."""
+    return _ask(docker, "image", "inspect", "--format", "{{.Id}}", image)

@@ -11,7 +11,7 @@ import pytest
 
 from launcher.emulator.http_server import HttpRequest, HttpResponse
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.images import engine, repositories
+from launcher.images import build_context, engine, repositories
 from launcher.images.build import ensure_image, find_pushed, list_commands
 from launcher.images.build_context import hash_file
 from launcher.images.registry import ADDRESS
@@ -78,6 +78,7 @@ case "$1 $2" in
     touch stored
     echo "x: digest: {DIGEST} size: 1" ;;
   "image inspect")
+    [ ! -e hangs ] || exec sleep 9
     case "$4 $5" in
       *debian*) echo sha256:0 ;;
       *) cat image 2>/dev/null ;;
@@ -121,6 +122,23 @@ def test_an_edit_during_the_build_is_not_taken_for_the_images(docker: Path, spec
     made = ensure_image(folder_spec("test/image", tmp_path / "context"), print)
     assert own.read_text() == "two\n"
     assert made.code == {"train.py": hash_file(b"file", b"one\n")}
+
+
+def test_an_edit_while_files_are_copied_is_told_and_leaves_no_copy(
+    docker: Path, spec: ImageSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_context, "assemble", lambda _, folder: (folder / "edited").mkdir(parents=True))
+    with pytest.raises(BadInput, match="changed while they were copied"):
+        ensure_image(spec, print)
+    assert [path.suffix for path in (tmp_path / "home" / "images").iterdir()] == [".log"]
+
+
+def test_an_engine_that_hangs_counts_as_one_with_an_empty_store(
+    docker: Path, spec: ImageSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "SECONDS", 0.3)
+    (docker / "hangs").touch()
+    assert list_commands(spec)[0][1] == "pull"
 
 
 def test_an_interrupted_push_is_done_again(docker: Path, spec: ImageSpec) -> None:
