@@ -191,3 +191,4 @@ def test_a_host_that_exists_and_is_paused_stays_so(api: Any, tmp_path: Path) -> 
     real = hosts.Hosts(Store(api.state, None), Mock(call=call), "", "", tmp_path, lambda hostname: [])
     real.ensure(node, node.hosts[0])
     assert asked[-1] == f"/containers/{node.hosts[0].hostname}/start"
+    real.agent_sockets.pop(node.hosts[0].hostname).close()
