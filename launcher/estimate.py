@@ -144,9 +144,9 @@ def _roofline(flops: float, byte_count: float, target: Accelerator) -> float:
 
 
 def _bound_by_sizes(config: Config) -> Bound | None:
-    """Returns the bound by the model's own FLOPs, six for each token and parameter of the layers and for each masked
-    token and parameter of the embedding (arxiv.org/abs/2001.08361), and by the bytes of the optimizer's state, whole on
-    each device; None without a named model or a readable dataset."""
+    """Returns the least seconds of a step, the longer of two: for the FLOPs, six for each token and parameter of the
+    layers and for each masked token and parameter of the embedding (arxiv.org/abs/2001.08361), and for the bytes of the
+    optimizer's state, whole on each device. Reads the dataset's manifest; None without that or a named model."""
     assert config.trainer is not None
     trainer = config.trainer
     if trainer.model.name is None:

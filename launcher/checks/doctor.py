@@ -153,7 +153,8 @@ def _zone(config: Config) -> list[Finding]:
 
 
 def _fix_of(config: Config, error: LaunchError) -> str:
-    """Returns the command that mends a denied permission; for any other error of gcloud, its message's last line."""
+    """Returns what the user does about an error: for a denied permission, the command that turns the API on or logs in,
+    else one that tests the permission, with the role it needs; for any other error, its message's last line."""
     if isinstance(error, PermissionDenied):
         text = str(error)
         if "services enable" in text:

@@ -262,8 +262,9 @@ class Ledger:
         return self._read_on().entries
 
     def _read_on(self) -> _Read:
-        """Returns all entries and the run's state, after reading what was appended since the last call. Reads a file
-        that became shorter anew. An incomplete last line counts if it parses, and is read again."""
+        """Returns all entries and the run's state (none before there is a file), after reading what was appended since
+        the last call. Reads a file that became shorter anew. Leaves out lines that do not parse; an incomplete last one
+        is read again. Raises BadInput for another version's event."""
         before = self._read
         try:
             size = os.stat(self._events).st_size

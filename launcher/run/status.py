@@ -316,7 +316,8 @@ class Top:
         self._run = ""
 
     def look(self) -> View:
-        """Asks the API and the hosts, and returns the newest run's view. Raises LaunchError if the API fails."""
+        """Asks the API and the hosts, and returns the newest run's view; without any run, only the slice's. Raises
+        LaunchError if the API fails."""
         now = self._context.machine.clock.time()
         status = read_status(self._config, self._context, self._provider)
         created = status.slice.created if status.slice is not None else ""

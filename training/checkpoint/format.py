@@ -278,7 +278,8 @@ def committed_steps(folder: str, storage: Storage = default_storage) -> list[int
 
 
 def read_manifest(folder: str, step: int, storage: Storage = default_storage) -> Manifest:
-    """Reads the manifest of a step. Raises Damaged when it is missing, can't be decoded, or is of another step."""
+    """Returns the manifest of a step. Raises Damaged when it is missing, can't be decoded, or is of another step;
+    StorageError when it can't be read."""
     try:
         manifest = load_manifest(storage.read(join(folder, step_folder(step), MANIFEST)))
     except NotFound:
@@ -289,7 +290,7 @@ def read_manifest(folder: str, step: int, storage: Storage = default_storage) ->
 
 
 def read_manifests(folder: str, steps: Iterable[int], storage: Storage = default_storage) -> dict[int, Manifest | str]:
-    """Reads the manifests of steps; in place of one that is damaged, returns how."""
+    """Returns the manifests of steps, and in place of one that is missing or damaged, how. Raises StorageError."""
     manifests: dict[int, Manifest | str] = {}
     for step in steps:
         try:

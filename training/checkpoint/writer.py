@@ -262,7 +262,7 @@ class CheckpointWriter:
         self._storage.write(url, form.dump_manifest(manifest), create_only=True)
 
     def _read_committed(self, step: int) -> Manifest | None:
-        """Returns the manifest of a step; None if it is missing or damaged."""
+        """Returns the manifest of a step; None if it is missing or damaged. Raises StorageError."""
         try:
             return read_manifest(self.folder, step, self._storage)
         except Damaged:

@@ -21,7 +21,8 @@ _GATED = (
 
 def decoder_flops(config: Mapping[str, Any], length: int) -> float:
     """Returns the FLOPs, forward and backward, of one row for a decoder with grouped attention and gated layers; 0 for
-    a family not in `_GATED`. Attention counts as over the whole row, as PaLM's appendix does."""
+    a family not in `_GATED`, or if one of `SIZES` is no int. Attention counts as over the whole row, as PaLM's appendix
+    does."""
     if config.get("model_type") not in _GATED or any(type(config.get(name)) is not int for name in SIZES):
         return 0.0
     width, layers, inner, vocabulary = (int(config[name]) for name in SIZES)
@@ -33,8 +34,8 @@ def decoder_flops(config: Mapping[str, Any], length: int) -> float:
 
 
 def flops_per_row(config: Mapping[str, Any], length: int, predictions: int | None) -> float:
-    """Returns the FLOPs of training on one row, with layers as BERT's, whatever the family; 0 for ModernBERT and for
-    other names of its sizes in config.json. `predictions`: places of a masked-LM head; None for a classifier."""
+    """Returns the FLOPs of training on one row, with layers as BERT's, whatever the family; 0 for ModernBERT, or if one
+    of `SIZES` is no int. `predictions`: places of a masked-LM head; None for a classifier."""
     if config.get("model_type") == "modernbert" or any(type(config.get(name)) is not int for name in SIZES):
         return 0.0
     width, layers, inner, vocabulary = (int(config[name]) for name in SIZES)

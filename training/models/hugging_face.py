@@ -242,7 +242,8 @@ def check_capacity(network_config: Any, requirements: ModelRequirements) -> None
 
 def read_config(folder: str) -> dict[str, Any]:
     """Returns the values of config.json of a model folder, or of a name on the Hub, which it downloads, weights too.
-    Raises BadInput if it is absent, is no JSON, has no model_type or, in `FAMILIES`, a bad size; StorageError."""
+    Raises BadInput if the Hub does not give it, or it is absent, is no JSON, has no model_type or, in `FAMILIES`, a bad
+    size; StorageError if it can't be read."""
     url = storage.join(model_folder(folder), CONFIG)
     try:
         values: dict[str, Any] = json.loads(storage.read(url))

@@ -33,11 +33,12 @@ class Console:
         self._line_open = False  # the last line is a progress line that the next one replaces
 
     def print(self, message: str) -> None:
-        """Prints a line that stays, in place of an open progress line."""
+        """Prints, if `shown`, a line that stays, in place of an open progress line."""
         self._print(message, stays=True)
 
     def progress(self, line: str) -> None:
-        """Prints a progress line: on a terminal cut to its width and replaced by the next line, elsewhere kept."""
+        """Prints, if `shown`, a progress line: on a terminal cut to its width and replaced by the next line, elsewhere
+        kept."""
         self._print(line, stays=not self._is_terminal)
 
     def close(self) -> None:

@@ -126,8 +126,9 @@ class TensorFlowStep:
         return gradients, total
 
     def update(self, gradients: list[Any], sums: Any, scalars: Any) -> Any:
-        """Clips the gradients of the summed loss and updates the state; with train.on_nonfinite: skip, only if loss and
-        norm are finite. Call it in a replica's context. Returns training.batch.UPDATE: (2,)."""
+        """Updates the state by the clipped gradients of the mean loss; with train.on_nonfinite: skip, only if loss and
+        norm are finite. `gradients`: of the loss in `sums`, both summed over replicas. Call it in a replica's context.
+        Returns, (2,), the norm before clipping, and 1 if it skipped the update, else 0 (training.batch.UPDATE)."""
         scalars = tf.unstack(scalars)
         loss, weight = sums[SUMS.index("loss")], sums[SUMS.index("weight")]
         scale = 1 / tf.maximum(weight, 1e-6)  # from the gradient of the sum to that of the mean

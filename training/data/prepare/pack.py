@@ -196,7 +196,8 @@ class WholeDocuments(RowKind):
         return [np.stack([ids, np.ones_like(ids)]) for ids in whole]
 
     def cut(self, document: Ids, length: int) -> list[Ids]:
-        """Returns the pieces of a document, (2, n), of at most `length` tokens. Counts cut documents, for `note`."""
+        """Returns the pieces, of at most `length` tokens each, of a document, (2, n) as `tokenize` returns it. Counts
+        cut documents, for `note`."""
         self._cut += document.shape[1] > length
         return [document[:, start : start + length] for start in range(0, document.shape[1], length)]
 
