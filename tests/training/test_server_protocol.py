@@ -316,6 +316,17 @@ def test_noise_of_an_accepted_host_ends_the_attempt_and_names_it(noise: bytes) -
         assert message["lost"].startswith("host 1 is gone")
 
 
+def test_host_0_can_send_on_what_it_accepts_however_deep() -> None:
+    for depth in range(600, 1000):  # the limit is Python's for recursion
+        meeting = Meeting()
+        hosts = [meeting.join(worker)[0] for worker in range(3)]
+        deep = b'{"arrive": "p", "payload": ' + b"[" * depth + b"]" * depth + b', "seconds": 1}\n'
+        meeting.send(hosts[0], deep)
+        for host in hosts[1:]:
+            meeting.send(host, {"arrive": "p", "payload": None, "seconds": 1})
+        assert [meeting.is_closed(host) for host in hosts[1:]] == [False, False]
+
+
 def test_messages_before_noise_count() -> None:
     """The barrier is complete, though the last host to arrive is lost."""
     meeting = Meeting()

@@ -92,7 +92,8 @@ def decode(line: bytes | bytearray, kinds: Kinds) -> tuple[str, Message]:
     Malformed."""
     try:
         message = json.loads(line.decode())
-        _CHECKER.encode(message).encode()  # raises for NaN, infinities and lone surrogates, anywhere in it
+        # Raises for NaN, infinities and lone surrogates, anywhere in it; for nesting, before host 0's later encoding.
+        _CHECKER.encode([[[[[[[[message]]]]]]]]).encode()
     except RecursionError:
         raise Malformed("nested too deeply") from None
     except ValueError as error:
