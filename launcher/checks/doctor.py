@@ -154,15 +154,16 @@ def _zone(config: Config) -> list[Finding]:
 
 def _fix_of(config: Config, error: LaunchError) -> str:
     """Returns what the user does about an error: for a denied permission, the command that turns the API on or logs in,
-    else one that tests the permission, with the role it needs; for any other error, its message's last line."""
-    if isinstance(error, PermissionDenied):
-        text = str(error)
+    else one that tests the permission, with the role it needs; for another error, as of a project without billing, its
+    message's last line."""
+    text = str(error)
+    if isinstance(error, PermissionDenied) and "(Billing)" not in text:
         if "services enable" in text:
             return f"gcloud services enable tpu.googleapis.com --project={config.project}"
         if "auth login" in text:
             return "gcloud auth login"
         return f"gcloud compute tpus locations list --project={config.project}; the account needs roles/tpu.admin"
-    return str(error).splitlines()[-1].strip()
+    return text.splitlines()[-1].strip()
 
 
 def _runtime(config: Config) -> list[Finding]:

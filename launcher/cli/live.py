@@ -34,7 +34,7 @@ _local_port_option = click.option(
 
 def _parse_host(_context: click.Context, _option: click.Parameter, value: str) -> int | None:
     """Returns a worker index, which the slice may lack; None for `all`. Raises click.BadParameter for other texts."""
-    if value != "all" and not value.isdigit():
+    if value != "all" and not value.isdecimal():
         raise click.BadParameter(f"{value!r} is neither a worker index nor `all`")
     return None if value == "all" else int(value)
 

@@ -14,8 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import click
 import pytest
 
+from launcher.cli import live
 from launcher.cli.live import remote_script
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.provider import CommandReport
@@ -211,6 +213,8 @@ def test_a_run_that_is_over_is_refused_and_so_is_a_host_that_is_not_there(tmp_pa
     work.ledger.append(events.AttemptBegan(1, image="i", command=["train"]))
     with pytest.raises(BadInput, match="--host 2: the slice has hosts 0 to 1"):
         execution.execute(work.config(), work.context(), None, ["true"], host=2, seconds=5)
+    with pytest.raises(click.BadParameter, match="neither a worker index nor `all`"):
+        live._parse_host(Mock(), Mock(), "²")
 
 
 def test_secrets_are_masked_in_the_lines_of_every_host(tmp_path: Path) -> None:
