@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from google.protobuf import text_format
@@ -14,7 +15,7 @@ from tests.processes import run_module
 from training.accelerators import GENERATIONS, accelerator
 from training.config import TrainerConfig
 from training.errors import BadInput
-from training.preflight import report, search
+from training.preflight import programs, report, search
 from training.preflight.checked_programs import CheckedPrograms
 from training.preflight.compiler import Program, hash_hlo
 from training.preflight.hlo import Module, Work, find_origin, read_work
@@ -100,6 +101,18 @@ def test_equal_allocations_of_a_refusal_are_counted() -> None:
     (allocation,) = report.parse_allocations(REFUSAL)
     assert (allocation.bytes, allocation.count, allocation.shape) == (3 * GIB, 2, "f32[24,16,512,512]")
     assert allocation.where == "bert.encoder.layer.*.attention.self: softmax"
+
+
+def test_a_tracer_that_fails_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracer = Mock(open=Mock(side_effect=BadInput("no such model")))
+    for name, value in (("load", Mock(return_value=lambda *_: tracer)), ("require_versions", Mock())):
+        monkeypatch.setattr(programs, name, value)
+    monkeypatch.setattr(programs, "prepare_framework", Mock())
+    monkeypatch.setattr("os.environ", {})
+    facts = assume_facts(CONFIG, 100, (128,), None)
+    with pytest.raises(BadInput, match="no such model"):
+        programs.trace_programs(CONFIG, facts, list_graphs(CONFIG, facts), V3)
+    tracer.close.assert_called_once()
 
 
 def test_a_program_that_does_not_fit_is_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:

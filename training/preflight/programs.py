@@ -4,6 +4,7 @@ the backend's own step without executing them. A checkpoint adds no program: its
 One process traces for any slice: it has one CPU device, and the backend's tracer simulates all devices of the slice.
 """
 
+import contextlib
 import os
 import time
 import traceback
@@ -156,20 +157,20 @@ def trace_programs(
     config = config.for_device("TPU")
     tracer: ProgramTracer = tracer_class(partial(_open_backend, config, facts, target.name), target)
     programs = []
-    # Trace evaluations first: they don't change the state, while a traced step may.
-    for graph in sorted(graphs, key=lambda graph: graph.kind != "evaluation"):
-        began = time.monotonic()
-        sizes = tracer.open()
-        try:
-            program = tracer.trace(graph.kind, empty_batch(config, graph, facts))
-        except TrainError:
-            raise
-        except Exception as error:  # of the model's own code
-            why = f"{type(error).__name__}: {error}{model_place(traceback.extract_tb(error.__traceback__))}"
-            raise Untraceable(f"the program of {graph} can't be built: {why}") from None
-        resident = sum(sizes.values()) - sum(sizes[name] for name in program.arguments.values())
-        programs.append(TracedProgram(graph, program, resident, time.monotonic() - began))
-    tracer.close()
+    with contextlib.closing(tracer):
+        # Trace evaluations first: they don't change the state, while a traced step may.
+        for graph in sorted(graphs, key=lambda graph: graph.kind != "evaluation"):
+            began = time.monotonic()
+            sizes = tracer.open()
+            try:
+                program = tracer.trace(graph.kind, empty_batch(config, graph, facts))
+            except TrainError:
+                raise
+            except Exception as error:  # of the model's own code
+                why = f"{type(error).__name__}: {error}{model_place(traceback.extract_tb(error.__traceback__))}"
+                raise Untraceable(f"the program of {graph} can't be built: {why}") from None
+            resident = sum(sizes.values()) - sum(sizes[name] for name in program.arguments.values())
+            programs.append(TracedProgram(graph, program, resident, time.monotonic() - began))
     return sorted(programs, key=lambda traced: graphs.index(traced.graph))
 
 
