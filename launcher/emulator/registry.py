@@ -228,9 +228,13 @@ class EmulatedRegistry:
 
     def _put_manifest(self, request: HttpRequest, path: str, repository: str, version: str) -> HttpResponse:
         """Stores a manifest or index under its digest, and under `version` if that is a tag. Answers 400 without
-        storing if it is damaged or refers to content that the repository lacks; 400 but stores if `version` is another
-        digest. `path`: `repository` without its host, as in URLs."""
+        storing if it is damaged, refers to content that the repository lacks, or `version` is another digest. `path`:
+        `repository` without its host, as in URLs."""
         data = request.body.read_all()
+        found = hashlib.sha256(data).hexdigest()
+        digest = f"sha256:{found}"
+        if ":" in version and version != digest:
+            return _error(400, "DIGEST_INVALID", f"the manifest is {digest}")
         try:
             fields = json.loads(data)
             index = "manifests" in fields
@@ -242,15 +246,11 @@ class EmulatedRegistry:
         lacking = [digest for digest in needed if has(repository, digest) is None]
         if lacking:
             return _error(400, "MANIFEST_BLOB_UNKNOWN", ", ".join(lacking))
-        found = hashlib.sha256(data).hexdigest()
-        digest = f"sha256:{found}"
         write_private(self._folder / "blobs" / found, data)
         media_type = request.headers.get("Content-Type") or str(fields.get("mediaType", ""))
         write_private(self._part(repository, "manifests") / found, media_type)
         if _TAG.fullmatch(version):
             write_private(self._part(repository, "tags") / version, digest)
-        if ":" in version and version != digest:
-            return _error(400, "DIGEST_INVALID", f"the manifest is {digest}")
         return _created(f"/v2/{path}/manifests/{digest}", digest)
 
 

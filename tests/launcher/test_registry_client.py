@@ -15,7 +15,7 @@ from launcher.emulator.http_server import Disconnected, HttpRequest, HttpRespons
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import registry, repositories
 from launcher.images.layers import BaseImage, append_layers, choose_platform, read_image
-from launcher.images.registry import ADDRESS, Blob, ManifestDocument, Registry
+from launcher.images.registry import ADDRESS, Blob, ManifestDocument, Registry, sha256
 from launcher.images.repositories import RegistryCredentials, from_docker_settings
 from launcher.provider import Attempt
 from launcher.tpu_vm.host_scripts import start_script
@@ -165,6 +165,14 @@ def test_the_environments_proxy_is_used_with_its_login(server: RegistryServer, m
         end.close()
     assert heads[0].startswith(f"CONNECT {HOST}:443 ".encode())
     assert RegistryCredentials("me", "secret!").basic.encode() in heads[0]
+
+
+def test_a_manifest_sent_under_another_digest_is_not_kept(server: RegistryServer) -> None:
+    empty = ManifestDocument("application/vnd.oci.image.index.v1+json", b'{"manifests": []}')
+    with session() as registry:
+        with pytest.raises(LaunchError, match="the manifest is sha256:"):
+            registry.write_manifest("p/images/code", "sha256:" + "0" * 64, empty)
+        assert registry.find_manifest("p/images/code", sha256(empty.body)) is None
 
 
 def test_a_manifest_with_other_bytes_than_its_digest_is_refused(server: RegistryServer) -> None:
