@@ -307,7 +307,7 @@ class Server:
                     hosts[0].restore_at = until if arguments.get("seconds") else None
         restore = self.hosts.restore
         acts = {"cut-host": self.hosts.cut, "hang-host": self.hosts.hang, "restore-host": restore, "clear": restore}
-        in_parallel(acts.get(kind, self.hosts.kill), hosts)
+        in_parallel(acts.get(kind, self.hosts.kill), hosts, at_once=len(hosts) or 1)
         names = [host.hostname for host in hosts]
         if node is not None and kind in (*_ON_READY, *_FLAGS):
             return {"fault": kind, "node": node.name, "hosts": names}

@@ -1,13 +1,16 @@
 """Injected faults: what they answer, how often, and that they are consumed with what they spoil."""
 
+import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from launcher.emulator import faults
 from launcher.emulator.api import catalogue
 from launcher.emulator.api.catalogue import ApiError
-from launcher.emulator.state import Fault
+from launcher.emulator.server import Server
+from launcher.emulator.state import Fault, Store
 from tests.emulator.conftest import refusal
 
 
@@ -89,6 +92,14 @@ def test_an_outage_shows_and_leaves_no_trace(api: Any, kind: str) -> None:
     assert node.resource != before
     faults.end_outage(node)
     assert node.resource == before
+
+
+def test_a_fault_acts_on_all_hosts_of_a_large_slice_at_once(api: Any) -> None:
+    node = api.ready(acceleratorType="v4-256")
+    together = threading.Barrier(len(node.hosts))
+    hosts = Mock(kill=lambda host: together.wait(timeout=5))
+    Server.inject(Mock(store=Store(api.state, None), hosts=hosts), {"fault": "preempt", "node": "pod"})
+    assert len(node.hosts) == 32
 
 
 def test_a_registry_that_is_down_for_one_host_serves_the_others(api: Any) -> None:

@@ -125,7 +125,11 @@ def test_what_google_refuses_is_refused(queue: Queue) -> None:
         queue.create(tpu={"nodeSpec": [{"parent": PARENT, "multisliceParams": {"nodeCount": 2}, "node": BODY}]})
     with pytest.raises(ApiError, match="invalid AcceleratorType"):
         queue.create(tpu={"nodeSpec": [{"parent": PARENT, "nodeId": "n", "node": {**BODY, "acceleratorType": "v3-8"}}]})
-    queue.state.faults.append(Fault("quota", "tpu", left=1))
-    with pytest.raises(ApiError, match="Quota limit"):
-        queue.create()
+    for fault, words in (("quota", "Quota limit"), ("busy", "unable to queue the operation")):
+        queue.state.faults.append(Fault(fault, "tpu", left=1))
+        with pytest.raises(ApiError, match=words):
+            queue.create()
     assert queue.state.queued == {}
+    queue.create()
+    queue.state.faults.append(Fault("busy", "tpu", left=1))
+    assert queue.advance() == "PROVISIONING", "a grant is no call"

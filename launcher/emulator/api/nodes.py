@@ -37,10 +37,12 @@ def service_account() -> str:
 # -- calls
 
 
-def create(state: EmulatorState, parent: str, node_id: str, body: dict[str, Any], now: float) -> Operation:
+def create(
+    state: EmulatorState, parent: str, node_id: str, body: dict[str, Any], now: float, *, granted: bool = False
+) -> Operation:
     """Enters a node below `parent` and its pending creation; a shortage makes it fail, without hosts; a stuck fault
     keeps it from ending. Both faults are used up. Raises ApiError for a bad body or name, a taken name, a fault that
-    refuses it, or a full network."""
+    refuses it (not a busy one, if it is `granted` to a queued resource), or a full network."""
     catalogue.check_node_name(node_id)
     name = f"{parent}/nodes/{node_id}"
     zone = parent.split("/")[3]
@@ -48,7 +50,8 @@ def create(state: EmulatorState, parent: str, node_id: str, body: dict[str, Any]
     if name in state.nodes:
         raise ApiError(catalogue.ALREADY_EXISTS, f"Resource '{name}' already exists")
     faults.refuse_create(state, requested, zone)
-    faults.refuse_change(state)
+    if not granted:
+        faults.refuse_change(state)
     hosts = _new_hosts(state, name, requested.hosts, now)
     operation = start_operation(state, "create", name, now, state.create_seconds)
     operation.failure = find_shortage(state, name, requested.name, body.get("schedulingConfig", {}), now)

@@ -89,7 +89,7 @@ def _try(state: EmulatorState, queued: QueuedResource, now: float) -> None:
         queued.state, queued.error = ("FAILED", shortage) if gives_up else ("WAITING_FOR_RESOURCES", None)
         return
     try:
-        tpu_api.create(state, parent, node_id, body, now)
+        tpu_api.create(state, parent, node_id, body, now, granted=True)
     except ApiError as error:  # the name was taken meanwhile, or the network is full
         queued.state, queued.error = "FAILED", {"code": error.code, "message": error.message}
         return
@@ -99,7 +99,7 @@ def _try(state: EmulatorState, queued: QueuedResource, now: float) -> None:
 
 def create(state: EmulatorState, parent: str, queued_id: str, body: dict[str, Any], now: float) -> Operation:
     """Enters an ACCEPTED request; its operation is done at once. Raises ApiError for a bad body or name, a taken one
-    (the node's too), or a permission or quota fault."""
+    (the node's too), or a permission, quota or busy fault."""
     zone = parent.split("/")[3]
     catalogue.check_node_name(queued_id)
     name = f"{parent}/queuedResources/{queued_id}"
@@ -121,6 +121,7 @@ def create(state: EmulatorState, parent: str, queued_id: str, body: dict[str, An
     if node in state.nodes:
         raise ApiError(catalogue.ALREADY_EXISTS, f"Resource '{node}' already exists")
     faults.refuse_create(state, requested, zone)
+    faults.refuse_change(state)
     resource = {**body, "name": name, "createTime": timestamp(now)}
     until = _until(body.get("queueingPolicy", {}), now)
     queued = state.queued[name] = QueuedResource(name, resource, node, "ACCEPTED", until)

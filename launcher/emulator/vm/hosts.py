@@ -319,9 +319,10 @@ def unix_listener(path: Path) -> socket.socket:
     return listener
 
 
-def in_parallel(act: Callable[[Any], Any], items: Iterable[Any]) -> None:
-    """Calls `act` for all items, up to 16 at a time, and waits for all. Raises the first failed item's exception."""
-    with ThreadPoolExecutor(16) as pool:
+def in_parallel(act: Callable[[Any], Any], items: Iterable[Any], at_once: int = 16) -> None:
+    """Calls `act` for all items, up to `at_once` at a time, and waits for all. Raises the first failed item's
+    exception."""
+    with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(act, items))
 
 
