@@ -258,9 +258,7 @@ def train_here(
     return train(settings, this_host(run_id, attempt), SingleHost(), stopping or ShutdownRequest(), PhaseTimer())
 
 
-def evaluate_here(
-    config: dict[str, Any], place: str, step: int | None = None, stopping: ShutdownRequest | None = None
-) -> Evaluated:
+def evaluate_here(config: dict[str, Any], place: str, step: int | None = None, stopping: Any = None) -> Evaluated:
     """Evaluates a run or a model folder on one host, in this process."""
     settings = from_document(Document("test", config, {}))
     return evaluate(place, settings, this_host(), SingleHost(), stopping or ShutdownRequest(), step)

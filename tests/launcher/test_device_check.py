@@ -49,10 +49,7 @@ def test_hosts_that_are_well_have_a_row_each_and_no_problem() -> None:
     assert row["memory"] == "16.0 GiB"
     assert (row["bf16 product"], row["sum over all"]) == ("right", "right")
     assert (row["clock"], row["disk free"], row["bucket w / r"]) == ("+0.0 s", "100 GiB", "50 / 80 MB/s")
-
-
-def test_a_line_that_is_no_fact_is_left_out() -> None:
-    assert parse_facts(PREFIX + text for text in ('{"sum": 8}', "5", '[["sum", 1]]', '{"sum": 2')) == {"sum": 8}
+    assert parse_facts(PREFIX + line for line in ('{"sum": 8}', "5", '[["sum", 1]]', '{"sum": 2')) == {"sum": 8}
 
 
 @pytest.mark.parametrize(

@@ -124,21 +124,12 @@ def test_an_edit_during_the_build_is_not_taken_for_the_images(docker: Path, spec
     assert made.code == {"train.py": hash_file(b"file", b"one\n")}
 
 
-def test_an_edit_while_files_are_copied_is_told_and_leaves_no_copy(
-    docker: Path, spec: ImageSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("docker")
+def test_a_copy_of_edited_files_is_deleted(spec: ImageSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_context, "assemble", lambda _, folder: (folder / "edited").mkdir(parents=True))
     with pytest.raises(BadInput, match="changed while they were copied"):
         ensure_image(spec, print)
     assert [path.suffix for path in (tmp_path / "home" / "images").iterdir()] == [".log"]
-
-
-def test_an_engine_that_hangs_counts_as_one_with_an_empty_store(
-    docker: Path, spec: ImageSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "SECONDS", 0.3)
-    (docker / "hangs").touch()
-    assert list_commands(spec)[0][1] == "pull"
 
 
 def test_an_interrupted_push_is_done_again(docker: Path, spec: ImageSpec) -> None:
@@ -164,12 +155,15 @@ def test_what_the_registry_has_under_the_tag_is_not_pushed_again(docker: Path, s
     assert count_pushes(docker) == 1
 
 
-def test_a_plan_does_not_build_what_was_pushed(docker: Path, spec: ImageSpec) -> None:
+def test_a_plan_does_not_build_what_was_pushed(docker: Path, spec: ImageSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     ensure_image(spec, print)
     (docker / "image").unlink()
     assert list_commands(spec) == []
     unpushed = dataclasses.replace(spec, repository=None)
     assert [command[3] for command in list_commands(unpushed)] == ["build"]
+    monkeypatch.setattr(engine, "SECONDS", 0.3)
+    (docker / "hangs").touch()
+    assert list_commands(unpushed)[0][1] == "pull", "an engine that hangs is none"
 
 
 @pytest.mark.parametrize("headers", [{"Content-Type": "text/html; charset=utf-8"}, {}])

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from google.protobuf import text_format
@@ -105,10 +105,8 @@ def test_equal_allocations_of_a_refusal_are_counted() -> None:
 
 def test_a_tracer_that_fails_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     tracer = Mock(open=Mock(side_effect=BadInput("no such model")))
-    for name, value in (("load", Mock(return_value=lambda *_: tracer)), ("require_versions", Mock())):
-        monkeypatch.setattr(programs, name, value)
-    monkeypatch.setattr(programs, "prepare_framework", Mock())
-    monkeypatch.setattr("os.environ", {})
+    for name in ("load", "require_versions", "prepare_framework", "os"):
+        monkeypatch.setattr(programs, name, MagicMock(return_value=lambda *_: tracer))
     facts = assume_facts(CONFIG, 100, (128,), None)
     with pytest.raises(BadInput, match="no such model"):
         programs.trace_programs(CONFIG, facts, list_graphs(CONFIG, facts), V3)

@@ -94,9 +94,6 @@ def test_only_skipped_steps_in_a_row_end_a_run() -> None:
     assert progress.skipped == 2 * MOST_SKIPPED - 2
     with pytest.raises(NonFinite, match=f"{MOST_SKIPPED} steps in a row"):
         progress.finish_step(skipped, batch())
-
-
-def test_a_batch_that_counts_nothing_is_no_loss_that_is_not_finite() -> None:
     with pytest.raises(NonFinite, match="step 0 has no loss: all predictions of its batch have weight 0; none before"):
         Progress().finish_step(replace(result(0.0), sums=dict.fromkeys(SUMS, 0.0)), batch())
 

@@ -90,13 +90,10 @@ def test_a_stop_is_seen_by_the_result_that_carries_it_and_what_is_in_flight_is_r
     assert backend.read == backend.started
 
 
-def test_a_stop_breaks_an_evaluation_of_its_own_off_with_the_code_of_a_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_of_the_command_evaluate_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = Runs(tmp_path)
     runs.train("r", 0, train__steps=10)
-    open_backend = lambda config, *_: NumpyBackend(config, lambda number: None, 2.0)  # noqa: E731
-    monkeypatch.setattr("training.evaluate.open_backend", open_backend)
+    monkeypatch.setattr("training.evaluate.open_backend", lambda config, *_: NumpyBackend(config, lambda _: None, 2.0))
     with pytest.raises(StopRequested, match="the evaluation was broken off"):
         small_runs.evaluate_here(small_runs.document(tmp_path), str(runs.path("r")), stopping=StopAfter(1))
 
@@ -220,9 +217,7 @@ def test_an_evaluation_not_finite_is_named_and_all_stays_json(runs: Runs, capsys
     assert "not finite" in Path(write_report(str(runs.path("r")))).read_text()
 
 
-def test_an_evaluation_that_counts_nothing_says_why(
-    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_that_counts_nothing_says_why(runs: Runs, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = finished(StepResult(dict.fromkeys(SUMS, 0.0), Signals()))
     monkeypatch.setattr(NumpyBackend, "evaluate", lambda *_: nothing)
     runs.train("r", 0, train__steps=10, evaluation__every=10)
