@@ -95,11 +95,9 @@ def test_an_outage_shows_and_leaves_no_trace(api: Any, kind: str) -> None:
 
 
 def test_a_fault_acts_on_all_hosts_of_a_large_slice_at_once(api: Any) -> None:
-    node = api.ready(acceleratorType="v4-256")
-    together = threading.Barrier(len(node.hosts))
+    together = threading.Barrier(len(api.ready(acceleratorType="v4-256").hosts))
     hosts = Mock(kill=lambda host: together.wait(timeout=5))
     Server.inject(Mock(store=Store(api.state, None), hosts=hosts), {"fault": "preempt", "node": "pod"})
-    assert len(node.hosts) == 32
 
 
 def test_a_registry_that_is_down_for_one_host_serves_the_others(api: Any) -> None:

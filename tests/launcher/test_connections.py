@@ -305,9 +305,7 @@ def test_commands_begin_where_hosts_are_now(tmp_path: Path, monkeypatch: pytest.
     assert [evidence[f"host-{worker}.txt"] for worker in range(2)] == ["", ""]
 
 
-def test_a_connection_that_opens_after_its_pool_was_replaced_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_opens_for_a_replaced_pool_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, closed, begun, replaced = list[str](), list[str](), threading.Event(), threading.Event()
 
     def connect(address: Address) -> SimpleNamespace:
@@ -602,9 +600,7 @@ def test_a_command_may_be_silent(monkeypatch: pytest.MonkeyPatch, timeout: float
 
 @pytest.mark.parametrize("follows", [True, False])
 @pytest.mark.parametrize("status", [None, -1], ids=["not told by the deadline", "the connection closes"])
-def test_a_command_without_a_status_has_not_ended(
-    monkeypatch: pytest.MonkeyPatch, status: int | None, follows: bool
-) -> None:
+def test_a_command_without_status_goes_on(monkeypatch: pytest.MonkeyPatch, status: int | None, follows: bool) -> None:
     channel = Channel((6.0 if status is None else 0.0, b"a\n"), (0.0, b""), (0.0, b""))
     if status is None:
         channel.status_event.clear()

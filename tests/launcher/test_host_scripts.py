@@ -324,9 +324,7 @@ def test_an_observation_asks_for_the_lines_that_are_wanted(host: ScriptHost, she
 
 
 @pytest.mark.parametrize("second", [9, 10, 11])  # in the second that was asked for, more lines than needed do no harm
-def test_a_clocks_step_costs_no_line(
-    host: ScriptHost, shell: str, monkeypatch: pytest.MonkeyPatch, second: int
-) -> None:
+def test_a_clock_step_costs_no_line(host: ScriptHost, shell: str, monkeypatch: pytest.MonkeyPatch, second: int) -> None:
     options = "--tail 10" if second <= 10 else "--tail 10 --since 2026-01-01T00:00:10.5Z"
     monkeypatch.setattr(host_scripts, "LOG_BYTES", 4)
     host.answer_container({"Status": "running"}, "a boot")

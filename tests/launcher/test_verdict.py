@@ -161,9 +161,7 @@ AWAY = running(1, seen=900.0, problem="timed out")
         ([exited(0, 76), running(1, seen=104.0)], 104.0, (Kind.CONNECTION_LOST, 0)),
     ],
 )
-def test_other_hosts_have_their_time_before_a_verdict(
-    views: list[HostView], now: float, expected: tuple[Kind, int]
-) -> None:
+def test_other_hosts_have_time_before_a_verdict(views: list[HostView], now: float, expected: tuple[Kind, int]) -> None:
     assert judged(views, now) == expected
 
 

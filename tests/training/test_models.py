@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import google_crc32c
 import numpy as np
@@ -197,8 +197,7 @@ def test_a_text_is_cut_where_the_familys_positions_end(family: str, tokens: int)
 def test_a_prediction_takes_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-    hub = SimpleNamespace(snapshot_download=lambda name, **_: str(tmp_path))
-    monkeypatch.setitem(sys.modules, "huggingface_hub", cast(Any, hub))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Mock(snapshot_download=lambda name, **_: str(tmp_path)))
     assert pipeline_of("organisation/of-predict") == "text-generation"
 
 

@@ -218,8 +218,7 @@ def test_an_evaluation_not_finite_is_named_and_all_stays_json(runs: Runs, capsys
 
 
 def test_an_evaluation_that_counts_nothing_says_why(runs: Runs, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = finished(StepResult(dict.fromkeys(SUMS, 0.0), Signals()))
-    monkeypatch.setattr(NumpyBackend, "evaluate", lambda *_: nothing)
+    monkeypatch.setattr(NumpyBackend, "evaluate", lambda *_: finished(StepResult(dict.fromkeys(SUMS, 0.0), Signals())))
     runs.train("r", 0, train__steps=10, evaluation__every=10)
     assert "perplexity, accuracy; all predictions of its data have weight 0" in capsys.readouterr().err
 
