@@ -239,12 +239,15 @@ def _launch(home: Path, state: EmulatorState, engine: Engine, image: str, tpu_vo
 def _starting(home: Path) -> Iterator[None]:
     """Creates the home and holds its lock during the block: starts and stops of one home wait for each other, and say
     so on stderr, because a start may build images for minutes."""
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(home / "starting", "w+") as file:
-        if not lock(file, home / "starting"):
-            print("waiting for another start or stop of this emulator", file=sys.stderr)
-            lock(file, home / "starting", wait=True)
-        yield
+    while True:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(home / "starting", "w+") as file:
+            if not lock(file, home / "starting"):
+                print("waiting for another start or stop of this emulator", file=sys.stderr)
+                lock(file, home / "starting", wait=True)
+            if os.fstat(file.fileno()).st_nlink:  # else a stop has removed the file, and others lock a new one
+                yield
+                return
 
 
 def _require_free(port: int) -> None:

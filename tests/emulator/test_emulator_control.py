@@ -4,6 +4,7 @@ import os
 import socket
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -128,6 +129,13 @@ def test_emulated_and_real_runs_of_the_same_file_never_meet(home: Path, monkeypa
         monkeypatch.setenv("TPU_LAUNCH_HOME", str(home.parent.parent / "state"))
         assert "/state" in left_out_of(home.parent.parent), "real and emulated state never enter an image"
     assert [path() for path in paths] == real
+
+
+def test_a_start_that_waited_for_a_stop_locks_a_file_that_others_see(home: Path, monkeypatch: Any) -> None:
+    stops = iter([True])
+    monkeypatch.setattr(control, "lock", lambda file, path: (next(stops, False) and path.unlink()) or True)
+    with control._starting(home):
+        assert (home / "starting").exists()
 
 
 def test_a_taken_port_is_named(home: Path) -> None:

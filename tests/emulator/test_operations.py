@@ -180,15 +180,9 @@ def test_no_host_is_made_after_closing(running: Running) -> None:
 
 def test_a_host_that_exists_and_is_paused_stays_so(api: Any, tmp_path: Path) -> None:
     """A fault may pause a host whose creation the next server continues."""
-    asked: list[str] = []
-
-    def call(method: str, path: str, *_: Any, **__: Any) -> None:
-        asked.append(path)
-        if "/containers/" in path:
-            raise EngineError(409, "it exists; it is paused")
-
-    node = api.ready()
-    real = hosts.Hosts(Store(api.state, None), Mock(call=call), "", "", tmp_path, lambda hostname: [])
+    node, exists_and_is_paused = api.ready(), EngineError(409, "")
+    engine = Mock(call=Mock(side_effect=[*[None] * len(hosts.SHARED), *[exists_and_is_paused] * 2]))
+    real = hosts.Hosts(Store(api.state, None), engine, "", "", tmp_path, lambda hostname: [])
     real.ensure(node, node.hosts[0])
-    assert asked[-1] == f"/containers/{node.hosts[0].hostname}/start"
     real.agent_sockets.pop(node.hosts[0].hostname).close()
+    engine.call.assert_called_with("POST", f"/containers/{node.hosts[0].hostname}/start")
