@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 
 
 def root() -> Path:
-    """Returns the absolute path of $TPU_LAUNCH_HOME, or of `.tpu-launch` here, which may not exist yet."""
+    """Returns the absolute path of $TPU_LAUNCH_HOME, or of `.tpu-launch` in the current folder. It may be missing."""
     return Path(os.environ.get("TPU_LAUNCH_HOME") or ".tpu-launch").absolute()
 
 
 def where() -> Path:
-    """Returns the launcher's folder: `root`, or $TPU_LAUNCH_SUBFOLDER in it. It may not exist yet."""
+    """Returns the launcher's folder: `root`, or its subfolder $TPU_LAUNCH_SUBFOLDER. It may not exist yet."""
     return root() / os.environ.get("TPU_LAUNCH_SUBFOLDER", "")
 
 
@@ -54,7 +54,7 @@ def write_whole(file: FileIO, data: bytes) -> None:
 
 
 def home() -> Path:
-    """Returns the launcher's folder, and creates it if missing. Raises BadInput when it can't be created."""
+    """Returns the launcher's folder (`where`), and creates it (0700) if missing. Raises BadInput when it can't be."""
     path = where()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -86,4 +86,4 @@ class Pending(Protocol):
     """A step that may still be running on the devices."""
 
     def result(self) -> StepResult:
-        """Waits for the step and returns its result."""
+        """Waits for the step and returns its result. Raises the backend's errors, such as LostPeer, if it fails."""

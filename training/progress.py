@@ -54,8 +54,9 @@ class Progress:
         self.step, self.trained = self.step + 1, self.trained + 1
 
     def finish_step(self, result: StepResult, batch: HostBatch) -> None:
-        """Counts the oldest step in flight as finished: its signals, replaced records, skipped update and loss. Raises
-        NonFinite if loss or gradient norm are not finite and the update was not skipped, or too many in a row were."""
+        """Counts a step as finished, called in the order of steps: its signals, replaced records, skipped update and
+        loss. Raises NonFinite if loss or gradient norm are not finite and the update was not skipped, or if
+        MOST_SKIPPED in a row were."""
         self.signals = self.signals.union(result.signals)
         self.replaced += batch.replaced
         problem = result.nonfinite(self.finished)

@@ -404,13 +404,14 @@ class Trainer:
     # --- results of steps
 
     def finish_steps(self) -> None:
-        """Waits for all steps in flight; counts and reports their results. Raises NonFinite."""
+        """Waits for all steps in flight; counts and reports their results. Raises NonFinite, and the
+        backend's errors, such as LostPeer. Ends the process if the first step hangs (`limit_first_step`)."""
         with self.compilations.timed("step"), self.limit_first_step():
             results = self._read_results(leave=0)
         self.take_results(results)
 
     def _read_results(self, leave: int) -> list[FinishedStep]:
-        """Waits for steps, oldest first, until `leave` are in flight. Returns their results."""
+        """Waits for steps, oldest first, until `leave` are in flight. Returns their results. Raises as `Pending`."""
         finished = []
         while len(self._in_flight) > leave:
             pending, batch = self._in_flight.popleft()

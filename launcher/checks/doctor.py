@@ -283,7 +283,8 @@ def check_registry(host: str, settings: dict[str, Any]) -> Finding:
 
 
 def check_buckets(config: Config) -> Finding:
-    """Checks that the file's buckets exist; warns of unreadable ones, and of those in another region."""
+    """Checks that the buckets of `output` and `data` exist; warns of unreadable ones, or else of those whose data costs
+    dollars on the way to the slice's region. Fails too if Cloud Storage does not answer."""
     if config.trainer is None:
         return ok("buckets", "the file names none")
     unknown: list[str] = []

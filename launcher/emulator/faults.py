@@ -128,7 +128,7 @@ def find_node(state: EmulatorState, name: str) -> Node:
 
 
 def find_host(state: EmulatorState, name: str, worker: int) -> Host:
-    """Returns the host of a node by worker index. Raises ValueError when the node or the worker does not exist."""
+    """Returns the host of a node by worker index. Raises ValueError as `find_node`, and without that worker."""
     node = find_node(state, name)
     if not 0 <= worker < len(node.hosts):
         raise ValueError(f"node {node.short_name} has workers 0 to {len(node.hosts) - 1}, no worker {worker}")

@@ -332,7 +332,8 @@ class Top:
         return View(lines[0], lines[1], format_time(now), status.progress, dict(losses), hosts, cost, history)
 
     def _read_losses(self, ledger: Ledger) -> None:
-        """Adds the losses that were kept since the last look; a later attempt's replace an earlier one's."""
+        """Adds the losses kept since the last look; a later attempt's loss of a step replaces an earlier one's. Drops
+        the losses of another run."""
         if ledger.run_id != self._run:
             self._run, self._losses, self._offsets = ledger.run_id, {}, {}
         for attempt in range(ledger.state.attempt + 1):

@@ -177,8 +177,8 @@ class Supervisor:
         return False
 
     def _start(self, name: str, child: _Child) -> None:
-        """Says so, and in a thread runs `tpu-launch supervise` for the run and says its lines. Sets `child.result`, of
-        its end, and `child.end`, which ends it. Returns at once."""
+        """Runs `tpu-launch supervise` for the run in a thread, and says its lines. Sets `child.result`, which is done
+        when the process ends; the thread sets `child.end`, which ends it, once it has started. Returns at once."""
         say, machine = self.context.output.say, self.context.machine
         argv = [sys.executable, "-m", "launcher.cli", "supervise", storage.join(self.folder, name)]
 

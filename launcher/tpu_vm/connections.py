@@ -375,8 +375,8 @@ class SliceConnections:
         self, worker: int, script: str, stdin: str | None = None, *, timeout: float = 0.0
     ) -> HostResult:
         """Runs a script, which gcloud may repeat, on one host through gcloud, for hosts that refuse our ssh. A script
-        with another exit code than 0, or a late one, counts as not reached, and its output is lost. `timeout`: its
-        seconds; gcloud has 40 more. Raises LaunchError if the slice can't be described."""
+        with another exit code than 0, or a late one, counts as not reached, and its output is lost. gcloud and the
+        script together have 40 s plus `timeout`. Raises LaunchError if the slice can't be described."""
         with self._listing:
             self._locate()
         command = commands.ssh_command(self.config, script, worker=str(worker))

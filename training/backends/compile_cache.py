@@ -200,7 +200,8 @@ class PluginTable:
         return results
 
     def _run(self, place: int, given: tuple[int | bytes, ...], gives: int) -> tuple[int | None, list[int]]:
-        """Calls a function; returns what it returns, and the words that it may have filled."""
+        """Calls a function as `call`. Returns the address of its error, which the caller must destroy, or None, and the
+        words that it may have filled."""
         count = 2 + len(given)
         words = (c_uint64 * (count + gives))(8 * (count + gives), 0, *map(address_of, given))
         return self.function(place)(ctypes.addressof(words)), words[count:]

@@ -141,8 +141,9 @@ class Trial:
         yield f"no train.mesh.fsdp up to {fsdp} makes it fit"
 
     def search_batch(self, first: GraphResult) -> LargestBatch:
-        """Returns the largest training batch that fits, by bisection over rows per device. Starts at the file's batch,
-        whose result is `first`, and traces and compiles each further one. Raises as `run_preflight`."""
+        """Returns the largest training batch that fits, to within 1/16 and up to MOST_ROWS rows per device (`bisect`).
+        Starts at the file's batch, whose result is `first`, and traces and compiles each further one. Raises as
+        `run_preflight`."""
         step = self.target.devices * self.config.train.gradient_accumulation
         known = {self.config.train.global_batch_size // step: first}
 

@@ -73,7 +73,8 @@ def stat(url: str) -> Stat | None:
 
 
 def listing(folder: str) -> list[Stat]:
-    """Lists the files below a folder, at any depth, sorted by URL, no unfinished ones; [] for none. Raises NoBucket."""
+    """Lists the files below a folder, at any depth, sorted by URL, no unfinished ones; [] for none. Raises NoBucket,
+    StorageError."""
     if is_remote(folder):
         return gcs.listing(folder)
     with local_errors(folder):
@@ -89,7 +90,8 @@ def files(folder: str) -> list[Stat]:
 
 
 def folders(url: str) -> list[str]:
-    """Returns the names of the direct subfolders of a bucket's folder (a gs:// URL), sorted; [] if it is missing."""
+    """Returns the names of the direct subfolders of a bucket's folder (a gs:// URL), sorted; [] if it is missing.
+    Raises NoBucket, StorageError."""
     return gcs.folders(url)
 
 

@@ -86,18 +86,18 @@ def stat(url: str) -> Stat | None:
 
 def listing(folder: str) -> list[Stat]:
     """Lists all objects below a folder, sorted by URL, but those named like a folder (`a/`); [] if there is none.
-    Raises NoBucket."""
+    Raises NoBucket, StorageError."""
     return sorted(_list(folder, None)[0], key=lambda stat: stat.url)
 
 
 def folders(folder: str) -> list[str]:
-    """Returns the names of the direct subfolders, sorted; [] if there is none. Raises NoBucket."""
+    """Returns the names of the direct subfolders, sorted; [] if there is none. Raises NoBucket, StorageError."""
     return sorted(_list(folder, "/")[1])
 
 
 def _list(folder: str, delimiter: str | None) -> tuple[list[Stat], list[str]]:
     """Returns all objects below a folder but those named like one; or, with the delimiter "/", those directly in it,
-    and the names of its direct subfolders. Raises NoBucket."""
+    and the names of its direct subfolders. Raises NoBucket, StorageError."""
     bucket, name = split_remote(folder)
     prefix = name.rstrip("/") + "/" if name.strip("/") else ""
 

@@ -38,9 +38,10 @@ def masked_lm(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
 
 
 def causal_lm(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
-    """Returns (3,), sums of loss, weights and hits over all tokens; and None. If the network `has_plain_head`, computes
-    a large number of logits in pieces of rows, one after the other. Without an attention mask, transformers adds
-    borders of documents, where positions begin again, to the causal mask: `network.check_borders` tests it."""
+    """Returns (3,), sums of loss, weights and hits over all tokens; and None. A label is the id that follows its token.
+    If the network `has_plain_head`, computes a large number of logits in pieces, some tokens of each row at a time.
+    Without an attention mask, transformers adds borders of documents, where positions begin again, to the causal mask:
+    `network.check_borders` tests it."""
     rows = {
         "input_ids": batch["input_ids"].long(), "position_ids": batch["position_ids"].long(), "use_cache": False,
     }  # fmt: skip

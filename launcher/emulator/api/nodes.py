@@ -75,7 +75,8 @@ def find_shortage(
 
 
 def _new_resource(body: dict[str, Any], name: str, requested: Accelerator, now: float) -> dict[str, Any]:
-    """Returns the node of a creation's `body` as the API shows it: CREATING, with defaults and full names filled in."""
+    """Returns the node of a creation's `body` as the API shows it: CREATING, with defaults and its networks' full names
+    filled in. `name`: projects/.../nodes/...; `now`: Unix time."""
     _, project, _, zone, *_ = name.split("/")
     network = dict(body.get("networkConfig", {}))
     region = f"regions/{zone.rsplit('-', 1)[0]}"

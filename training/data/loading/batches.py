@@ -75,7 +75,8 @@ class Batches(Generic[B]):
 def evaluation_batches(dataset: Dataset, host_slice: HostSlice, rows: Rows | None, convert: Convert[B]) -> Iterator[B]:
     """Yields this host's rows of each batch of one pass, bucket by bucket, in record order, as `convert` makes them.
     Every host gets the same number of batches; rows of weight 0 fill the last one of each bucket. Opens the dataset,
-    as `Batches`, when the first batch is asked for. Raises BadInput, StorageError."""
+    whose rows must be of the kind `rows` (None: labelled ones), when the first batch is asked for. Raises BadInput,
+    StorageError."""
     first, last = host_slice.rows()
     start = 0  # the bucket's first record
     for source in _open_buckets(dataset, host_slice, rows):

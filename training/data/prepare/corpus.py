@@ -89,7 +89,7 @@ class Corpus:
                 yield text
 
     def text(self, row: dict[str, Any]) -> str:
-        """Returns a row's text, which may be empty. Raises BadInput if the field is missing or is not text."""
+        """Returns a row's text as `text_of`; it may be empty. Raises BadInput if the field is missing or no text."""
         return text_of(row, self.field, getattr(row, "place", None) or f"--corpus {self.name}: a row")
 
     @cached_property

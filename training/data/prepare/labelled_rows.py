@@ -152,7 +152,8 @@ def _label_name(value: Any, place: str, labels: LabelKind) -> str:
 
 
 def _words_of(row: Mapping[str, Any], field: str, place: str, labels: int) -> tuple[str, ...]:
-    """Returns the words of the row at `place`. Raises BadInput unless they are texts, and as many as its labels."""
+    """Returns the words of a row that has the field, without half surrogate pairs. `place`: for messages. Raises
+    BadInput unless they are texts, and as many as its `labels`."""
     words = row[field]
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise BadInput(f"{place}: {field!r} is not a list of words. Name it with --field")
