@@ -49,11 +49,12 @@ def format_time(seconds: float) -> str:
 
 
 def parse_time(timestamp: str) -> float | None:
-    """Returns the Unix seconds of an RFC 3339 timestamp in UTC, with or without its Z, as Google and container engines
-    print it; None for an empty one. Ignores another offset. Raises ValueError for another text."""
+    """Returns the Unix seconds of an RFC 3339 timestamp, as Google and container engines print it; without an offset
+    it is in UTC. None for an empty one. Raises ValueError for another text."""
     if not timestamp:
         return None
-    return datetime.fromisoformat(timestamp).replace(tzinfo=UTC).timestamp()
+    moment = datetime.fromisoformat(timestamp)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 @functools.lru_cache(maxsize=1024)  # one observation asks three times about the same line

@@ -72,7 +72,7 @@ def test_a_limit_refuses_what_is_dearer_or_unknown(tmp_path: Path) -> None:
 def test_age_and_cost_are_counted_from_the_time_of_creation(tmp_path: Path) -> None:
     created = "2026-11-20T08:00:00.500000Z"
     begun = parse_time(created)
-    assert begun == 1795161600.5
+    assert begun == parse_time("2026-11-20T09:00:00.5+01:00") == 1795161600.5
     assert (
         costs.since(config(tmp_path), created, begun + 5400)
         == "created 1 h 30 min ago, cost so far: about $38.64 (list prices of 2026-11)"
