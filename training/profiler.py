@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -202,7 +203,7 @@ def request(folder: Path, name: str, steps: int, seconds: float, machine: Machin
         raise BadInput("no trainer is running on this host, or it has not reached its first step")
     if answered.exists():
         raise BadInput(f"profile {name} exists already: give another name")
-    draft = folder / f"{name}.draft"
+    draft = folder / f"{name}.{secrets.token_hex(4)}.draft"  # not another's, which may be the pending request already
     draft.write_text(json.dumps({"name": name, "steps": steps}), encoding="utf-8")
     try:
         os.link(draft, path)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -125,14 +126,20 @@ def test_a_name_that_is_a_path_is_refused(tmp_path: Path, name: str) -> None:
         request(training.requests, name, 1, 1)
 
 
-def test_only_one_request_is_pending_and_a_name_is_used_once(tmp_path: Path) -> None:
-    training = Training(tmp_path)
-    with training.profiler:
-        with asking(training.requests, "first", 1) as ended:
+def test_only_one_request_is_pending_and_a_name_is_used_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training, link = Training(tmp_path), os.link
+
+    def link_and_be_overtaken(draft: Path, path: Path) -> None:
+        link(draft, path)
+        monkeypatch.setattr(os, "link", link)
+        for name in ("first", "second"):
             with pytest.raises(BadInput, match="another request for a profile is pending"):
-                request(training.requests, "second", 1, 1)
-            training.train(8)
-        assert ended[0].first == 1
+                request(training.requests, name, 9, 1)
+        training.train(8)
+
+    monkeypatch.setattr(os, "link", link_and_be_overtaken)
+    with training.profiler:
+        assert (answer := request(training.requests, "first", 1, 20)).first == answer.last == 1
         with pytest.raises(BadInput, match="profile first exists already"):
             request(training.requests, "first", 1, 1)
 
@@ -140,11 +147,7 @@ def test_only_one_request_is_pending_and_a_name_is_used_once(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("part", "error", "problem"),
     [
-        (
-            "start",
-            RuntimeError("only one profile at a time"),
-            "the profiler does not start: only one profile at a time",
-        ),
+        ("start", RuntimeError("only one at a time"), "the profiler does not start: only one at a time"),
         ("stop", RuntimeError("the trace is lost"), "the profiler has failed: the trace is lost"),
         ("write", StorageError("no space"), "the profile can't be written to .*host-3.xplane.pb: no space"),
         ("write", TypeError("a bug"), "the profile can't be written to .*host-3.xplane.pb: a bug"),
