@@ -25,16 +25,20 @@ from training.distributed.cluster import Cluster, device_kind, discover
 from training.distributed.rendezvous import SingleHost
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput
+from training.registry import BACKENDS
 from training.telemetry.host_progress import PhaseTimer
 from training.telemetry.metrics import read_history
 
 _VARIABLES = ("TOKENIZERS_PARALLELISM", "TRANSFORMERS_VERBOSITY")  # that our code sets for libraries
+_FLAGS = {entry.cpu_flags for entry in BACKENDS.values()}  # that our code adds to XLA_FLAGS
 
 
 @contextlib.contextmanager
 def _settings_as_before() -> Iterator[None]:
-    """Restores _VARIABLES and transformers' verbosity after the block; if transformers is loaded, it shows only errors
-    meanwhile, unless TRANSFORMERS_VERBOSITY is set. Keeps what importing a framework sets: it is imported only once."""
+    """Restores _VARIABLES, XLA_FLAGS without _FLAGS, and transformers' verbosity after the block; if transformers is
+    loaded, it shows only errors meanwhile, unless TRANSFORMERS_VERBOSITY is set. Keeps what importing a framework sets,
+    in XLA_FLAGS too: it is imported only once."""
+    given = os.environ.get("XLA_FLAGS", "").split()
     before, loaded = {name: os.environ.get(name) for name in _VARIABLES}, sys.modules.get("transformers")
     shown = loaded.logging.get_verbosity() if loaded else logging.WARNING
     if loaded and before["TRANSFORMERS_VERBOSITY"] is None:
@@ -45,6 +49,8 @@ def _settings_as_before() -> Iterator[None]:
         for name, value in before.items():
             os.environ.pop(name, None)
             os.environ.update({} if value is None else {name: value})
+        if set(flags := os.environ.get("XLA_FLAGS", "").split()) & _FLAGS - set(given):
+            os.environ["XLA_FLAGS"] = " ".join(flag for flag in flags if flag in given or flag not in _FLAGS)
         if (loaded := sys.modules.get("transformers")) and before["TRANSFORMERS_VERBOSITY"] is None:
             loaded.logging.set_verbosity(shown)
 
