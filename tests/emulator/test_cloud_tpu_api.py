@@ -39,6 +39,7 @@ def test_every_accelerator_of_the_table_can_be_created_in_its_zones_and_nowhere_
         ({"labels": {"team": "X Y"}}, 400, 'label value "X Y"'),
         ({"metadata": {"k": 1}}, 400, "metadata must be an object of strings"),
         ({"metadata": {"a b": "x"}}, 400, 'metadata key "a b"'),
+        ({"hosts": 4}, 400, 'Unknown name "hosts"'),
         ({"schedulingConfig": {"spot": True, "preemptible": True}}, 400, "only one of spot and preemptible"),
     ],
 )

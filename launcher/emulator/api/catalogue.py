@@ -44,6 +44,12 @@ _LABEL_KEY = re.compile(r"[^\W\d][\w-]{0,62}")
 _LABEL_VALUE = re.compile(r"[\w-]{0,63}")
 _TENSORFLOW_VERSIONS = ("2.16.1", "2.17.1", "2.18.0", "2.19.0")  # that are listed
 _TENSORFLOW = re.compile(r"^tpu-vm-tf-2\.\d+\.\d+(-pod)?(-(pjrt|se|pjrt-v5e-and-v6|pjrt-v5p))?$")
+# Fields that a node's creation may set. gcloud's alpha track always sets autocheckpointEnabled.
+_FIELDS = frozenset((
+    "acceleratorConfig", "acceleratorType", "autocheckpointEnabled", "bootDiskConfig", "cidrBlock", "dataDisks",
+    "description", "labels", "metadata", "networkConfig", "networkConfigs", "runtimeVersion", "schedulingConfig",
+    "serviceAccount", "shieldedInstanceConfig", "tags",
+))  # fmt: skip
 
 
 @dataclass
@@ -167,6 +173,9 @@ def check_runtime_version(version: Any, requested: Accelerator) -> None:
 
 def check_node(body: dict[str, Any], zone: str) -> Accelerator:
     """Returns the accelerator of a node's creation. Raises ApiError for a body that is invalid or not emulated."""
+    if unknown := sorted(body.keys() - _FIELDS):
+        text = f"Invalid JSON payload received. Unknown name \"{unknown[0]}\" at 'node': Cannot find field."
+        raise ApiError(INVALID_ARGUMENT, text)
     requested = requested_accelerator(body, zone)
     check_runtime_version(body.get("runtimeVersion"), requested)
     check_labels(body.get("labels", {}))
@@ -174,4 +183,6 @@ def check_node(body: dict[str, Any], zone: str) -> Accelerator:
     scheduling = body.get("schedulingConfig", {})
     if scheduling.get("spot") and scheduling.get("preemptible"):
         raise bad_request("only one of spot and preemptible may be set")
+    if body.get("networkConfig") and body.get("networkConfigs"):
+        raise bad_request("networkConfig and networkConfigs are mutually exclusive")
     return requested

@@ -110,6 +110,8 @@ def create(state: EmulatorState, parent: str, queued_id: str, body: dict[str, An
         raise ApiError(catalogue.UNIMPLEMENTED, "the emulator has queued resources for one node only: give --node-id")
     spec = specs[0]
     catalogue.check_node_name(spec["nodeId"])
+    if spec.get("parent") != parent:
+        raise bad_request(f"the parent of the node, {spec.get('parent')!r}, is not that of the request, {parent!r}")
     reservation = body.get("reservationName", "")
     if reservation and f"/locations/{zone}/" not in reservation:
         raise bad_request(f'the reservation "{reservation}" is not in {zone}')
