@@ -12,7 +12,7 @@ import torch_xla
 
 from tests.container import small_runs
 from tests.nightly import others_at_night
-from training.backends.torch_xla.step_cache import FIRST_TRACED, Step
+from training.backends.torch_xla.step_cache import FIRST_TRACED, Step, read_plain_values
 from training.batch import HostBatch, Signals
 from training.config import TrainerConfig, from_document
 from training.distributed.rendezvous import SingleHost
@@ -151,6 +151,10 @@ def test_counting_calls_means_tracing_and_a_warning(call: int, folder: Path, cap
     assert "training" in warnings[0]
     assert len(warnings) == 2, "training and evaluation"
     assert "it changes a value of Python in the model from 2 to 3" in warnings[0]
+
+
+def test_a_memo_of_tensors_is_watched_by_its_keys() -> None:
+    assert set(read_plain_values({"first": torch.zeros(1)}, {2: [3]})) == {"first", 2, 3}
 
 
 @pytest.mark.parametrize(("changed_at", "noticed_at"), [(9, 10), (5, 8)], ids=["a save", "the eighth batch"])

@@ -243,6 +243,7 @@ def read_plain_values(*roots: object) -> list[Any]:
                 with suppress(TypeError, ValueError):  # a generator's place can't be read
                     left += value.__reduce__()[1:]
             elif isinstance(value, _CONTAINERS):
+                left += value if isinstance(value, Mapping) else ()  # referents lack keys that are texts
                 left += gc.get_referents(value)
     return found
 
