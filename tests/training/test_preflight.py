@@ -17,7 +17,7 @@ from training.config import TrainerConfig
 from training.errors import BadInput
 from training.preflight import programs, report, search
 from training.preflight.checked_programs import CheckedPrograms
-from training.preflight.compiler import Program, hash_hlo
+from training.preflight.compiler import CompilerUnavailable, Program, hash_hlo, require_versions
 from training.preflight.hlo import Module, Work, find_origin, read_work
 from training.preflight.programs import Graph, TracedProgram, assume_facts, empty_batch, list_graphs
 from training.preflight.report import GIB, GraphResult, describe, explain_refusal, roofline
@@ -125,6 +125,12 @@ def test_a_program_that_does_not_fit_is_reported_with_advice(monkeypatch: pytest
     remat, mesh = "with train.remat: layers it would need 16.00 GiB", "with train.mesh.fsdp: 2 it would need 16.00 GiB"
     assert advise(less) == [remat, "no train.mesh.fsdp up to 8 makes it fit"]
     assert advise(replace(less, fits=True)) == [f"{remat} and fit", f"{mesh} and fit"]
+
+
+def test_tracing_needs_torch_xla_with_torch_tpus_compiler_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: [Mock(version="0.0.52")] * (name == "libtpu"))
+    with pytest.raises(CompilerUnavailable, match=": torch_xla is not installed"):
+        require_versions(tracing=True)
 
 
 def test_the_estimated_time_is_cycles_at_the_clock_that_gives_a_chip_its_peak() -> None:

@@ -137,7 +137,9 @@ def require_versions(*, tracing: bool = False, tested: Sequence[Mapping[str, str
             f"{tested[0]['libtpu']}, is newer than the run's"
         )
     versions = next((each for each in tested if each["libtpu"] == find_version("libtpu")), tested[0])
-    needed = {name: version for name, version in versions.items() if tracing or name != "torch_xla"}
+    needed = {name: version for name, version in versions.items() if name != "torch_xla"}
+    if tracing:
+        needed["torch_xla"] = versions.get("torch_xla", tested[0]["torch_xla"])
     mistakes = []
     for name, version in needed.items():
         installed = find_version(name)
