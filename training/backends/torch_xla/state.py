@@ -174,7 +174,7 @@ class State(HostState):
                 for name, buffer in buffers.items()
             )
             return self._snapshot
-        requested = {key.partition("[")[0] for key in buffers}  # names, without slices
+        requested = {*buffers, *(key.rpartition("[")[0] for key in buffers)}  # names, with and without slices
         members = {name: self._members.get(name, [name]) for name in values}
         wanted = {name: 4 * value.numel() for name, value in values.items() if requested.intersection(members[name])}
         for names in in_batches(wanted):
