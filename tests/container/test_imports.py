@@ -17,3 +17,7 @@ def test_the_image_has_no_library_of_cuda_and_torch_says_that_there_is_no_device
     assert not [name for name in packages if name.startswith(("nvidia", "triton"))]
     files = (path for path in Path(sysconfig.get_path("purelib")).rglob("*") if path.is_file())
     assert sum(path.stat().st_size for path in files) < 3.9e9, "an image of 4 GB at most"
+
+
+def test_the_image_allocates_with_jemalloc() -> None:
+    assert "/libjemalloc.so.2" in Path("/proc/self/maps").read_text()
