@@ -41,8 +41,7 @@ def train(
 ) -> tuple[list[Any], list[bytes]]:
     """The results of all steps, with evaluations after the third and fifth; the states after the fifth and the last."""
     backend, batches, evaluation = open_run(config)
-    if prepare:
-        prepare(backend)
+    prepare(backend)
     results, states = [], []
     for number in range(steps):
         results.append(backend.step(number, batches[number % STEPS].arrays, Signals()).result())
@@ -94,10 +93,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", others_at_night(CASES, set(CASES) - {"plain"}))
 def test_cached_steps_have_the_bits_of_traced_ones(case: str, folder: Path) -> None:
     config = settings(folder, **CASES[case])
-    results, state = train(config)
-    traced_results, traced_state = train(config, trace_always)
-    assert results == traced_results
-    assert state == traced_state
+    assert train(config) == train(config, trace_always)
 
 
 def test_only_the_first_batches_of_a_shape_are_traced(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -143,11 +139,9 @@ def test_counting_calls_means_tracing_and_a_warning(call: int, folder: Path, cap
         vary(backend, call)
         trace_always(backend)
 
-    results, state = train(config, lambda backend: vary(backend, call), steps=10)
+    results_and_states = train(config, lambda backend: vary(backend, call), steps=10)
     warnings = [line for line in capfd.readouterr().err.splitlines() if "can't be cached" in line]
-    traced_results, traced_state = train(config, vary_and_trace, steps=10)
-    assert results == traced_results
-    assert state == traced_state
+    assert results_and_states == train(config, vary_and_trace, steps=10)
     assert "training" in warnings[0]
     assert len(warnings) == 2, "training and evaluation"
     assert "it changes a value of Python in the model from 2 to 3" in warnings[0]
