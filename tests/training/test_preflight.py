@@ -206,8 +206,7 @@ def test_the_bound_is_the_slower_of_arithmetic_and_memory() -> None:
 def test_every_generation_has_usable_memory_below_its_size() -> None:
     gibibytes = {"v2": 8, "v3": 16, "v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}  # of a device
     for generation in GENERATIONS:
-        usable = generation.usable_hbm_bytes_per_device / 2**30
-        assert 0.9 < usable / gibibytes[generation.name] < 1.01
+        assert 0.9 < generation.usable_hbm_bytes_per_device / GIB / gibibytes[generation.name] < 1.01
 
 
 def test_the_hash_ignores_names_and_layouts_but_not_shapes() -> None:
