@@ -8,7 +8,7 @@ import contextlib
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from launcher import costs
 from launcher.config import Config
@@ -19,6 +19,7 @@ from launcher.run.events import Entry
 from launcher.run.ledger import Ledger
 from launcher.run.logs import tail
 from launcher.run.session import Context, find_on_slice, find_run
+from launcher.run.state import Phase
 from launcher.run.verdict import describe_exit
 from launcher.tpu_vm import slice_hints
 from launcher.workstation import Workstation
@@ -111,6 +112,8 @@ def read_status(config: Config, context: Context, provider: Provider, run_id: st
             raise
         return Status(config.slice.name, slice_state, None, None, None, [], [])
     state, hosts = ledger.state, list[HostStatus]()
+    if slice_state is not None and slice_state.state == "DELETED" and state.phase is Phase.STARTING:
+        slice_state = replace(slice_state, state="READY")  # its JobSet is not made yet
     if slice_state is not None and slice_state.ready and state.phase.is_open:
         hosts = _look_at_hosts(provider, ledger, slice_state.hosts, context.machine)
     progress = next((host.progress for host in hosts if host.progress), ledger.newest_progress(state.attempt))

@@ -220,7 +220,10 @@ def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest
     for attempt, step, loss in ((0, 1, 9.0), (0, 2, 8.0), (0, 3, 7.5), (1, 3, 7.0)):
         ledger.keep_progress(attempt, ProgressLine(step, 50, loss=loss))
     top = Top(work.config(), work.context(), FakeProvider(work.config(), work.hosts))
+    work.hosts.slice_state = "DELETED"  # a JobSet that is not there, as before it is made
     first = top.look()
+    assert "READY" in first.slice
+    work.hosts.slice_state = "READY"
     assert first.losses == {1: 9.0, 2: 8.0, 3: 7.0}
     assert first.progress == ProgressLine(3, 50, loss=7.0), "the newest that is kept"
     assert "attempt 1, running" in first.run
