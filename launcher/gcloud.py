@@ -210,12 +210,17 @@ Look = tuple[str, Sequence[str] | None]
 
 
 def delete_until_gone(
-    machine: Workstation, say: Callable[[str], None], look: Callable[[], Look | None], deadline: float
+    machine: Workstation,
+    say: Callable[[str], None],
+    look: Callable[[], Look | None],
+    deadline: float,
+    on_refusal: Callable[[], None] = lambda: None,
 ) -> None:
     """Deletes something and returns when it is gone. `look` asks the API each time: it returns what is still there and
     the command that deletes it (None: it goes by itself), or None when nothing is left. `say` is given a line for each
-    new error after which the deletion is repeated. Raises CommandTimeout after `deadline` (monotonic clock;
-    DELETE_SECONDS after the begin), LaunchError if repeating the deletion changes nothing or `look` raises it."""
+    new error after which the deletion is repeated; `on_refusal` is called when Google did not take it. Raises
+    CommandTimeout after `deadline` (monotonic clock; DELETE_SECONDS after the begin), LaunchError if repeating the
+    deletion changes nothing or `look` raises it."""
     reported = ""
     while (seen := look()) is not None:
         description, command = seen
@@ -231,6 +236,8 @@ def delete_until_gone(
                 # Gone already, another operation, or a lost answer: the next look tells.
                 if not (error.transient or isinstance(error, Conflict)):
                     raise
+                if isinstance(error, Busy | Conflict | ResourceNotFound):
+                    on_refusal()
                 text = f"{description}, and is not deleted yet: {str(error).splitlines()[0]}; trying again"
                 if text != reported:
                     say(text)

@@ -221,7 +221,12 @@ def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machi
         is_its_own = request is not None and not _changed_labels(leftover, request)
         return description, delete_command(project, replace(current, request=leftover.request if is_its_own else ""))
 
-    delete_until_gone(machine, say, look, deadline)
+    def on_refusal() -> None:
+        """Lets the next look judge as the first: another command may be deleting it."""
+        nonlocal requested, outcome
+        requested, outcome = False, "gone already"
+
+    delete_until_gone(machine, say, look, deadline, on_refusal)
     return outcome
 
 

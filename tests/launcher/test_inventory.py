@@ -121,6 +121,8 @@ def test_a_slice_that_was_deleted_or_recreated_since_the_list_is_left_alone(clou
     cloud.made_by(EXPIRED)
     assert remove(cloud, listed) == "left alone: it was recreated since it was listed"
     assert cloud.node() is not None
+    cloud.at(3.5, cloud.delete)  # between two lists, a description and the deletion
+    assert remove(cloud, leftover(cloud)) == "left alone: it is being deleted"
 
 
 @pytest.mark.parametrize(
