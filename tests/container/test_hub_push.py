@@ -35,9 +35,7 @@ def no_token_in(folder: Path) -> bool:
     return not any(TOKEN.encode() in file.read_bytes() for file in folder.rglob("*") if file.is_file())
 
 
-def test_the_model_is_pushed_while_it_trains_and_at_the_end(
-    folder: Path, server: hub_server.Hub, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_model_is_pushed_while_it_trains_and_at_the_end(folder: Path, server: hub_server.Hub, capfd: Any) -> None:
     summary = run(folder, "pushed", every="checkpoint")
     repository = server.repositories[REPOSITORY]
     assert repository.private

@@ -53,9 +53,7 @@ def test_another_seed_gives_other_weights(undisturbed: dict[str, Any], folder: P
     assert run(folder, "other-seed", seed=2)["final_weights_crc32c"] != undisturbed["final_weights_crc32c"]
 
 
-def test_a_run_on_a_processor_with_slow_products_says_so(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_a_slow_processor_says_so(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run(folder, "own-products", train__steps=2)
     is_fast = torch.backends.cpu.get_cpu_capability() == "AVX512"
     assert ("tpu-train: this processor has " in capsys.readouterr().err) is not is_fast

@@ -206,9 +206,7 @@ def test_a_commit_waits_for_its_metrics_unless_storage_hangs(tmp_path: Path, mon
         each.finish(30)
 
 
-def test_a_preempted_run_does_not_wait_for_its_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_preempted_run_does_not_await_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(writer, "HURRIED_SECONDS", 0.2)
     shutdown = ShutdownRequest()
     threading.Timer(1, shutdown.request).start()
@@ -244,9 +242,7 @@ def await_recording() -> None:
             thread.join(30)
 
 
-def test_slow_storage_does_not_delay_the_exit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_slow_storage_does_not_delay_the_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(run_end, "END_SECONDS", 0.2)
     release = threading.Event()
     monkeypatch.setattr("training.telemetry.report.write_report", lambda *_, **__: release.wait(30))
