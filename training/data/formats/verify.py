@@ -76,8 +76,9 @@ def _value_problems(
     """Yields (row, problem) for each row of `data`, whole records, with a token id that the tokenizer lacks, then for
     each with a label that is no class, or no finite number."""
     ids = fixed_records.read_column(layout, data, "input_ids").astype(np.int64)  # (n, length)
-    for row in map(int, np.flatnonzero(((ids >= vocabulary) | (ids < 0)).any(axis=1))):
-        yield row, f"token id {int(ids[row].max())}, and the tokenizer has {vocabulary} ids"
+    unknown = (ids >= vocabulary) | (ids < 0)
+    for row in map(int, np.flatnonzero(unknown.any(axis=1))):
+        yield row, f"token id {ids[row][unknown[row]][0]}, and the tokenizer has {vocabulary} ids"
     if LABEL in manifest.features:
         labels: npt.NDArray[np.generic] = fixed_records.read_column(layout, data, LABEL)  # (n, numbers)
         if np.issubdtype(labels.dtype, np.floating):
