@@ -21,7 +21,8 @@ from training.distributed.handshake import HostCredentials, Identity, host_crede
 from training.distributed.messages import HOST_BYTES, LineBuffer, encode
 from training.distributed.rendezvous_server import RendezvousServer, _Peer
 from training.distributed.server_protocol import _Sender
-from training.errors import BadInput, Exit
+from training.distributed.tcp_allreduce import TcpAllReduce
+from training.errors import BadInput, Exit, LostPeer, TrainError
 from training.machine import Machine
 
 # A host: does what its arguments say, then exits as `tpu-train` does.
@@ -239,6 +240,12 @@ def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, 
     text = end(processes[1 - victim], Exit.LOST_PEER)
     assert time.monotonic() - killed < 20
     assert f"host {victim} is gone: its connection broke in phase 'step 7'" in text
+
+
+def test_another_host_0_at_the_gradient_exchange_is_a_lost_peer() -> None:
+    gone = {"connect_hosts.side_effect": TrainError("refused"), "check.side_effect": LostPeer("host 0 is gone")}
+    with pytest.raises(LostPeer, match="host 0 is gone"):
+        TcpAllReduce(Cluster(1, ("127.0.0.1", "127.0.0.1")), Mock(**gone), 5)
 
 
 SECRET = b"the secret of the attempt"

@@ -73,7 +73,8 @@ class Rendezvous:
     def connect_hosts(self, seconds: float) -> list[Connection]:
         """Connects all hosts for a gradient exchange; every host must call it. Returns on host 0 the connections to the
         others, by worker, on others that to host 0, all with time-out `seconds`, which also limits the wait. Raises
-        OSError or LostPeer if a host did not connect, LostPeer or StopRequested as `check`."""
+        OSError or LostPeer if a host did not connect, LostPeer or StopRequested as `check`, TrainError for a refusal
+        by host 0 of another attempt."""
         return []
 
     @contextlib.contextmanager

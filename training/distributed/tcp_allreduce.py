@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
-from training.errors import LostPeer
+from training.errors import LostPeer, TrainError
 
 NAMING_SECONDS = 5.0  # in which the rendezvous learns which host is lost
 HANGING_SECONDS = 10.0  # in which the healthy hosts arrive at the barrier that names a hanging one
@@ -31,15 +31,15 @@ class TcpAllReduce:
 
     def __init__(self, cluster: Cluster, rendezvous: Rendezvous, seconds: float) -> None:
         """Connects all hosts; every host must call it. `rendezvous` names a lost host; `seconds` limits connecting, and
-        each later send and receive. Raises BadInput if the hosts have no secret, TrainError if host 0 can't listen, and
-        LostPeer if a host did not connect."""
+        each later send and receive. Raises LostPeer if a host is lost or did not connect, StopRequested if a stop is
+        the cause."""
         self._rendezvous, self._first = rendezvous, cluster.is_first
         self._peers: list[socket.socket] = []  # on host 0: workers 1, 2, ...; on other hosts: host 0
         rendezvous.set_phase("connecting the gradient exchange")
         rendezvous.meet("gradient exchange")
         try:
             self._peers = rendezvous.connect_hosts(seconds)
-        except (OSError, LostPeer) as error:
+        except (OSError, TrainError) as error:  # also a refusal: a newer attempt's host 0 answers, ours is lost
             raise_lost_peer(rendezvous, "connecting the hosts", error)
 
     def sum(self, flat: Flat) -> Flat:
