@@ -235,20 +235,14 @@ def test_memory_is_bounded_while_storage_refuses_for_hours(tmp_path: Path, monke
     assert warnings[-1] == f"{200 - len(written)} lines of metrics were lost: storage did not take them for too long"
 
 
-def await_recording() -> None:
-    """Waits for threads that record the end of an attempt: they print to what pytest closes after the test."""
-    for thread in threading.enumerate():
-        if thread.name == "attempt-end":
-            thread.join(30)
-
-
 def test_slow_storage_does_not_delay_the_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(run_end, "END_SECONDS", 0.2)
     release = threading.Event()
     monkeypatch.setattr("training.telemetry.report.write_report", lambda *_, **__: release.wait(30))
     assert Runs(tmp_path).train("r", 0)["steps"] == 40
+    recording = next(thread for thread in threading.enumerate() if thread.name == "attempt-end")
     release.set()
-    await_recording()
+    recording.join(30)
     assert "is not recorded in" in capsys.readouterr().err
 
 
@@ -282,6 +276,7 @@ def test_recording_an_error_takes_less_than_others_wait(tmp_path: Path, capsys: 
     with pytest.raises(BadInput, match="started again"), run_end.record_attempt_end(run, background):
         raise BadInput("the run was started again")
     assert time.monotonic() - began < 30
+    recording = next(thread for thread in threading.enumerate() if thread.name == "attempt-end")
     release.set()
-    await_recording()
+    recording.join(30)
     assert "is not recorded in" in capsys.readouterr().err

@@ -320,10 +320,8 @@ def test_host_0_can_send_on_what_it_accepts_however_deep() -> None:
     for depth in range(600, 1000):  # the limit is Python's for recursion
         meeting = Meeting()
         hosts = [meeting.join(worker)[0] for worker in range(3)]
-        deep = b'{"arrive": "p", "payload": ' + b"[" * depth + b"]" * depth + b', "seconds": 1}\n'
-        meeting.send(hosts[0], deep)
-        for host in hosts[1:]:
-            meeting.send(host, {"arrive": "p", "payload": None, "seconds": 1})
+        for host, payload in zip(hosts, (b"[" * depth + b"]" * depth, b"0", b"0"), strict=True):
+            meeting.send(host, b'{"arrive": "p", "payload": %b, "seconds": 1}\n' % payload)
         assert [meeting.is_closed(host) for host in hosts[1:]] == [False, False]
 
 
