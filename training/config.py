@@ -151,7 +151,7 @@ class Train(ScheduleSettings, AdamWSettings):
 
     class_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
     """Weights in the training loss of the predictions whose label has this name; 1 for labels that are not here. Only
-    for `task: classification` and `token-classification`. Not for `backend: tensorflow`."""
+    for `task: classification` and `token-classification`."""
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """The precision of matrix products: `auto` is `bf16` on TPUs and `fp32` on CPUs. `fp32` on a TPU takes six times
