@@ -244,8 +244,7 @@ def test_figures_are_means_over_the_rows_that_count() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_a_models_configuration_says_which_task_it_is_for(task: str) -> None:
     head = TASKS[task].head
-    config = {"architectures": [f"Bert{head.network}"], "problem_type": head.problem_type}
-    assert task_of_model(config) == task
+    assert task_of_model({"architectures": [f"Bert{head.network}"], "problem_type": head.problem_type}) == task
 
 
 def test_a_classifier_of_others_without_a_problem_type_is_a_classifier() -> None:
@@ -310,6 +309,13 @@ def test_an_upload_that_fails_is_one_warning(tmp_path: Path, script: str | None,
     assert len(warnings) == 1
 
 
+def test_an_upload_whose_output_cannot_be_read_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.models.hub._last_lines", int)  # raises TypeError
+    with uploader(tmp_path, "", [], wait_seconds=5) as pushes:
+        pushes.note_commit(8)
+        assert pushes.finish(8)["error"].startswith("TypeError: ")
+
+
 def test_a_stop_during_the_last_upload_ends_the_upload_and_not_the_run(tmp_path: Path) -> None:
     warnings: list[str] = []
     script = f"import pathlib, time; pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(60)"
@@ -328,7 +334,5 @@ def test_close_ends_an_upload_at_once(tmp_path: Path) -> None:
 
 
 def test_a_result_is_a_step_and_a_commit_and_nothing_else() -> None:
-    found = find_result(["x", RESULT, "[" * 10, "{}", '{"step": "8", "commit": null}'])
-    assert found == {"step": 8, "commit": "https://hub/commit/1"}
-    assert find_result(["[" * 100_000]) is None
-    assert find_result([]) is None
+    assert find_result(["x", RESULT, "[" * 10, "{}", '{"step": "8", "commit": null}']) == json.loads(RESULT)
+    assert find_result(["[" * 100_000]) is find_result([]) is None

@@ -205,10 +205,11 @@ class BackgroundUploader:
     def _advance(self) -> None:
         """Keeps the commit or the failure of an upload that has ended, then starts the one that is due."""
         try:
-            end = self._push.poll() if self._push else None
-            if end:
-                self._push = None
+            push, self._push = self._push, None  # dropped if its end can't be read
+            if end := push and push.poll():
                 self._keep(end)
+            else:
+                self._push = push
             if self._waiting is not None and not self._push:
                 step, self._waiting = self._waiting, None
                 arguments = [self.run, self.settings.repository, "--step", str(step), "--beside"]
