@@ -6,7 +6,6 @@ import sys
 
 import click
 
-from training.checkpoint import admin
 from training.cli import option, step_option
 from training.errors import Exit
 
@@ -30,6 +29,8 @@ def checkpoint() -> None:
 @click.argument("folder")
 def list_checkpoints(folder: str) -> None:
     """List the committed checkpoints below FOLDER, a run's folder: newest first, damaged ones with the reason."""
+    from training.checkpoint import admin
+
     click.echo(admin.render_table(folder))
 
 
@@ -38,6 +39,8 @@ def list_checkpoints(folder: str) -> None:
 @step_option
 def show_checkpoint(folder: str, step: int | None) -> None:
     """Print the manifest of a checkpoint as JSON."""
+    from training.checkpoint import admin
+
     click.echo(admin.render_manifest(folder, step))
 
 
@@ -52,6 +55,8 @@ def restore_checkpoint(folder: str, new_run: str, step: int | None) -> None:
     tpu-train checkpoint restore gs://b/runs/a gs://b/runs/a2 --step 4000
     tpu-train train file.yaml --run-id a2           goes on from step 4000
     """
+    from training.checkpoint import admin
+
     click.echo(f"{new_run}: goes on from step {admin.copy_to_run(folder, new_run, step)}")
 
 
@@ -61,6 +66,8 @@ def restore_checkpoint(folder: str, new_run: str, step: int | None) -> None:
 def verify_checkpoint(folder: str, step: int | None) -> None:
     """Read every byte of the checkpoints below FOLDER, and print a line for each. Exits with 1 if one is damaged, or
     its state is not finite."""
+    from training.checkpoint import admin
+
     text, good = admin.verify_checkpoints(folder, step)
     click.echo(text)
     if not good:
@@ -75,6 +82,7 @@ def verify_checkpoint(folder: str, step: int | None) -> None:
 def export(run: str, out: str, step: int | None, best: bool) -> None:
     """Write the model of RUN, a run's folder, to OUT in Hugging Face's layout; with LoRA only the adapter, unless
     lora.merge is set."""
+    from training.checkpoint import admin
     from training.models.export import export_checkpoint
 
     if best and step is not None:
