@@ -46,9 +46,10 @@ def buckets(config: Config, say: Callable[[str], None], warn: Callable[[str], No
 
 def data(config: Config, say: Callable[[str], None]) -> None:
     """Checks that the datasets are complete, with the size of every shard, and fit the configuration and tokenizer
-    (unless it is on the Hub), and that the run can train the family of `model.path` on rows so long. `say` is given a
-    line for a dataset that this account may not read, because the hosts' account may. Does nothing without trainer's
-    sections. Raises BadInput for a missing, incomplete or unfit dataset, LaunchError for a silent bucket."""
+    (unless it is on the Hub, or the dataset names none), and that the run can train the family of `model.path` on rows
+    so long. `say` is given a line for a dataset that this account may not read, because the hosts' account may. Does
+    nothing without trainer's sections. Raises BadInput for a missing, incomplete or unfit dataset, LaunchError for a
+    silent bucket."""
     if config.trainer is None:
         return
     from training.data.formats.open_dataset import check_dataset

@@ -214,7 +214,8 @@ def run_attempts(
 def resume_open_attempt(session: Session) -> Outcome | None:
     """Watches the attempt whose end is not recorded, and others as the budgets allow, or records an end that no process
     saw; ends an interrupted start. Closes the provider. Returns how the run ended; None if the next attempt has to be
-    started, as after one that failed unwatched and beyond its budget."""
+    started, as after one that ended unwatched, did not finish, and was followed by none. Raises LaunchError and
+    BadInput as `run_attempts`."""
     number = session.ledger.state.attempt
     with contextlib.closing(session.provider):
         phase = start.observe_open_attempt(session)

@@ -202,7 +202,8 @@ def _may_lack_secrets(session: Session, answer: Observation, container: Containe
 
 
 def end_interrupted_start(session: Session) -> None:
-    """Ends (SIGKILL after run.stop_seconds) and removes the open attempt's containers; records it as not started."""
+    """Ends (SIGKILL after run.stop_seconds) and removes the open attempt's containers, as `end_everywhere`: raises
+    nothing for a host on which that fails. Records the attempt as not started."""
     number = session.ledger.state.attempt
     session.say(f": attempt {number} was interrupted while it was started: ending it")
     end_everywhere(session, number, session.workers, grace=session.config.run.stop_seconds)

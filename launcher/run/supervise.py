@@ -368,8 +368,9 @@ class _Supervision:
                 budget.request_stop(self.session, self.attempt)
 
     def _poll_all_now(self) -> None:
-        """On its first call polls each host not seen to end, in tasks, without waiting on the host: a long poll must
-        not count as silence. Later calls do nothing."""
+        """On its first call, while a failure's cause may still come (SETTLING), polls each host not seen to end, in
+        tasks that put answers into the inbox, without waiting on the host: a long poll must not count as silence. Later
+        calls do nothing."""
         if self.polled_all:
             return
         self.polled_all = True

@@ -89,7 +89,8 @@ def take_over(ledger: Ledger, context: Context) -> Outcome | None:
 
 def _last_attempt(session: Session) -> tuple[int | None, Verdict | None]:
     """Returns the open attempt (no verdict), or the ended one and its verdict; (None, None) if the next is to be
-    started or a recovery to go on. Ends an attempt whose start was interrupted."""
+    started or a recovery to go on. Asks the hosts about an open attempt: ends it if its start was interrupted, and
+    records its end if its containers, or the slice, are gone."""
     ledger, state = session.ledger, session.ledger.state
     if not state.phase.is_open:
         ended = ledger.last(events.Ended) if state.recovering is None else None

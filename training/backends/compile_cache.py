@@ -257,8 +257,9 @@ class ProgramCache:
                     return None
 
     def _load_or_compile(self, arguments: Any, address: int) -> int | None:
-        """Loads the program from the store, or compiles and keeps it. Returns the plugin's error, None without one.
-        Warns of an error of the cache, once; one of reading or loading removes the entry."""
+        """Fills in the executable in `arguments`, the words at `address`: loads it from the store, to be proven by
+        `take_proofs`, or compiles and keeps it. Returns the plugin's error, None without one. Warns of an error of the
+        cache, once; one of reading or loading removes the entry. Raises only interrupts."""
         key, client = None, arguments[2]
         try:
             key = self._key(arguments)

@@ -61,7 +61,7 @@ class Rendezvous:
         """Reports to host 0 what this host is doing, from a thread: does not wait."""
 
     def set_background_phase(self, name: str) -> None:
-        """Reports what a background thread is doing, beside the phase; "" when it is done."""
+        """Reports what a background thread is doing, beside the phase; "" when it is done. Does not wait."""
 
     def check(self) -> None:
         """Raises LostPeer if another host is lost, StopRequested if its stop or this host's ends the attempt."""
@@ -212,10 +212,12 @@ class RendezvousClient(Rendezvous):
             return self._answers.pop(name)
 
     def set_phase(self, name: str) -> None:
+        """As `Rendezvous.set_phase`: a thread reports it, with the background phase."""
         self._main_phase = name
         self._phase_changed.set()
 
     def set_background_phase(self, name: str) -> None:
+        """As `Rendezvous.set_background_phase`: a thread reports it, after the phase; "" when it is done."""
         self._background_phase = name
         self._phase_changed.set()
 

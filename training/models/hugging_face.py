@@ -183,7 +183,8 @@ def _with_fresh_head(values: dict[str, Any], needs: ModelRequirements, model: Mo
 
 
 def _named_config(model: Model, needs: ModelRequirements, dropout: float | None) -> dict[str, Any]:
-    """Returns the values of config.json for the masked-LM BERT or RoBERTa of the section's name and sizes."""
+    """Returns the values of config.json for the masked-LM BERT or RoBERTa of the section's name and sizes. `needs`
+    gives the padding and, unless the section does, the vocabulary; `dropout` None: 0.1."""
     dropout = DROPOUT if dropout is None else dropout
     hidden, layers, heads, intermediate, positions = model.shape
     common = {

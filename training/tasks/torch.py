@@ -150,7 +150,8 @@ def cross_entropy_sums(network: Any, logits: Tensor, labels: Tensor, weights: Te
 
 
 def first_largest(logits: Tensor) -> Tensor:
-    """Returns `argmax` over the last axis, int32; torch's own takes the TPU compiler 8 s longer."""
+    """Returns `argmax` over the last axis, int32; torch's own takes the TPU compiler 8 s longer. Where a logit is NaN,
+    the result may be one beyond the last place."""
     places = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     is_largest = logits == logits.amax(-1, keepdim=True)
     return torch.where(is_largest, places, torch.full_like(places, logits.shape[-1])).amin(-1)

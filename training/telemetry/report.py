@@ -74,7 +74,8 @@ def write_nonfinite(start_url: str, record: NonFiniteStep, storage: Storage = de
 
 
 def read_nonfinite(folder: str, storage: Storage = default_storage) -> list[NonFiniteStep]:
-    """Returns the records of a run's steps that were not finite, by attempt, without unreadable ones."""
+    """Returns the records of a run's steps that were not finite, by attempt, without unreadable ones. Raises
+    StorageError."""
     records = []
     for info in storage.listing(join(folder, "attempts")):
         if info.url.endswith(_NON_FINITE):
@@ -113,7 +114,8 @@ def classify_end(error: BaseException | None) -> str:
 
 
 def read_attempts(folder: str, storage: Storage = default_storage) -> list[AttemptRecords]:
-    """Returns a run's attempts by number, then by start. Leaves out each damaged record, with a warning."""
+    """Returns a run's attempts by number, then by start; [] without any. Leaves out each damaged record, with a
+    warning: an attempt of which the end record is left has {} as its start. Raises StorageError."""
     records: dict[tuple[int, str], dict[str, Any]] = {}  # (number, token) -> "start" and "end"
     for info in storage.listing(join(folder, "attempts")):
         match = _RECORD_NAME.fullmatch(name_of(info.url))
@@ -142,7 +144,8 @@ class RunContents:
 
 
 def read_run(folder: str, storage: Storage = default_storage) -> RunContents:
-    """Reads what the report of a run shows. Raises BadInput if the folder has no attempts, metrics or checkpoints."""
+    """Reads what the report of a run shows. Raises BadInput if the folder has no attempts, metrics or checkpoints;
+    StorageError."""
     attempts, lines = read_attempts(folder, storage), read_history(folder, storage)
     checkpoints_folder = join(folder, "checkpoints")
     steps = committed_steps(checkpoints_folder, storage)
@@ -156,7 +159,7 @@ def read_run(folder: str, storage: Storage = default_storage) -> RunContents:
 
 
 def write_report(folder: str, out: str | None = None, storage: Storage = default_storage) -> str:
-    """Writes a run's report to `out` (None: its report.html); returns that path or URL. Raises BadInput for no run."""
+    """Writes a run's report to `out` (None: its report.html); returns that path or URL. Raises as `read_run`."""
     url = out or join(folder, NAME)
     storage.write(url, render_report(read_run(folder, storage)).encode())
     return url

@@ -36,7 +36,7 @@ def standalone(svg: str) -> str:
 
 def line_chart(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """Draws curves of (step, value) by name, thinned to POINTS values, without values that are not finite, with a dot
-    at each value of a curve of at most 40; an empty chart says that nothing was recorded."""
+    at each value of a curve of at most 40; an empty chart says that nothing was recorded. Returns an SVG element."""
     width, height, left, right, top, bottom = 560, 240, 64, 16, 34, 30  # and the margins of the plot area
     finite = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in curves.items()}
     kept = {name: downsample(points, POINTS) for name, points in finite.items() if points}
@@ -75,7 +75,8 @@ def line_chart(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
 
 
 def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int) -> str:
-    """Draws a bar of `width` pixels, divided by the amounts (seconds), with a legend; an empty chart if all are 0."""
+    """Draws a bar of `width` pixels, divided by the amounts (seconds), with a legend; an empty chart if all are 0.
+    Returns an SVG element."""
     total = sum(amount for _, amount in amounts)
     if total <= 0:
         return _empty_chart(title, width)
@@ -95,7 +96,8 @@ def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int) -
 
 def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int = 10) -> str:
     """Draws true classes downwards, predicted ones across, darker for a larger share of a row, with the count if a cell
-    has room (up to 26 labels), and below them the `top` most confused pairs. `counts`: by (true, predicted) class."""
+    has room (up to 26 labels), and below them the `top` most confused pairs. `counts`: by (true, predicted) class.
+    Returns an SVG element."""
     cell = max(8, min(36, 640 // len(labels)))
     font = max(7, min(12, cell - 1))
     margin, side = 14 + round(max(map(len, labels)) * font * 0.56), cell * len(labels)
@@ -130,7 +132,7 @@ def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], t
 def heat_map(title: str, steps: Sequence[int], rows: Mapping[str, Sequence[float | None]]) -> str:
     """Draws a row of cells for each name, a cell a step: the larger the value (seconds), the stronger its colour, which
     is full from two medians on (one long step hides no others), but not below 1.5 times the least. None: no cell. An
-    empty chart if no row has a value."""
+    empty chart if no row has a value. Returns an SVG element. Raises ValueError unless rows are as long as `steps`."""
     values = [value for row in rows.values() for value in row if value is not None]
     if not values:
         return _empty_chart(title, 560)

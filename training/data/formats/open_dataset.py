@@ -34,8 +34,9 @@ def open_dataset(url: str) -> Dataset:
 
 def check_dataset(url: str, *, rows: str, tokenizer: str | None, sequence_length: int | None = None) -> Dataset:
     """Opens and returns a dataset, after checking what needs no records read: that it has records, all of the kind
-    `rows`; unless they are None, that `tokenizer` (a local or gs:// folder) wrote its ids and that its longest row has
-    `sequence_length` tokens; and its shards, as `find_shards`. Raises BadInput, StorageError."""
+    `rows`; unless they are None, that `tokenizer` (a local or gs:// folder) wrote its ids (or the dataset names
+    none) and that its longest row has `sequence_length` tokens; and its shards, as `find_shards`. Raises BadInput,
+    StorageError."""
     dataset = open_dataset(url)
     dataset.require(
         rows=rows, tokenizer_hash=tokenizer and _read_tokenizer_hash(tokenizer), sequence_length=sequence_length

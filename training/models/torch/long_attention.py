@@ -102,8 +102,10 @@ def _forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Computes a decoder layer's causal attention by `module.long_attention`; has the signature of transformers'
-    attention functions. `attention_mask`: of `_find_segments`. Returns (rows, length, heads, width), and None."""
+    """Computes a decoder layer's causal attention by `module.long_attention`: over the `sliding_window` newest tokens,
+    with scores capped at `softcap` (None: neither). Has the signature of transformers' attention functions, whose other
+    arguments, dropout too, it ignores. query, key, value: as `attend`; `attention_mask`: of `_find_segments`; `scaling`
+    None: width ** -0.5. Returns (rows, length, heads, width), and None."""
     left = None if sliding_window is None else sliding_window - 1
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, left, 0, softcap)
     return module.long_attention(query, key, value, attention_mask, scores).transpose(1, 2), None
