@@ -184,7 +184,7 @@ def test_figures_of_the_matrix_are_those_of_the_examples(pairs: Pairs) -> None:
 
 @pytest.mark.parametrize("label", [-1, 3])
 def test_a_label_outside_the_range_is_named_with_its_record(label: int) -> None:
-    why = f"gs://b/train: record 12 has label {label}, and the dataset has 3 labels, 0 to 2"
+    why = f"gs://b/train: record 12 has label {label}, which is none of 0 to 2: write the shards"
     with pytest.raises(BadInput, match=why):
         check_labels("gs://b/train", np.array([0, label, 2], np.int32), np.array([11, 12, 13]), 3)
 

@@ -198,8 +198,8 @@ def check_labels(
     `labels`: (rows,), or (rows, numbers); `url`, `records` and `task`: for the message."""
     for row, *place in np.argwhere((labels < 0) | (labels >= classes))[:1]:
         raise BadInput(
-            f"{url}: record {records[row]} has label {labels[(row, *place)]}, and the dataset has {classes} labels, 0 "
-            f"to {classes - 1}: write the shards again with `tpu-train shards --task {task}`"
+            f"{url}: record {records[row]} has label {labels[(row, *place)]}, which is none of 0 to {classes - 1}: "
+            f"write the shards again with `tpu-train shards --task {task}`"
         )
 
 
