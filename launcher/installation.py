@@ -30,7 +30,8 @@ def metadata_file() -> Path:
 
 
 def example(name: str) -> Path:
-    """Returns the path of an example file: examples/NAME of the current folder if it exists, else the installed one."""
+    """Returns the path of an example file: examples/NAME of the current folder if it exists, else the installed one.
+    Raises LaunchError if the installation has no examples; does not look for this one."""
     local = Path("examples") / name
     return local if local.is_file() else shared_folder("examples") / name
 

@@ -49,7 +49,8 @@ class PlannedCommand:
 def list_commands(config: Config) -> list[PlannedCommand]:
     """Returns the commands of up, run, stop and down in the order of a run: those on the slice, after them in `up` the
     creations of all other candidates, and before `run` those that make the image. Runs none of them, but may ask
-    whether an engine answers, and hashes the image's files. Always for a Cloud TPU VM, whichever the provider."""
+    whether an engine answers, and hashes the image's files. Always for a Cloud TPU VM, whichever the provider. Raises
+    BadInput."""
     current = slice_hints.in_current_place(config)
     later = [config.placed(other) for other in config.candidates if other != slice_hints.current(config)]
     when = "asked for at the same time" if config.slice.candidates else "if the zones before have no capacity"

@@ -117,7 +117,8 @@ def stream(
 
 
 def attached(argv: Sequence[str]) -> int:
-    """Runs a command on this terminal until it ends; returns its exit code. Ctrl-C goes to the command alone."""
+    """Runs a command on this terminal until it ends; returns its exit code. Ctrl-C goes to the command alone. Call it
+    in the main thread. Raises CommandMissing."""
     process = subprocess.Popen(list(argv), **_prepare(argv, None, stdin=None, start_new_session=False))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -130,7 +131,8 @@ def attached(argv: Sequence[str]) -> int:
 
 
 def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[Any]:
-    """Starts and returns a process that outlives this one. Appends its output to `log` (mode 0600)."""
+    """Starts and returns a process that outlives this one. Appends its output to `log` (mode 0600). Raises
+    CommandMissing."""
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as sink:
         return subprocess.Popen(list(argv), stdout=sink, **_prepare(argv, env, stderr=subprocess.STDOUT))
 

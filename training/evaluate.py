@@ -63,7 +63,8 @@ def evaluate_all(
     on_batch: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Returns the totals over the evaluation set, or a part of it if all hosts stopped early (`signals.stop`); all call
-    it. Warns of replaced damaged records. Other hosts see `phase` meanwhile; `on_batch` is called before each batch."""
+    it. Warns of replaced damaged records. Other hosts see `phase` meanwhile; `on_batch` is called before each batch.
+    Raises BadInput, StorageError, and the backend's errors."""
     total, replaced = StepResult(dict.fromkeys(SUMS, 0.0), Signals()), 0
     in_flight: deque[Pending] = deque()
     for number, batch in enumerate(task.evaluation_batches()):
@@ -98,7 +99,8 @@ def evaluate(
     """Evaluates the model of `place`: a run's folder (its checkpoint of `step`, None: the newest), a model folder in
     Hugging Face's layout, or a name on the Hub. `config` decides data, batch size and precision. All hosts call it.
     Raises BadInput when model and data are absent or do not fit together, StopRequested when a host was asked to stop,
-    LostPeer when one is lost. Ends the process if opening the devices takes longer than rendezvous.start_seconds."""
+    LostPeer when one is lost; UnusableTpu, StorageError. Ends the process if opening the devices takes longer than
+    rendezvous.start_seconds."""
     if config.data.evaluation is None:
         raise BadInput("there is nothing to evaluate on: set data.evaluation")
     place = model_folder(place)
@@ -162,7 +164,8 @@ def _open_checkpoint(place: str, step: int | None) -> tuple[str, Manifest]:
 
 def _require_same_task(place: str, task: Task, manifest: Manifest | None) -> None:
     """Raises BadInput unless the model was made for this task, tokenizer and labels: figures would mean nothing.
-    Without a manifest, reads config.json and, if present, the tokenizer of the model folder `place`."""
+    Without a manifest, reads config.json and, if present, the tokenizer of the model folder `place`. Raises
+    StorageError."""
     if manifest:
         identity = manifest.identity
         kind, labels, tokenizer = identity.get("task"), identity.get("labels"), identity.get("tokenizer")

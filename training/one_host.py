@@ -100,7 +100,8 @@ def metrics(config: TrainerConfig, run_id: str = "notebook") -> list[dict[str, A
 def predict(model: str, text: str, top: int = 5) -> list[tuple[float, str]]:
     """Returns the answers of the model folder `model`: the `top` most probable (probability, class or text with its
     mask filled), best first; for labelled words all (probability, "label: words") in their order; for a decoder one
-    (1.0, continued text). Raises BadInput without weights, or for a masked model without exactly one mask."""
+    (1.0, continued text). Raises BadInput without weights, or for a masked model without exactly one mask;
+    StorageError."""
     from training.models.predict import classify, fill_mask, go_on, label_words, pipeline_of
 
     pipeline = pipeline_of(model)

@@ -89,7 +89,8 @@ class NonFiniteHistory:
     @staticmethod
     def read(folder: str, program: str, rendezvous: Rendezvous, is_first: bool, storage: Storage) -> NonFiniteHistory:
         """Reads the history of a run's folder on host 0 and shares it with all hosts, which must all call this. Keeps
-        the records of the same `program`: hashes of this attempt's configuration and code."""
+        the records of the same `program`: hashes of this attempt's configuration and code. Raises LostPeer,
+        StopRequested, and on host 0 StorageError."""
         records = [asdict(record) for record in read_nonfinite(folder, storage)] if is_first else None
         shared = [NonFiniteStep(**record) for record in rendezvous.meet("nonfinite", records)[0]]
         return NonFiniteHistory(tuple(record for record in shared if record.program == program))

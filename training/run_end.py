@@ -71,7 +71,8 @@ def is_held_by_each_host(backend: Backend) -> bool:
 def export_model(run: Run, backend: Backend, step: int | None) -> None:
     """Writes the weights (with LoRA the adapter, unless lora.merge), config.json and the tokenizer to the run's model
     folder: from the checkpoint of `step`; None: as they are now, or from the last checkpoint if no host holds all of
-    the weights. Call it on host 0 only, after the last save. Raises BadInput if the checkpoint is damaged."""
+    the weights. Call it on host 0 only, after the last save. Raises BadInput if the checkpoint is damaged,
+    StorageError."""
     with run.timer.phase("export"):
         if step is not None or not is_held_by_each_host(backend):
             export.export_checkpoint(run.folder, run.model_folder, step)
@@ -90,7 +91,8 @@ def export_seconds(run: Run, backend: Backend) -> float:
 
 
 def write_summary(run: Run, evaluations: Evaluations, summary: dict[str, Any]) -> None:
-    """Writes summary.json, and a classifier's confusion matrix, and prints the summary. Call it on host 0 only."""
+    """Writes summary.json, and a classifier's confusion matrix, and prints the summary. Call it on host 0 only. Raises
+    StorageError."""
     if run.task.labels and (confusion := run.task.confusion(evaluations.counts)):
         report.write_confusion(run.folder, run.task.labels, confusion)
     run.dependencies.storage.write(

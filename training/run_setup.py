@@ -70,7 +70,8 @@ class Run:
         return self.config.for_device(device_kind()).train.precision
 
     def model_config(self) -> dict[str, Any]:
-        """Returns the values of the model's config.json; reads that of model.path. Raises BadInput if that has none."""
+        """Returns the values of the model's config.json; reads that of model.path. Raises BadInput if that has none,
+        StorageError."""
         needs = model_requirements(self.config, self.task)
         return build_model_config(self.config.model, needs, self.config.train.dropout, self.task.data.tokens.end)
 
@@ -94,7 +95,8 @@ def open_run(
 ) -> Run:
     """Opens the data, makes sure that all hosts run the same configuration, code and data, and writes this attempt's
     record to the run's folder, after which older starts may not commit. All hosts call it. Raises BadInput if hosts
-    differ, the data does not fit together, the folder is not shared, or a tracker is not installed."""
+    differ, the data does not fit together, the folder is not shared, or a tracker is not installed; StorageError,
+    LostPeer, StopRequested."""
     machine, storage = dependencies.machine, dependencies.storage
     require_trackers(config.telemetry.trackers)
     with timer.phase("dataset"):
@@ -162,7 +164,8 @@ def model_identity(config: TrainerConfig) -> dict[str, Any]:
 def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, rendezvous: Rendezvous) -> TrainerConfig:
     """Returns the configuration, unchanged unless `model.path` is another run's folder or one checkpoint in it: then
     host 0 writes that model to `start` in this run's `folder`, the new `model.path`, unless an earlier attempt did, and
-    all hosts wait for it. All hosts call it. Raises BadInput for a damaged checkpoint."""
+    all hosts wait for it. All hosts call it. Raises BadInput for a damaged checkpoint; StorageError; LostPeer, on other
+    hosts also if host 0 needs longer than rendezvous.seconds; StopRequested."""
     path, start = config.model.path, join(folder, "start")
     if path is None or default_storage.stat(join(path, CONFIG)) is not None:
         return config
@@ -184,7 +187,7 @@ def model_requirements(config: TrainerConfig, task: Task) -> ModelRequirements:
 def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, task: Task) -> Backend:
     """Sets the device's environment variables, imports the framework, opens the devices and builds the model. Ends the
     process if that takes longer than rendezvous.start_seconds. Raises BadInput, for a framework that is not installed
-    or a batch that does not divide over the real devices for instance, and UnusableTpu."""
+    or a batch that does not divide over the real devices for instance, UnusableTpu, and StorageError."""
     set_device_environment(config.backend, cluster)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     requirements = model_requirements(config, task)

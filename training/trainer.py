@@ -117,7 +117,8 @@ class Trainer:
     def __init__(
         self, run: Run, backend: Backend, history: NonFiniteHistory, restored: Restored | None, background: Background
     ) -> None:
-        """Begins at step 0: `resume` takes over what was restored. `history`: of earlier attempts."""
+        """Begins at step 0: `resume` takes over what was restored. `history`: of earlier attempts. Raises as
+        `Run.model_config`."""
         self.run, self.backend, self.history, self.restored = run, backend, history, restored
         self.background, self.host_progress = background, run.host_progress
         self.host_progress.figures = ProgressLine(0, run.config.train.steps)
@@ -262,7 +263,8 @@ class Trainer:
 
     def save(self) -> None:
         """Waits for the steps in flight and for the save before, and saves the state if it is not saved, by default in
-        the background. Raises NonFinite and errors of the save before; `check_step` raises those of this one."""
+        the background. Raises as `finish_steps`, and errors of the save before; `check_step` raises those of this
+        one."""
         progress = self.progress
         self.finish_steps()
         progress.signals, self._saved_at = Signals(stop=progress.signals.stop), self.run.timer.total()
@@ -276,7 +278,8 @@ class Trainer:
             self.checkpoints.save(progress.step, specs, self.backend.snapshot_state, state, split)
 
     def evaluate(self) -> None:
-        """Waits for the steps in flight and evaluates; shows and keeps the figures, unless all hosts are to stop."""
+        """Waits for the steps in flight and evaluates; shows and keeps the figures, unless all hosts are to stop.
+        Raises as `finish_steps` and `evaluate_all`."""
         run, step = self.run, self.progress.step
         self.finish_steps()
         with self.compilations.evaluation():
@@ -308,7 +311,8 @@ class Trainer:
     def finish(self) -> dict[str, Any]:
         """Evaluates and exports, if configured, compares the hosts' weights and waits for the upload to the Hub.
         Returns the summary, which host 0 writes. Raises StopRequested if a host was asked to stop before the upload
-        (during it, that only cuts it short), and TrainError if weights differ."""
+        (during it, that only cuts it short), and other TrainErrors: weights differ, a host is lost, or the export
+        fails."""
         run, config = self.run, self.run.config
         is_evaluated = config.best is not None and self.evaluations.step == self.progress.step
         if config.data.evaluation and config.evaluation.at_end and not is_evaluated:

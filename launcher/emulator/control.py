@@ -84,7 +84,8 @@ def start(home: Path, *, bucket: str | None = None, port: int | None = None, ful
 def stop(home: Path, *, keep_data: bool = False) -> None:
     """Ends the server and removes containers, networks, volumes, sockets and all files of the home, also after a crash,
     with a broken state file and when nothing runs. `keep_data` keeps the objects of its buckets. Raises LaunchError
-    when the engine does not answer and may hold hosts, or can't remove them."""
+    when the engine does not answer and may hold hosts, or can't remove them; BadInput without a readable state if
+    DOCKER_HOST is another machine."""
     with _starting(home):
         try:
             state = _read(home)
@@ -207,7 +208,7 @@ def emulated(say: Callable[[str], None]) -> Iterator[None]:
 
 def _launch(home: Path, state: EmulatorState, engine: Engine, image: str, tpu_volume: str) -> None:
     """Writes the state, starts the server, and waits until it answers; kills it and raises LaunchError when it does not
-    within START_TIMEOUT."""
+    within START_TIMEOUT. Raises BadInput as `_make_socket_folder`."""
     state.engine, state.sockets = engine.path, str(_make_socket_folder(home))
     write_private(home / "state.json", to_json(state))
     (home / "user" / "gcloud").mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -309,7 +310,8 @@ def _make_socket_folder(home: Path) -> Path:
 
 def _make_images(engine: Engine) -> tuple[str, str]:
     """Returns the name of the hosts' image and the volume of the virtual TPU; makes what is missing, or whose sources
-    changed, with the steps on stderr. Raises LaunchError when that fails, BadInput without a base image."""
+    changed, with the steps on stderr. Raises LaunchError when that fails, BadInput without a base image or a docker
+    client."""
     images, say = shared_folder("images"), partial(print, file=sys.stderr)
     with shell.environment({"DOCKER_HOST": f"unix://{engine.path}"}):  # never an emulator's socket
         spec = folder_spec(IMAGE, images / "host")

@@ -168,7 +168,8 @@ def _answer_upload(request: HttpRequest, bucket: Bucket) -> HttpResponse:
 
 
 def _store_multipart(request: HttpRequest, bucket: Bucket) -> HttpResponse:
-    """Stores a multipart/related body, up to 1 GiB: JSON with an object's name and settings, then its bytes."""
+    """Stores a multipart/related body, up to 1 GiB: JSON with an object's name and settings, then its bytes. Raises
+    StorageApiError, and as `_answer` for bad JSON."""
     match = re.search(r'boundary="?([^";]+)', request.headers.get("Content-Type", ""))
     if not match:
         raise StorageApiError(400, "badContent", "Multipart body without a boundary.")

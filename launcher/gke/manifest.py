@@ -39,7 +39,8 @@ exec "$@"
 def render(config: Config, *, secret: str, name: str | None = None, image: str | None = None) -> str:
     """Returns the YAML of a run that the cluster restarts, named `name` (None: run.name), with an image
     REPOSITORY@sha256:... (None: the file's published one, for which it may ask the registry) and a secret by which its
-    hosts know each other. Raises BadInput if GKE can't run it, or the image's digest is unknown."""
+    hosts know each other. Raises BadInput if GKE can't run it, or the image's digest is unknown; LaunchError if the
+    registry fails."""
     workload.check(config)  # before the registry is asked
     work = standalone_workload(config, name or config.run_name, _resolve_image(config, image), secret)
     slice_, file = config.accelerator, " ".join(config.document.name.rpartition("/")[2].split())  # on one line
@@ -77,7 +78,7 @@ def documents(work: Workload) -> list[str]:
 
 def _resolve_image(config: Config, given: str | None) -> str:
     """Returns the given image, or the configuration's published one, for which it may ask the registry. Raises BadInput
-    for a given image without a digest, and if none was published."""
+    for a given image without a digest, and if none was published; LaunchError if the registry fails."""
     if given is not None and not re.match(IMAGE_BY_DIGEST, given):
         raise BadInput(f"--image {given}: give a digest, REPOSITORY@sha256:..., so that all hosts run the same image")
     reference = given or local.published(config)

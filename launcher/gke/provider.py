@@ -225,8 +225,9 @@ class Gke:
         return [HostReport(worker, worker not in late, problem if worker in late else "") for worker in wanted]
 
     def _stop_pods(self, container: str, workers: Sequence[int], grace: int) -> set[int]:
-        """Deletes the running pods of these hosts, with SIGKILL after `grace` s, and waits for their end; deletes the
-        attempt's objects if no pod has started: the cluster may create pods later. Returns the workers that go on."""
+        """Deletes the running pods of these hosts, with SIGKILL after `grace` s, and waits for their end, `grace` + 30
+        s at most; deletes the attempt's objects if no pod has started: the cluster may create pods later. Returns the
+        workers that go on. Raises LaunchError."""
         watch = self._watch_pods(container)
         pods = watch.pods(fresh=True)
         if not any(_has_started(pod) for pod in pods.values()):
@@ -410,7 +411,7 @@ class Gke:
 
     def _remove(self, name: str) -> None:
         """Deletes the objects of the attempt with the JobSet `name`, and waits until its pods are gone. A later
-        `describe` does not report the JobSet as deleted by another client."""
+        `describe` does not report the JobSet as deleted by another client. Raises LaunchError as `_wait_gone`."""
         self._removed.add(name)
         self._delete(f"{_JOBSETS},{self._mounted_kinds}", name)
         self._wait_gone(f"{_JOBSET_LABEL}={name}")

@@ -104,7 +104,8 @@ def _open_registry(spec: AppendSpec, target: Reference, *, writes: bool) -> Regi
 
 
 def _read_base(registry: Registry, spec: AppendSpec) -> BaseImage:
-    """Reads the base, for linux/amd64, in the registry. Raises BadInput: unusable, or missing (with `spec.advice`)."""
+    """Reads the base, for linux/amd64, in the registry. Raises BadInput: unusable, or missing (with `spec.advice`);
+    LaunchError."""
     name, path = str(spec.base), spec.base.path
     document = registry.read_manifest(path, spec.base.version)
     if document is None:
@@ -129,7 +130,8 @@ def _push(
     registry: Registry, target: Reference, tag: str, source: Reference, base: BaseImage, layers: list[Layer]
 ) -> str:
     """Sends to `target` what it lacks, last the manifest, under `tag`; returns the manifest's digest. The base's layers
-    are never sent: raises BadInput if the registry does not mount them from their repository, `source`."""
+    are never sent: raises BadInput if the registry does not mount them from their repository, `source`. Raises
+    LaunchError if a request fails."""
     if source.path != target.path:
         for layer in base.manifest["layers"]:
             if not registry.mount(target.path, layer["digest"], source=source.path):

@@ -326,7 +326,7 @@ def show_steps(say: Callable[[str], None]) -> Callable[[str], None]:
 @contextlib.contextmanager
 def _open_log(name: str, say: Callable[[str], None]) -> Iterator[tuple[IO[str], bool]]:
     """Opens the log of a tag's builds and holds its lock in the block; waits for it without limit, and says so. Yields
-    the log, and whether it waited."""
+    the log, and whether it waited. Raises BadInput as `home` and `lock`."""
     folder = home() / "images"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{name}.log"

@@ -21,7 +21,8 @@ _DAYS = 7 * 24 * 3600.0  # preparing a large corpus takes as long as it takes; C
 
 def image_spec(config: Config) -> ImageSpec:
     """Returns what the image is made from by an engine (`image` section, without image.reference and image.base).
-    Raises BadInput without its Dockerfile, its folder or its CA bundle, or for a folder `image.code` without files."""
+    Raises BadInput without its Dockerfile, its folder or its CA bundle, or for a folder `image.code` without files;
+    LaunchError if this installation has no images."""
     section = config.image
     bundle = (config.folder / section.ca_bundle) if section.ca_bundle else None
     has_trackers = config.trainer is not None and config.trainer.telemetry.trackers

@@ -115,7 +115,7 @@ def _record_path(home: Path, image: str) -> Path:
 
 def _pack_files(option: str, target: str, root: Path, paths: list[Path]) -> Overlay:
     """Packs files below `root`, in the order of `paths`, without times and owners. Raises BadInput, which begins with
-    `option`, for no files, or more than 32 MiB."""
+    `option`, for no files, or more than 32 MiB. Raises OSError for a file that can't be read."""
     if not paths:
         raise BadInput(f"{option}: {root} has no files")
     if (size := sum(path.stat().st_size for path in paths)) > _LARGEST_BYTES:

@@ -130,12 +130,14 @@ class Registry:
         return document.digest
 
     def read_manifest(self, path: str, version: str) -> ManifestDocument | None:
-        """Returns the manifest with `version`, a tag or digest, in the repository `path`; None when there is none."""
+        """Returns the manifest with `version`, a tag or digest, in the repository `path`; None when there is none.
+        Raises LaunchError."""
         response = self._ask("GET", f"{path}/manifests/{version}", (200, 404), _ACCEPT)
         return None if response.status == 404 else self._check_manifest(response, path, version)
 
     def require_manifest(self, path: str, version: str) -> ManifestDocument:
-        """Returns the manifest with a tag or digest. Raises BadInput with the registry's message when there is none."""
+        """Returns the manifest with a tag or digest. Raises BadInput with the registry's message when there is none,
+        LaunchError when the registry fails."""
         response = self._ask("GET", f"{path}/manifests/{version}", (200,), _ACCEPT)
         return self._check_manifest(response, path, version)
 
@@ -210,7 +212,7 @@ class Registry:
 
     def _repeat(self, send: Callable[[], RegistryResponse], expected: Sequence[int]) -> RegistryResponse:
         """Calls `send` until its status is expected, with pauses, `tries` times at most. Raises LaunchError then, and
-        at once for a status that a further try does not change."""
+        at once for a status that a further try does not change; BadInput for a certificate that is not accepted."""
         for number in range(self._tries):
             pause = min(_FIRST_PAUSE * 2**number, _LONGEST_PAUSE)
             try:

@@ -88,7 +88,8 @@ class RegistryCredentials:
 
 def find_credentials(host: str) -> RegistryCredentials | None:
     """Returns gcloud's token for Google's registries, else docker's credentials; None when there are none and requests
-    are anonymous. Raises LaunchError when gcloud has no account, or a helper or docker's settings are broken."""
+    are anonymous. Raises LaunchError when gcloud has no account or a helper fails, CommandTimeout when one of them is
+    silent, BadInput when docker's settings are broken."""
     if is_google(host):
         token = run_gcloud(["gcloud", "auth", "print-access-token", "--quiet"], timeout=_CREDENTIALS_SECONDS).strip()
         return RegistryCredentials(_TOKEN_USER, token)

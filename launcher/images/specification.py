@@ -40,7 +40,8 @@ class ImageSpec:
     @functools.cached_property
     def hashes(self) -> dict[str, str]:
         """The hashes of the context (`build_context.hash_files`) when they were first asked for: the image has these
-        files, because a build compares its copy of them with this one."""
+        files, because a build compares its copy of them with this one. Raises BadInput for a file that can't be
+        read."""
         return build_context.hash_files(self.context)
 
 
@@ -56,7 +57,7 @@ def default_spec(
     of `code`, a user's folder (None: nothing), for the image's working directory. The Dockerfile is one for all
     backends, whose argument FRAMEWORK names the backend. `target`: the stage to build (None: the last); `ca_bundle`:
     certificates for the build's downloads, else those of TPU_LAUNCH_CA_BUNDLE. Raises BadInput for an unknown backend,
-    or a folder or bundle that is missing or empty."""
+    or a folder or bundle that is missing or empty; LaunchError if this installation has no images."""
     source = shared_folder("images") / backend
     if backend not in BACKENDS:
         raise BadInput(f"there is no image for backend {backend!r}; there are: {', '.join(BACKENDS)}")
@@ -75,7 +76,8 @@ def default_spec(
 
 def launcher_spec(repository: str | None = None) -> ImageSpec:
     """Returns the image of the launcher itself: images/launcher, and the packages of this installation. `repository`:
-    to be pushed to; None: nowhere. Raises BadInput if the bundle of TPU_LAUNCH_CA_BUNDLE is missing."""
+    to be pushed to; None: nowhere. Raises BadInput if the bundle of TPU_LAUNCH_CA_BUNDLE is missing; LaunchError if
+    this installation lacks files."""
     source = shared_folder("images") / "launcher"
     package = build_context.tree(Path(__file__).parents[1], ignore=_BYTE_CODE)
     context = (

@@ -130,7 +130,8 @@ class RunBucket:
 
     def upload(self, folder: Path) -> None:
         """Copies config.yaml and specification.yaml of a run's folder to the bucket, then overlays and last run.json if
-        they are missing there, as these never change. Copies no events. Raises StorageError."""
+        they are missing there, as these never change. Copies no events. Raises StorageError, and OSError for a file
+        here."""
         for name in _REPLACED:
             storage.write(storage.join(self.url, name), (folder / name).read_bytes())
         overlays = [(path, storage.join(self.url, _OVERLAYS, path.name)) for path in folder.glob("overlay-*.tar.gz")]

@@ -39,7 +39,8 @@ def spent(entries: Sequence[Entry], now: float) -> float:
 
 
 def is_spent(session: Session) -> bool:
-    """Returns whether the budget stopped the run and its slice may still be there, or `exceeds` is true now."""
+    """Returns whether the budget stopped the run and its slice may still be there, or `exceeds` is true now. Raises
+    BadInput as `Ledger.entries`."""
     entries, now = session.ledger.entries(), session.machine.clock.time()
     return session.ledger.state.budget_spent or exceeds(session.config, entries, now)
 
@@ -98,6 +99,7 @@ def take_down(session: Session, created: str = "") -> None:
 
 
 def describe(session: Session) -> str:
-    """Returns how much of run.budget, which must be set, is spent: "about $3.10 of $10.00, by list prices of ..."."""
+    """Returns how much of run.budget, which must be set, is spent: "about $3.10 of $10.00, by list prices of ...".
+    Raises BadInput as `Ledger.entries`."""
     dollars = spent(session.ledger.entries(), session.machine.clock.time())
     return f"about ${dollars:.2f} of ${session.config.run.budget:.2f}, by list prices of {costs.AS_OF}"

@@ -123,7 +123,7 @@ class Ledger:
     def append(self, event: RunEvent, *, patience: float = _FULL_DISK_SECONDS) -> None:
         """Records an event, which must not hold secrets, in the bucket, if there is one, and in the file. Retries for
         `patience` seconds (0: tries once), then raises NotRecorded; but with patience, a holder of the lease waits for
-        the bucket without end. Ends this process if another one has the lease."""
+        the bucket without end. Ends this process if another one has the lease. Raises BadInput as `entries`."""
         deadline = self.clock.monotonic() + patience
         document = Entry(format_time(self.clock.time()), event).document()
         line = json.dumps(document | ({"by": self._writer} if self.bucket else {}))
@@ -191,8 +191,8 @@ class Ledger:
 
     def _record(self, line: str, number: int) -> None:
         """Appends an event's line to the file. Before that creates it in the bucket, if there is one, as `number` or
-        the next free one, and appends others' events up to there. Raises OSError, StorageError; ends a process that
-        lost its lease."""
+        the next free one, and appends others' events up to there. Raises OSError, StorageError, and BadInput as
+        `entries`; ends a process that lost its lease."""
         if self.bucket is None:
             self._write(line)
             return
@@ -299,6 +299,7 @@ class Ledger:
         return entries
 
     def events(self) -> list[RunEvent]:
+        """Returns all events, oldest first. Raises BadInput as `entries`."""
         return [entry.event for entry in self.entries()]
 
     def last(self, *kinds: type[AnyEvent]) -> AnyEvent | None:

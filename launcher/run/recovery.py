@@ -234,8 +234,8 @@ class Recovery:
 
     def _try(self) -> int:
         """Deletes a bad slice, makes the slice READY, starts the attempt, records Recovered and returns the attempt's
-        number: one round. Only returns the number of an attempt that runs already. Raises LaunchError if any of it
-        fails, or the slice is taken away meanwhile."""
+        number: one round. Only returns the number of an attempt that runs already. Raises RunStopped after a stop,
+        SliceDeleted if the slice is deleted meanwhile, and other LaunchErrors if any of it fails."""
         session = self.session
         round_begun = self.clock.monotonic()
         session.check_stop()
@@ -295,7 +295,7 @@ class Recovery:
     def _delete_slice_if_bad(self) -> None:
         """Records SliceReplaced and deletes the slice if its hosts can't be used or one of them fails repeatedly, if
         run.replace_after allows it, `find_proof` gives a proof, and no other slice has its name by now; else keeps it.
-        Also finishes a deletion that a killed process had recorded."""
+        Also finishes a deletion that a killed process had recorded. Raises LaunchError, BadInput, RunStopped."""
         session = self.session
         worker, count = bad_host(session.ledger.events())
         limit = session.config.run.replace_after

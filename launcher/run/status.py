@@ -103,7 +103,7 @@ class Status:
 def read_status(config: Config, context: Context, provider: Provider, run_id: str | None = None) -> Status:
     """Asks the API, and each host once if the run (the newest without `run_id`) has an open attempt and the slice is
     READY. Returns the slice, that run's state and history (none without any run), and a status for each host asked.
-    Raises LaunchError if the API fails, BadInput for an unknown `run_id`."""
+    Raises LaunchError if the API fails, BadInput for an unknown `run_id` or a run of another version."""
     slice_state = provider.describe()
     try:
         ledger = find_on_slice(config, context, run_id)
@@ -122,7 +122,8 @@ def read_status(config: Config, context: Context, provider: Provider, run_id: st
 
 
 def recent_history(ledger: Ledger) -> list[str]:
-    """Returns the last eight events of the kinds that `status` shows, one line each."""
+    """Returns the last eight events of the kinds that `status` shows, one line each. Raises BadInput as
+    `Ledger.entries`."""
     return [describe_event(entry) for entry in ledger.entries() if isinstance(entry.event, _SHOWN)][-_HISTORY_LINES:]
 
 
@@ -320,7 +321,7 @@ class Top:
 
     def look(self) -> View:
         """Asks the API and the hosts, and returns the newest run's view; without any run, only the slice's. Raises
-        LaunchError if the API fails."""
+        LaunchError if the API fails, BadInput for a run of another version."""
         now = self._context.machine.clock.time()
         status = read_status(self._config, self._context, self._provider)
         created = status.slice.created if status.slice is not None else ""

@@ -65,7 +65,8 @@ def supervise(session: Session, attempt: int) -> Verdict:
     """Watches an attempt to its end, ends it on the hosts that answer, records its end, and removes its containers.
     Explains a stall before it ends the attempt, and writes a post-mortem of an attempt that failed. KeyboardInterrupt
     leaves everything running. Records as Orphaned the hosts on which a container may be left. Raises StartInterrupted
-    if a host says that its container never started, or a cluster that the attempt's JobSet was never made."""
+    if a host says that its container never started, or a cluster that the attempt's JobSet was never made;
+    NotRecorded."""
     ledger = session.ledger
     secrets, unknown = session.secret_values(), session.unknown_secrets()  # as of now: an env file may change later
     masker = SecretMasker(secrets)
@@ -130,7 +131,8 @@ def _end_on_hosts(session: Session, attempt: int, verdict: Verdict, reachable: S
 
 def _is_another(slice_state: SliceState, ledger: Ledger, attempt: int) -> bool:
     """Returns whether the slice was recreated since the attempt started: it is CREATING, or its creation time and first
-    address both differ, as a restart may change addresses, and a kept creation time may be old."""
+    address both differ, as a restart may change addresses, and a kept creation time may be old. Raises BadInput as
+    `Ledger.last`."""
     if slice_state.state == "CREATING":
         return True
     last = ledger.last(events.Started)
@@ -180,7 +182,7 @@ class _Supervision:
     def watch(self) -> tuple[Verdict, list[int]]:
         """Polls all hosts, each in a task, and delivers their lines until a verdict ends the attempt; requests a stop
         once run.budget is spent, and after a stop of the run also stops the hosts. Says when hosts stop answering.
-        Returns the verdict, and the hosts that answer. Raises StartInterrupted."""
+        Returns the verdict, and the hosts that answer. Raises StartInterrupted, NotRecorded."""
         for worker in self.session.workers:
             self.threads.start(self._poll_repeatedly, worker)
         try:
@@ -358,7 +360,8 @@ class _Supervision:
             self.say(f"no host answers ({self.views[0].problem}); still trying; the run continues. Ctrl-C detaches")
 
     def _stop_if_budget_is_spent(self, now: float) -> None:
-        """Requests a stop if run.budget is spent (counted every few seconds) and none is requested yet."""
+        """Requests a stop if run.budget is spent (counted every few seconds) and none is requested yet. Raises
+        NotRecorded."""
         if now - self.counted > _COUNT_EVERY and not self.ledger.state.stop_requested:
             self.counted = now
             if budget.is_spent(self.session):

@@ -42,7 +42,8 @@ def is_unfinished(ledger: Ledger, now: float) -> bool:
 
 def _follows(ledger: Ledger, now: float) -> bool:
     """Returns whether another attempt follows the last recorded end or failed round (there must be one), by
-    specification and budgets; also True if run.budget is spent, as the slice is to be deleted then."""
+    specification and budgets; also True if run.budget is spent, as the slice is to be deleted then. Raises BadInput for
+    a run of another version."""
     last = ledger.last(events.Ended, events.RoundFailed, events.RecoveryGivenUp)
     if not isinstance(last, events.Ended):
         return isinstance(last, events.RoundFailed)
@@ -90,7 +91,7 @@ def take_over(ledger: Ledger, context: Context) -> Outcome | None:
 def _last_attempt(session: Session) -> tuple[int | None, Verdict | None]:
     """Returns the open attempt (no verdict), or the ended one and its verdict; (None, None) if the next is to be
     started or a recovery to go on. Asks the hosts about an open attempt: ends it if its start was interrupted, and
-    records its end if its containers, or the slice, are gone."""
+    records its end if its containers, or the slice, are gone. Raises LaunchError, BadInput."""
     ledger, state = session.ledger, session.ledger.state
     if not state.phase.is_open:
         ended = ledger.last(events.Ended) if state.recovering is None else None
@@ -162,7 +163,8 @@ class Supervisor:
 
     def _needs_process(self, name: str, child: _Child) -> bool:
         """Returns whether the run is unfinished and its lease has expired or was released (False if it never had one);
-        may wait 30 s. Copies such a run here. Notes in `child` that nothing is to do; says what program is missing."""
+        may wait 30 s. Copies such a run here. Notes in `child` that nothing is to do; says what program is missing.
+        Raises LaunchError, BadInput, StorageError; ValueError, LookupError or TypeError for a damaged lease."""
         url, machine = storage.join(self.folder, name), self.context.machine
         lease = RunBucket.of_run(url).judge_lease(machine.clock, seen=child.settled)
         if lease is None or lease.is_live:

@@ -144,7 +144,8 @@ class _Creation:
         return add_bill(self.config, error)
 
     def _act(self, node: SliceState) -> bool:
-        """Takes one step towards READY: minutes for a deletion or a start. Returns whether the node was READY."""
+        """Takes one step towards READY: minutes for a deletion or a start. Returns whether the node was READY. Raises
+        Conflict and other LaunchErrors."""
         if node.state == "DELETING":
             self._wait_for_deletion(node)
         elif node.gone_for_good:
@@ -173,7 +174,7 @@ class _Creation:
 
     def _handle_missing(self) -> None:
         """Creates the node, or waits a moment if it was requested and may not be visible yet. Raises Conflict when it
-        was deleted, and the last error after _MOST_CREATES requests whose answers were lost."""
+        was deleted, and the last error after _MOST_CREATES requests whose answers were lost; and as `_create_node`."""
         now = self.machine.clock.monotonic()
         if self.missing_since is None:
             self.missing_since = now
@@ -191,7 +192,8 @@ class _Creation:
 
     def _create_node(self) -> None:
         """Checks the cost limit, requests the node (with slice.queued: from the queue) and waits for gcloud. Keeps a
-        Conflict or a lost answer in `lost`; goes on after gcloud's half hour; raises others."""
+        Conflict or a lost answer in `lost`; goes on after gcloud's half hour. Raises BadInput at the cost limit,
+        CommandTimeout after slice.create_minutes, and gcloud's other errors."""
         config, slice_ = self.config, self.config.slice
         costs.check(config)
         self.say(

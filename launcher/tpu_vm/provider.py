@@ -139,8 +139,8 @@ class TpuVm:
         return reports if all(report.ok for report in delivered) else delivered
 
     def _start_containers(self, attempt: Attempt) -> list[HostReport]:
-        """Runs start.sh on all hosts. Returns their reports, with the image id as detail of a started container. Warns
-        of hosts whose clock is wrong or that lack huge pages."""
+        """Runs start.sh on all hosts, within run.start_minutes. Returns their reports, with the image id as detail of a
+        started container. Warns of hosts whose clock is wrong or that lack huge pages. Raises LaunchError."""
         begin = self._machine.clock.time()
         script = host_scripts.start_script(attempt, self._internal_addresses(), self.config.slice.accelerator_type)
         reports = self._run_through_gcloud(script, "started", timeout=self.config.run.start_minutes * 60)

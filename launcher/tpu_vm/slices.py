@@ -103,7 +103,8 @@ def describe(config: Config, machine: Workstation) -> SliceState | None:
 
 def _describe_in_zone(config: Config, machine: Workstation) -> SliceState | None:
     """Returns the node; None without one. With slice.queued, if there is no node or Google is taking it away, returns
-    the request, in its own state or as PREEMPTED if it lost its node; None if a user deleted that node."""
+    the request, in its own state or as PREEMPTED if it lost its node; None if a user deleted that node. Raises
+    LaunchError."""
     node = describe_node(config, machine)
     if config.slice.queued is None or (node is not None and node.state != "DELETING"):
         return node

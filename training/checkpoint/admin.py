@@ -17,7 +17,8 @@ from training.errors import BadInput
 
 def find_checkpoints(folder: str) -> tuple[str, list[int]]:
     """Returns a run's checkpoint folder and committed steps, newest first; reads no manifest. `folder` is the run's
-    folder, its checkpoint folder, or one checkpoint in it, whose step is then the only one. Raises BadInput if none."""
+    folder, its checkpoint folder, or one checkpoint in it, whose step is then the only one. Raises BadInput if none,
+    StorageError."""
     below = storage.join(folder, "checkpoints")
     parent, _, name = folder.rstrip("/").rpartition("/")
     step = form.step_of(name)
@@ -39,7 +40,7 @@ def has_checkpoint(folder: str) -> bool:
 
 def best_saved_step(folder: str) -> int:
     """Returns the step with the best evaluation figure. Raises BadInput when there is no checkpoint, when the newest is
-    damaged or names no such step, or when the best one was deleted."""
+    damaged or names no such step, or when the best one was deleted; StorageError."""
     checkpoints, steps = find_checkpoints(folder)
     step = _read_manifest(checkpoints, steps[0]).best_step
     if step is None:
@@ -53,7 +54,8 @@ def best_saved_step(folder: str) -> int:
 def copy_to_run(source: str, target: str, step: int | None) -> int:
     """Copies the checkpoint of `step` (None: the newest) of `source`, as for `find_checkpoints`, into the run folder
     `target`, whose run then continues from it; returns the step. Verifies each part's checksum; copies the manifest
-    last, without the best step. Raises BadInput if the checkpoint is absent or damaged, or `target` has any."""
+    last, without the best step. Raises BadInput if the checkpoint is absent or damaged, or `target` has any;
+    StorageError."""
     checkpoints, steps = find_checkpoints(source)
     chosen = choose_step(checkpoints, steps, step)
     into = storage.join(target, "checkpoints")
@@ -79,7 +81,7 @@ def copy_to_run(source: str, target: str, step: int | None) -> int:
 
 def render_table(folder: str) -> str:
     """Returns a table of a run's checkpoints, newest first, by their manifests alone: those that are unreadable as
-    damaged, with the reason; damaged parts go unseen. Raises BadInput for none."""
+    damaged, with the reason; damaged parts go unseen. Raises BadInput for none, StorageError."""
     checkpoints, steps = find_checkpoints(folder)
     lines = [f"{'step':>10}  {'bytes':>14}  parts  attempt  loss"]
     best: Mapping[str, Any] | None = None  # according to the newest readable manifest
@@ -94,7 +96,8 @@ def render_table(folder: str) -> str:
 
 
 def render_manifest(folder: str, step: int | None) -> str:
-    """Returns the manifest of a checkpoint (None: the newest) as JSON. Raises BadInput for none or a damaged one."""
+    """Returns the manifest of a checkpoint (None: the newest) as JSON. Raises BadInput for none or a damaged one,
+    StorageError."""
     checkpoints, steps = find_checkpoints(folder)
     chosen = choose_step(checkpoints, steps, step)
     return form.render(form.to_json(_read_manifest(checkpoints, chosen))).rstrip()
@@ -102,7 +105,7 @@ def render_manifest(folder: str, step: int | None) -> str:
 
 def verify_checkpoints(folder: str, step: int | None) -> tuple[str, bool]:
     """Reads all checkpoints of a run, or that of `step`. Returns a line for each, and whether all are good, none
-    damaged or not finite. Raises BadInput when there is none, or no such step."""
+    damaged or not finite. Raises BadInput when there is none, or no such step; StorageError."""
     checkpoints, steps = find_checkpoints(folder)
     lines, good = [], True
     for chosen in steps if step is None else [choose_step(checkpoints, steps, step)]:
@@ -116,7 +119,7 @@ def verify_checkpoints(folder: str, step: int | None) -> tuple[str, bool]:
 
 
 def _read_manifest(checkpoints: str, step: int) -> Manifest:
-    """Reads the manifest of a step. Raises BadInput when it is missing or damaged."""
+    """Reads the manifest of a step. Raises BadInput when it is missing or damaged, StorageError."""
     try:
         return form.read_manifest(checkpoints, step)
     except Damaged as error:

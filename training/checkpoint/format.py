@@ -262,7 +262,8 @@ def render(body: Mapping[str, Any]) -> str:
 
 
 def list_folders(folder: str, storage: Storage = default_storage) -> dict[int, set[str]]:
-    """Lists the step folders of a run's checkpoint folder, committed or not: step -> file names; {} for none."""
+    """Lists the step folders of a run's checkpoint folder, committed or not: step -> file names; {} for none. Raises
+    StorageError."""
     folders: dict[int, set[str]] = {}
     for entry in storage.listing(folder):
         *_, parent, name = entry.url.split("/")
@@ -273,7 +274,7 @@ def list_folders(folder: str, storage: Storage = default_storage) -> dict[int, s
 
 
 def committed_steps(folder: str, storage: Storage = default_storage) -> list[int]:
-    """Returns the steps with a manifest, newest first."""
+    """Returns the steps with a manifest, newest first. Raises StorageError."""
     return sorted((step for step, names in list_folders(folder, storage).items() if MANIFEST in names), reverse=True)
 
 

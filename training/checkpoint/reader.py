@@ -123,7 +123,8 @@ def restore(
 
 def _candidates(folder: str, rendezvous: Rendezvous, storage: Storage) -> Iterator[int]:
     """Yields the committed steps that host 0 lists, newest first. Lists again when none of them could be used: another
-    start of the run may have committed newer ones meanwhile, and deleted these."""
+    start of the run may have committed newer ones meanwhile, and deleted these. Raises StorageError, LostPeer,
+    StopRequested."""
     tried: set[int] = set()
     while True:
         name = f"checkpoints beside {len(tried)}" if tried else "checkpoints"
@@ -136,7 +137,7 @@ def _candidates(folder: str, rendezvous: Rendezvous, storage: Storage) -> Iterat
 
 
 def verify(folder: str, step: int, storage: Storage = default_storage) -> Manifest:
-    """Reads and checks every byte of a checkpoint. Raises Damaged, also when its state is not finite."""
+    """Reads and checks every byte of a checkpoint. Raises Damaged, also when its state is not finite; StorageError."""
     manifest = read_manifest(folder, step, storage)
     load_tensors(folder, manifest, require_finite(lambda tensors: None), storage)
     return manifest

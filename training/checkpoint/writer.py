@@ -237,8 +237,9 @@ class CheckpointWriter:
             self._delete_old(committed)
 
     def _write_manifest(self, folder: str, manifest: Manifest) -> None:
-        """Commits a checkpoint on host 0: calls the fence, which may raise, and creates the manifest in `folder`.
-        Deletes a damaged one first. Keeps one that came meanwhile if it is this run's and whole, else replaces it."""
+        """Commits a checkpoint on host 0: calls the fence, which may raise BadInput, and creates the manifest in
+        `folder`. Deletes a damaged one first. Keeps one that came meanwhile if it is this run's and whole, else
+        replaces it. Raises StorageError."""
         self._fence()
         url = join(folder, form.MANIFEST)
         if manifest.step in self._damaged:
@@ -252,7 +253,8 @@ class CheckpointWriter:
     def _keep_or_replace(self, url: str, manifest: Manifest) -> None:
         """Keeps the checkpoint that is already committed at this step if it is complete, because it is a state of this
         run too; otherwise replaces its manifest. It is of this process, whose answer was lost, or of a suspended host
-        of an older attempt that resumed between fence and write. Only the newest start calls this."""
+        of an older attempt that resumed between fence and write. Only the newest start calls this. Raises
+        StorageError."""
         committed = self._read_committed(manifest.step)
         if committed and committed.identity == manifest.identity and self._has_parts(committed):
             if committed.parts != manifest.parts:
@@ -287,7 +289,8 @@ class CheckpointWriter:
         return Part(name, written.size, checksum)
 
     def _check_fence_again(self, manifest: Manifest) -> None:
-        """Calls the fence after a commit. If it raises BadInput, deletes a manifest without its parts, and reraises."""
+        """Calls the fence after a commit. If it raises BadInput, deletes a manifest without its parts, and reraises.
+        Raises StorageError instead if storage fails."""
         try:
             self._fence()
         except BadInput:

@@ -31,13 +31,15 @@ class ClassPrediction:
 
 
 def pipeline_of(folder: str) -> str:
-    """Returns the name of transformers' pipeline for a model folder's task. Raises BadInput without weights."""
+    """Returns the name of transformers' pipeline for a model folder's task. Raises BadInput without weights or a good
+    config.json; StorageError."""
     _require_model(folder)
     return TASKS[task_of_model(read_config(folder))].head.pipeline
 
 
 def go_on(folder: str, text: str, tokens: int = 40) -> str:
-    """Returns `text` and at most `tokens` more tokens, each the most probable one. Does not look for weights."""
+    """Returns `text` and at most `tokens` more tokens, each the most probable one. Does not look for weights. Raises
+    BadInput, StorageError."""
     with local_copy(folder) as local_folder:
         generated = open_pipeline("text-generation", local_folder)(text, max_new_tokens=tokens, do_sample=False)
         return str(generated[0]["generated_text"])
@@ -45,7 +47,7 @@ def go_on(folder: str, text: str, tokens: int = 40) -> str:
 
 def fill_mask(folder: str, text: str, top: int) -> list[MaskPrediction]:
     """Returns the `top` most probable tokens for the mask, best first. Raises BadInput without weights, or unless
-    `text` has exactly one mask."""
+    `text` has exactly one mask; StorageError."""
     _require_model(folder)
     with local_copy(folder) as local_folder:
         filler = open_pipeline("fill-mask", local_folder)
@@ -60,7 +62,7 @@ def fill_mask(folder: str, text: str, top: int) -> list[MaskPrediction]:
 
 def classify(folder: str, text: str, top: int, pair: str | None = None) -> list[ClassPrediction]:
     """Returns the `top` most probable classes of `text`, or of it and a second one, best first, and cuts what is longer
-    than the model's positions. Raises BadInput without weights."""
+    than the model's positions. Raises BadInput without weights, StorageError."""
     _require_model(folder)
     with local_copy(folder) as local_folder:
         classifier = open_pipeline("text-classification", local_folder)
@@ -75,7 +77,7 @@ def classify(folder: str, text: str, top: int, pair: str | None = None) -> list[
 
 def label_words(folder: str, text: str) -> list[ClassPrediction]:
     """Returns the parts of `text` that have a label other than O, in order, with the label of each one's first token;
-    neighbours of one entity are one part. Does not look for weights."""
+    neighbours of one entity are one part. Does not look for weights. Raises BadInput, StorageError."""
     with local_copy(folder) as local_folder:
         answers = open_pipeline("token-classification", local_folder)(text, aggregation_strategy="first")
         return [ClassPrediction(answer["score"], answer["entity_group"], answer["word"]) for answer in answers]

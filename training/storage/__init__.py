@@ -61,7 +61,8 @@ traffic = Counter[str]()  # of this process: "read", bytes that `read` returned;
 
 
 def stat(url: str) -> Stat | None:
-    """Returns size, generation and, in a bucket, CRC-32C and age of an object; None for none, and a local folder."""
+    """Returns size, generation and, in a bucket, CRC-32C and age of an object; None for none, and a local folder.
+    Raises StorageError."""
     if is_remote(url):
         return gcs.stat(url)
     with local_errors(url):
@@ -135,7 +136,8 @@ def transfer_seconds(url: str, size: int) -> float:
 
 
 def append(path: str, data: bytes) -> None:
-    """Appends to a local file (no gs:// URL), or creates it and its folder; a crash may leave a part of `data`."""
+    """Appends to a local file (no gs:// URL), or creates it and its folder; a crash may leave a part of `data`. Raises
+    StorageError."""
     with local_errors(path):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         with open(path, "ab") as file:

@@ -72,7 +72,8 @@ Attempt = Callable[[tuple[float, float], float], T]
 
 
 def stat(url: str) -> Stat | None:
-    """Returns size, generation, CRC-32C and age of an object; None if there is none, or no such bucket."""
+    """Returns size, generation, CRC-32C and age of an object; None if there is none, or no such bucket. Raises
+    StorageError, BadInput."""
     bucket, name = _object(url)
 
     def attempt(timeout: tuple[float, float], _: float) -> Stat | None:
@@ -97,7 +98,7 @@ def folders(folder: str) -> list[str]:
 
 def _list(folder: str, delimiter: str | None) -> tuple[list[Stat], list[str]]:
     """Returns all objects below a folder but those named like one; or, with the delimiter "/", those directly in it,
-    and the names of its direct subfolders. Raises NoBucket, StorageError."""
+    and the names of its direct subfolders. Raises NoBucket, StorageError, BadInput."""
     bucket, name = split_remote(folder)
     prefix = name.rstrip("/") + "/" if name.strip("/") else ""
 
@@ -111,7 +112,7 @@ def _list(folder: str, delimiter: str | None) -> tuple[list[Stat], list[str]]:
 
 def read(url: str, start: int, end: int | None, generation: int | None) -> bytes:
     """Reads bytes [start, end) of an object, to its end without `end`; b"" beyond it. Raises Changed if it is not of
-    `generation`, when that is given, NotFound and StorageError."""
+    `generation`, when that is given, NotFound, StorageError and BadInput."""
     bucket, name = _object(url)
     if end is not None and end <= start:
         return b""
@@ -152,8 +153,9 @@ def read(url: str, start: int, end: int | None, generation: int | None) -> bytes
 
 def write(url: str, data: bytes | memoryview, generation: int | None) -> Stat:
     """Writes a whole object. Raises AlreadyExists when the object's generation is another one (0: there is none; None:
-    any), unless a request of this call, whose answer was lost, wrote it. The client sends a large object in chunks and
-    repeats a chunk that fails; the whole upload starts again only when its session is lost."""
+    any), unless a request of this call, whose answer was lost, wrote it; StorageError, BadInput. The client sends a
+    large object in chunks and repeats a chunk that fails; the whole upload starts again only when its session is
+    lost."""
     bucket, name = _object(url)
     sent = 0  # requests that may have written the object
 
@@ -202,7 +204,7 @@ def write(url: str, data: bytes | memoryview, generation: int | None) -> Stat:
 
 
 def delete(url: str) -> None:
-    """Deletes an object, if it exists. Raises NoBucket when its bucket does not, and StorageError."""
+    """Deletes an object, if it exists. Raises NoBucket when its bucket does not, StorageError and BadInput."""
     bucket, name = _object(url)
     try:
         _retry(
@@ -255,7 +257,8 @@ def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinne
 
 
 def _final_error(url: str, activity: str, error: Exception, pinned: bool) -> Exception | None:
-    """Returns the error to raise, `error` itself if it is unknown; None for a transient failure. May ask the server."""
+    """Returns the error to raise, `error` itself if it is unknown; None for a transient failure. May ask the server,
+    and raises StorageError if that fails."""
     from google.api_core import exceptions as api
     from google.auth import exceptions as auth
 
@@ -364,7 +367,8 @@ def _stat(url: str, blob: Any) -> Stat:
 
 
 def _client() -> Any:
-    """Returns this process's client, made at the first call for a STORAGE_EMULATOR_HOST."""
+    """Returns this process's client, made at the first call for a STORAGE_EMULATOR_HOST. Raises google.auth's
+    DefaultCredentialsError."""
     key = (os.getpid(), os.environ.get("STORAGE_EMULATOR_HOST"))
     with _lock:
         if key not in _clients:

@@ -33,7 +33,8 @@ class Task(ABC):
     labels: tuple[str, ...] | None = None  # names of the classes
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
-        """Opens the data, as `open_data`, but not `source`. Raises BadInput for anything that does not fit together."""
+        """Opens the data, as `open_data`, but not `source`. Raises BadInput for anything that does not fit together;
+        StorageError."""
         self._config = config
         self.data = open_data(config)
         self._slice = HostSlice(

@@ -45,12 +45,13 @@ class EngineImages:
 
     def image_on_workstation(self, name: str) -> str:
         """Returns the id of the image that was pushed under a registry's digest; any other name unchanged: a tag is the
-        workstation's engine's own, pushed or not."""
+        workstation's engine's own, pushed or not. Raises BadInput for a malformed name."""
         return (self._pushed(parse_reference(name)) or name) if is_registry(name) and "@" in name else name
 
     def image_on_host(self, hostname: str, name: str) -> str:
         """Returns the id of a registry's image that the host has pulled; a name outside of the registry unchanged.
-        Raises EngineError (404, no such image) if it has not, or while a fault affects its engine or the registry."""
+        Raises EngineError (404, no such image) if it has not, or while a fault affects its engine or the registry;
+        BadInput for a malformed name."""
         if not is_registry(name):
             return name
         image = self._pushed(parse_reference(name))
@@ -135,8 +136,9 @@ class EngineImages:
 
     def pull(self, hostname: str, name: str, tag: str, login: str) -> HttpResponse:
         """Enters an image as pulled by the host; moves bytes only if the workstation's store lacks it and a full push
-        sent them. `tag`: a tag or digest, "" if in `name`; `login`: the X-Registry-Auth header. Raises EngineError
-        for a wrong token, or an image that was not pushed, or was removed from the store since."""
+        sent them. `tag`: a tag or digest, "" if in `name`; `login`: the X-Registry-Auth header. Raises EngineError for
+        a wrong token, or an image that was not pushed, or was removed from the store since; BadInput for a malformed
+        name."""
         separator = "@" if tag.startswith("sha256:") else ":"
         reference = parse_reference(f"{name}{separator}{tag}" if tag else name)
         with self.store.read() as state:
@@ -168,7 +170,7 @@ class EngineImages:
 
     def _fetch(self, reference: Reference) -> str | None:
         """Returns the id of a registry's image, which the store may lack, or None if it was not pushed. The engine
-        pulls it if only the registry has its bytes."""
+        pulls it, for an hour at most, if only the registry has its bytes. Raises EngineError."""
         held = self.registry.manifest(reference.repository, reference.version)
         image = self._pushed(reference, held[0] if held else "")
         if held is None or (image is not None and self._is_stored(image)):

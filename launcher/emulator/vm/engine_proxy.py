@@ -57,7 +57,7 @@ class EngineProxy:
 
     def _answer_workstation(self, request: HttpRequest) -> Reply:
         """Answers pushes to Google's registries and image inspections; changes new containers as
-        `create_on_workstation`; forwards the rest."""
+        `create_on_workstation`; forwards the rest. Raises EngineError, BadInput."""
         match (request.method, _split_path(request.path)[1]):
             case ("POST", ["containers", "create"]):
                 body = request.json()
@@ -79,7 +79,8 @@ class EngineProxy:
         _serve(connection, lambda request: self._answer_host(request, view))
 
     def _answer_host(self, request: HttpRequest, view: EngineView) -> Reply:
-        """Answers about the engine, the host's containers, or images (to read and pull); else raises EngineError."""
+        """Answers about the engine, the host's containers, or images (to read and pull); else raises EngineError.
+        Raises BadInput for a malformed name."""
         match (request.method, _split_path(request.path)[1]):
             case ("GET" | "HEAD", ["_ping" | "version"]) | ("GET", ["images", "json"]):
                 return self._forward(request)
@@ -130,7 +131,7 @@ class EngineProxy:
 
     def _create_container(self, request: HttpRequest, view: EngineView) -> Reply:
         """Creates a container for the host, and volumes that it names. Raises EngineError if the host's engine is
-        broken, the image was not pulled, or a setting is not emulated."""
+        broken, the image was not pulled, or a setting is not emulated; BadInput for a malformed name."""
         body = request.json()
         name = request.query.get("name", "")
         self.images.refuse_when_broken(view.hostname)
@@ -160,7 +161,7 @@ class EngineProxy:
 
     def _find_source(self, source: str, view: EngineView) -> str:
         """Returns the workstation's path of a host's folder, as `bind`, or its name of a host's volume, which it makes
-        if missing."""
+        if missing. Raises EngineError."""
         if source.startswith("/"):
             return self.bind(view.hostname, source)
         labels = dict(label.split("=", 1) for label in view.labels)

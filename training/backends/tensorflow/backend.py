@@ -97,7 +97,7 @@ class TensorFlow(Backend):
 
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
         """Yields this host's rows of batch `start`, `start` + 1, ...: `Upcoming` ones, if there are several devices and
-        all batches have one shape, so that a call can take several steps."""
+        all batches have one shape, so that a call can take several steps. Raises as `Task.batches`."""
         if self._replicas.count == 1 or self._exchange or task.shapes > 1:
             yield from task.batches(start)
             return

@@ -78,7 +78,7 @@ class KerasNetwork:
 def build(config: TrainerConfig, needs: ModelRequirements, assign: Assign) -> KerasNetwork:
     """Builds a network with the task's head and sets its weights by `assign`: those of `model.path` (downloads a model
     of the Hub), or fresh ones, the same on every host and in every backend. Raises BadInput if weights are absent, data
-    and model do not fit, or TensorFlow does not train the model's family."""
+    and model do not fit, or TensorFlow does not train the model's family; StorageError."""
     model, dropout = config.model, config.train.dropout
     values = build_model_config(model, needs, dropout)
     require_family(values, model.path, needs.head, "tensorflow")
@@ -139,7 +139,7 @@ def _read_weights(
 ) -> dict[str, Array]:
     """Returns the arrays of the parameters that the model `path` (a folder, URL or the Hub's name) has, without its
     classifier if `fresh_head` and its labels are others. Raises BadInput if a parameter is absent or of another shape,
-    unless it is a head's and `fresh_head`. `values`: the network's config.json."""
+    unless it is a head's and `fresh_head`; StorageError. `values`: the network's config.json."""
     wanted = {parameter.name: parameter.shape for parameter in parameters}
     prefix = f"{values['model_type']}."
     weights = {}

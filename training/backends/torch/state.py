@@ -33,7 +33,8 @@ def build_network(
     """Returns the network on the host, with the run's attention, dropout, adapters and frozen weights, and what its
     dropouts draw from (None if it keeps its own). Downloads a model of the Hub. `remat`: unless train.remat is given;
     `barrier`: as for `patch_modules`; `loop`, `kernel`: as for `choose_attention`; `only_traces`: leaves out weights if
-    it can. Raises BadInput if weights are absent, or model, data, adapter and `train` do not fit together."""
+    it can. Raises BadInput if weights are absent, or model, data, adapter and `train` do not fit together;
+    StorageError."""
     dropout = config.train.dropout
     network: Any = build_empty(config.model, requirements, dropout=dropout) if only_traces else None
     network = network or build(config.model, requirements, dropout=dropout, seed=config.seed)

@@ -121,8 +121,8 @@ def _shard(match: re.Match[str], stat: Stat, length: int) -> Shard:
 
 
 def _read_length(stat: Stat) -> int:
-    """Returns the number of ids in a shard's first record. Raises BadInput without int64 input_ids, or for damage,
-    which a record longer than 1 MB seems to have."""
+    """Returns the number of ids in a shard's first record. Raises BadInput without int64 input_ids, or for damage
+    (Corrupt), which a record longer than 1 MB seems to have; StorageError."""
     data = storage.read(stat.url, 0, _FIRST_READ_BYTES, generation=stat.generation)
     _, payload = next(tfrecord.walk(data, stat.url), (0, b""))
     try:

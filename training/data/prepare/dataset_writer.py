@@ -177,7 +177,7 @@ def write_mark(url: str, mark: Mark) -> None:
 
 def write_packed(url: str, plan: DatasetPlan, number: int, rows: Ids) -> Shard:
     """Writes packed rows (n, length) as shard `number` of the folder `url`, in the plan's layout, over a file of that
-    name. Raises BadInput for an id beyond the vocabulary."""
+    name. Raises BadInput for an id beyond the vocabulary; StorageError."""
     if plan.layout != "recipe":
         return write_columns(url, plan, id_features(plan.vocabulary), f"{number:05d}", {"input_ids": rows})
     name = recipe_layout.shard_name(plan.split, number, len(rows))
@@ -189,7 +189,7 @@ def write_columns(
 ) -> Shard:
     """Writes rows of the compact layout as <split>-<name>.tfrecord in the folder `url`, over any such file. `columns`:
     feature -> (n, count) or (n,), converted to the feature's dtype; those that are no feature are left out. Raises
-    BadInput for an id beyond the vocabulary."""
+    BadInput for an id beyond the vocabulary; StorageError."""
     ids = columns["input_ids"]
     layout = fixed_records.record_layout(features, ids.shape[1])
     values = {name: columns[name].astype(feature.dtype) for name, feature in features.items()}
@@ -199,7 +199,7 @@ def write_columns(
 
 def _write_shard(url: str, plan: DatasetPlan, name: str, ids: Ids, data: bytes) -> Shard:
     """Writes the bytes of a shard with `ids`, (n, length), to the file `name` of a folder. Returns the shard's entry in
-    the manifest. Raises BadInput for an id beyond the plan's vocabulary."""
+    the manifest. Raises BadInput for an id beyond the plan's vocabulary; StorageError."""
     if int(ids.max()) >= plan.vocabulary:
         raise BadInput(
             f"the tokenizer gave id {int(ids.max())}, beyond its own vocabulary of {plan.vocabulary}: "
@@ -214,7 +214,8 @@ def finish_dataset(
     url: str, plan: DatasetPlan, features: Mapping[str, Feature], shards: list[Shard], more: Mapping[str, Any] = PACKED
 ) -> Dataset:
     """Writes dataset.json, which commits the dataset, removes `.preparing/`, and returns the dataset. `more`: other
-    keys of the manifest, `rows` and, if labelled, `labels`. Raises AlreadyExists when there is a dataset.json."""
+    keys of the manifest, `rows` and, if labelled, `labels`. Raises AlreadyExists when there is a dataset.json;
+    StorageError."""
     manifest = DatasetManifest(
         **more,
         layout=plan.layout,

@@ -243,7 +243,8 @@ def _write_rows(
     pad: int,
 ) -> Shard:
     """Writes rows, (ids, label) each, or (ids and texts' numbers, label), as shard `number` of one length. Fills up ids
-    with `pad`, a label a token with IGNORED, and texts' numbers with 0."""
+    with `pad`, a label a token with IGNORED, and texts' numbers with 0. Raises BadInput for an id beyond the
+    vocabulary; StorageError."""
     tokens = np.zeros((2, len(rows), length), np.int32)  # ids, texts' numbers
     tokens[0] = pad
     for row, (row_tokens, _) in enumerate(rows):

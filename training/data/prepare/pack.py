@@ -51,7 +51,8 @@ class RowKind(ABC):
 
     @abstractmethod
     def write(self, url: str, number: int, units: Ids) -> Shard:
-        """Writes the units of whole rows as shard `number` of the folder `url`. Returns the shard's manifest entry."""
+        """Writes the units of whole rows as shard `number` of the folder `url`. Returns the shard's manifest entry.
+        Raises BadInput for an id beyond the vocabulary; StorageError."""
 
     @abstractmethod
     def note(self, dropped: int) -> str:
@@ -202,7 +203,8 @@ class WholeDocuments(RowKind):
         return [document[:, start : start + length] for start in range(0, document.shape[1], length)]
 
     def write(self, url: str, number: int, units: Ids) -> Shard:
-        """Writes finished rows, (n, 3, length), as shard `number`, targets only if rows are chats."""
+        """Writes finished rows, (n, 3, length), as shard `number`, targets only if rows are chats. Raises as
+        `RowKind.write`."""
         columns = dict(zip(("input_ids", SEGMENTS, TARGETS), units.transpose(1, 0, 2), strict=True))
         return dataset_writer.write_columns(url, self._plan, self.features, f"{number:05d}", columns)
 

@@ -202,7 +202,8 @@ def _from_folder(path: str, values: dict[str, Any], head: Head, dropout: float |
 
 def _with_fresh_head(path: str, values: dict[str, Any], dropout: float | None, seed: int) -> Any:
     """Returns a classifier with the weights of a folder's base model. Its head is fresh, unless the folder is a
-    classifier of the same labels. Raises BadInput if another weight is missing, or transformers can't load it."""
+    classifier of the same labels. Raises BadInput if another weight is missing, or transformers can't load it;
+    StorageError."""
     family, place = FAMILIES.get(values["model_type"]), f"model.path {path}"
     if family is None:
         network = _from_config(place, values, dropout, seed)
@@ -305,6 +306,7 @@ def _load(path: str, network: Any, **options: Any) -> tuple[Any, set[str]]:
 
 
 def _refuse(path: str, absent: set[str]) -> None:
+    """Raises BadInput, which names the first five, if weights are absent."""
     if absent:
         raise BadInput(f"model.path {path} lacks {len(absent)} of the model's weights: {', '.join(sorted(absent)[:5])}")
 
@@ -312,7 +314,7 @@ def _refuse(path: str, absent: set[str]) -> None:
 def build_empty(model: Model, needs: ModelRequirements, *, dropout: float | None) -> Any:
     """Returns the network that `build` returns, but with its parameters on the meta device; None for a network whose
     program depends on what its weights give (a masked-LM head of a family that is tried out). Raises BadInput if
-    model.path can't be read, or is too small for the data."""
+    model.path can't be read, or is too small for the data; StorageError."""
     import transformers
     from transformers.modeling_utils import init_empty_weights, no_init_weights
 
