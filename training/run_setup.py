@@ -165,7 +165,7 @@ def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, re
     """Returns the configuration, unchanged unless `model.path` is another run's folder or one checkpoint in it: then
     host 0 writes that model to `start` in this run's `folder`, the new `model.path`, unless an earlier attempt did, and
     all hosts wait for it. All hosts call it. Raises BadInput for a damaged checkpoint; StorageError; LostPeer, on other
-    hosts also if host 0 needs longer than rendezvous.seconds; StopRequested."""
+    hosts also if host 0 needs longer than rendezvous.start_seconds; StopRequested."""
     path, start = config.model.path, join(folder, "start")
     if path is None or default_storage.stat(join(path, CONFIG)) is not None:
         return config
@@ -174,7 +174,7 @@ def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, re
         return config
     if cluster.is_first and not is_written:
         export_checkpoint(path, start, merge=True)
-    rendezvous.meet("starting model")
+    rendezvous.meet("starting model", None, config.rendezvous.start_seconds)
     return config.model_copy(update={"model": config.model.model_copy(update={"path": start})})
 
 

@@ -115,7 +115,7 @@ def _record_path(home: Path, image: str) -> Path:
 
 def _pack_files(option: str, target: str, root: Path, paths: list[Path]) -> Overlay:
     """Packs files below `root`, in the order of `paths`, without times and owners. Raises BadInput, which begins with
-    `option`, for no files, or more than 32 MiB. Raises OSError for a file that can't be read."""
+    `option`, for no files, one that can't be read, or more than 32 MiB."""
     if not paths:
         raise BadInput(f"{option}: {root} has no files")
     if (size := sum(path.stat().st_size for path in paths)) > _LARGEST_BYTES:
@@ -127,7 +127,10 @@ def _pack_files(option: str, target: str, root: Path, paths: list[Path]) -> Over
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for path in paths:
             entry = tarfile.TarInfo(str(path.relative_to(root)))
-            data = path.read_bytes()
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                raise BadInput(f"{option}: {path} can't be read: {error.strerror}") from None
             entry.size, entry.mode = len(data), 0o755 if build_context.is_executable(path) else 0o644
             archive.addfile(entry, io.BytesIO(data))
     return Overlay(target, gzip.compress(packed.getvalue(), compresslevel=6, mtime=0))

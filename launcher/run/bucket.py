@@ -118,8 +118,11 @@ class RunBucket:
         url = storage.join(self.url, "lease.json")
         while (found := storage.stat(url)) is not None and found.generation != seen:
             with contextlib.suppress(storage.Changed):
-                holder = json.loads(storage.read(url, generation=found.generation))["holder"]
-                return LeaseState(holder, found.generation, found.age)
+                data = storage.read(url, generation=found.generation)
+                try:
+                    return LeaseState(json.loads(data)["holder"], found.generation, found.age)
+                except (ValueError, KeyError, TypeError):
+                    raise storage.StorageError(f"{url} is damaged: delete it") from None
         return None
 
     def write_lease(self, holder: str, replaces: int) -> int:

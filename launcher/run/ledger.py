@@ -186,7 +186,7 @@ class Ledger:
             self.confirm()
             try:
                 self.bucket.upload(self.folder)
-            except storage.StorageError as error:
+            except (storage.StorageError, OSError) as error:
                 raise LaunchError(f"run {self.run_id} can't be written to its bucket: {error}") from None
 
     def _record(self, line: str, number: int) -> None:

@@ -67,12 +67,11 @@ def _stop_on_hosts(session: Session, grace: int) -> list[HostReport]:
 def delete_slice(config: Config, context: Context) -> None:
     """Deletes the slice and waits until it is gone. First stops its runs and waits for the processes that supervise
     them, a minute beyond run.stop_seconds at most, so that none recreates it; says which go on, and deletes it all the
-    same. Meanwhile this machine's `tpu-launch run` refuses the slice. Raises LaunchError, and BadInput as
-    `make_provider`: the runs are stopped by then."""
-    with hold_shared(deletion_mark(config)):
+    same. Meanwhile this machine's `tpu-launch run` refuses the slice. Raises LaunchError, after the runs are stopped,
+    and BadInput as `make_provider`, before."""
+    with hold_shared(deletion_mark(config)), contextlib.closing(context.make_provider(config)) as provider:
         _stop_runs(config, context)
-        with contextlib.closing(context.make_provider(config)) as provider:
-            provider.delete()
+        provider.delete()
 
 
 def _stop_runs(config: Config, context: Context) -> None:

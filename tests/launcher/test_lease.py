@@ -240,7 +240,8 @@ def test_a_lease_ends_by_the_buckets_clock(prompt: Machines, tells_time: bool, m
     scheduler = prompt.scheduler
     waits = 0 if tells_time else LEASE_SECONDS
     if not tells_time:
-        monkeypatch.setattr(gcs._ThisThread, "date", property(lambda _: "", lambda *_: None))
+        silent = type("Silent", (), {"date": property(lambda _: "", lambda *_: None)})
+        monkeypatch.setattr(gcs, "_this_thread", silent())
     a, of_a = prompt.make("a", wrong_clock=7 * 3600)
     b, of_b = prompt.make("b", wrong_clock=-5 * 3600)
     taken: list[float] = []
@@ -464,3 +465,9 @@ def test_events_that_do_not_fit_on_a_disk_end_no_renewals(prompt: Machines, monk
     play(prompt, (of_a, hold))
     assert ages[0] < LEASE_SECONDS / 2
     assert any("make room" in text for text in prompt.said)
+
+
+def test_a_damaged_lease_is_named(tmp_path: Path) -> None:
+    (tmp_path / "lease.json").write_text("{")
+    with pytest.raises(storage.StorageError, match=r"lease\.json is damaged"):
+        run_bucket.RunBucket(str(tmp_path)).read_lease()

@@ -72,6 +72,11 @@ def test_all_files_travel_over_an_unknown_image_or_another_folder(tmp_path: Path
     assert overlays.find_changes(str(code), own_code, tmp_path, IMAGE).changed == both
 
 
+def test_a_file_that_can_not_be_read_is_named(code: Path) -> None:
+    with pytest.raises(BadInput, match=r"--overlay: .*part can't be read: Is a directory"):
+        overlays._pack_files("--overlay", "/target", code, [code / "part"])
+
+
 def test_after_a_reverted_change_all_files_are_sent_again(tmp_path: Path, code: Path, own_code: Config) -> None:
     record(tmp_path, code)
     changes = overlays.find_changes(str(code), own_code, tmp_path, IMAGE)

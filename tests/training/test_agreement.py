@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -218,3 +219,12 @@ def test_another_look_at_the_fence_that_fails_warns_and_deletes_nothing(run: str
     assert warnings == ["old checkpoints stay where they are: 503"]
     save_step(writer, 30)
     assert committed_steps(checkpoints) == [30]
+
+
+def test_storage_that_fails_does_not_hide_a_newer_start(checkpoints: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = host_writer(checkpoints)
+    save_step(writer, 10)
+    monkeypatch.setattr(writer, "_fence", Mock(side_effect=BadInput("a newer attempt runs")))
+    monkeypatch.setattr(writer, "_read_committed", Mock(side_effect=StorageError("503")))
+    with pytest.raises(BadInput, match="a newer attempt runs"):
+        writer._check_fence_again(read_manifest(checkpoints, 10))

@@ -331,6 +331,7 @@ def test_credentials_that_google_refuses_are_a_storage_error_at_once(gcs: Any, m
     with pytest.raises(types.StorageError, match=r"^gs://bucket/x: reading it failed because .*invalid_grant.*login"):
         storage.read("gs://bucket/x")
     assert len(refreshed) < 4, "trying again changes nothing"
+    assert bucket._bucket_exists("bucket"), "as far as is known"
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ share and no more, and the part is written from that copy. The next `check`, `sa
 background thread; errors are never only logged. `format.py` has the failure model.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -289,15 +290,16 @@ class CheckpointWriter:
         return Part(name, written.size, checksum)
 
     def _check_fence_again(self, manifest: Manifest) -> None:
-        """Calls the fence after a commit. If it raises BadInput, deletes a manifest without its parts, and reraises.
-        Raises StorageError instead if storage fails."""
+        """Calls the fence after a commit. If it raises BadInput, deletes a manifest without its parts, if storage does
+        not fail, and reraises."""
         try:
             self._fence()
         except BadInput:
             # This process may have been suspended so long that a newer attempt deleted its parts as abandoned.
-            committed = self._read_committed(manifest.step)
-            if committed and committed.parts == manifest.parts and not self._has_parts(committed):
-                self._storage.delete(join(self.folder, form.step_folder(manifest.step), form.MANIFEST))
+            with contextlib.suppress(StorageError):
+                committed = self._read_committed(manifest.step)
+                if committed and committed.parts == manifest.parts and not self._has_parts(committed):
+                    self._storage.delete(join(self.folder, form.step_folder(manifest.step), form.MANIFEST))
             raise
 
     def _delete_old(self, manifest: Manifest) -> None:

@@ -345,10 +345,11 @@ def _cause(error: Exception) -> str:
 def _bucket_exists(bucket: str) -> bool:
     """Asks once whether a bucket exists; True when the answer is an error."""
     from google.api_core.exceptions import GoogleAPICallError
+    from google.auth.exceptions import GoogleAuthError
 
     try:
         return bool(_client().bucket(bucket).exists(timeout=timeouts.silence, retry=None))
-    except (GoogleAPICallError, OSError):
+    except (GoogleAPICallError, GoogleAuthError, OSError):
         return True  # unknown: permission to read objects does not include permission to get the bucket
 
 
