@@ -386,10 +386,10 @@ class Trainer:
         return self.history.judge(error, self.restored.manifest.step if self.restored else 0)
 
     def record(self, error: NonFinite) -> None:
-        """Records on host 0, for later attempts, the first step of this attempt that was not finite; later calls do
-        nothing. All hosts wait for the record, at most RECORD_SECONDS, because host 0 ends soon after the first host
-        that leaves. Threads that save call this too: they learn that a state is not finite at different steps, while
-        host 0 may wait in a step for a host that has left the loop."""
+        """Records on host 0, for later attempts, the first step of this attempt that was not finite, or warns that
+        storage fails; later calls do nothing. All hosts call it, wait for the record, at most RECORD_SECONDS, and go on
+        in any case: host 0 ends soon after the first host that leaves. Threads that save call this too: they learn that
+        a state is not finite at different steps, while host 0 may wait in a step for a host that has left the loop."""
         manifest = self.restored.manifest if self.restored else None
         with self._recording:
             if self._is_recorded:

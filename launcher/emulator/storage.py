@@ -37,7 +37,7 @@ _CHUNK = 256 * 1024  # all chunks of an upload but the last are multiples of it
 
 
 def answer(buckets: Buckets, request: HttpRequest) -> HttpResponse:
-    """Answers one request to the API; errors become responses in Google's shape."""
+    """Answers one request to the API; errors become responses in Google's shape. Raises Disconnected as `_answer`."""
     try:
         return _answer(buckets, request)
     except StorageApiError as error:
@@ -47,7 +47,8 @@ def answer(buckets: Buckets, request: HttpRequest) -> HttpResponse:
 
 
 def _answer(buckets: Buckets, request: HttpRequest) -> HttpResponse:
-    """Answers one request. Raises StorageApiError; ValueError, KeyError or TypeError for a malformed one."""
+    """Answers one request. Raises StorageApiError; ValueError, KeyError or TypeError for a malformed one; Disconnected
+    for a body that ends early or is too long to be held in memory."""
     query, parts = request.query, request.segments
     if refused := query.keys() & _NOT_EMULATED:
         raise StorageApiError(400, "invalid", f"not emulated: {', '.join(sorted(refused))}")
@@ -152,8 +153,8 @@ def _rewrite(request: HttpRequest, bucket: Bucket, name: str, target: Bucket, ne
 
 
 def _answer_upload(request: HttpRequest, bucket: Bucket) -> HttpResponse:
-    """Answers a request below /upload/ with the created object, or with how many bytes have arrived. Raises
-    StorageApiError."""
+    """Answers a request below /upload/ with the created object, or with how many bytes have arrived. Raises as
+    `_answer`."""
     if "upload_id" in request.query:
         return _continue_upload(request, bucket, request.query["upload_id"])
     match request.query.get("uploadType"):
@@ -169,7 +170,7 @@ def _answer_upload(request: HttpRequest, bucket: Bucket) -> HttpResponse:
 
 def _store_multipart(request: HttpRequest, bucket: Bucket) -> HttpResponse:
     """Stores a multipart/related body, up to 1 GiB: JSON with an object's name and settings, then its bytes. Raises
-    StorageApiError, and as `_answer` for bad JSON."""
+    as `_answer`: StorageApiError for wrong parts, Disconnected for a longer body."""
     match = re.search(r'boundary="?([^";]+)', request.headers.get("Content-Type", ""))
     if not match:
         raise StorageApiError(400, "badContent", "Multipart body without a boundary.")

@@ -176,7 +176,8 @@ def make_base(spec: ImageSpec, say: Callable[[str], None]) -> str:
 
 
 def cloud_build_commands(spec: ImageSpec, project: str) -> str:
-    """Returns commands for the user's shell that make the base by Cloud Build. Raises BadInput without a repository."""
+    """Returns commands for the user's shell that build and push the base by Cloud Build; they write cloudbuild.json and
+    cloudbuild/ into the current folder. Raises BadInput without a repository."""
     wanted = str(base_reference(spec))
     arguments = ["build", "--target", BASE_TARGET, "--platform", "linux/amd64", "--tag", wanted]
     for key, value in spec.build_args:

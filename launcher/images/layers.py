@@ -180,8 +180,8 @@ def read_image(document: ManifestDocument, read_config: Callable[[str, int], byt
 
 def append_layers(base: BaseImage, layers: Sequence[Layer]) -> tuple[ManifestDocument, bytes]:
     """Returns the manifest and the configuration of an image extended by `layers` (the lowest first); equal arguments
-    give equal bytes. Only layers and history differ from the base's. Raises BadInput if container engines do not take
-    so many layers."""
+    give equal bytes. Only layers and history differ from the base's. Raises BadInput beyond _MOST_LAYERS layers, the
+    base's included."""
     config, before = base.config, base.manifest["layers"]
     if len(before) + len(layers) > _MOST_LAYERS:
         raise BadInput(f"{base.name}: {len(before)} layers, and {len(layers)} more are too many for container engines")

@@ -145,7 +145,7 @@ class RunBucket:
     def download(self, folder: Path, *, overlays: bool) -> None:
         """Copies config.yaml, specification.yaml and last run.json from the bucket over those in a folder of this
         machine, with `overlays` also overlays that it lacks; no events. Raises NotFound if there is no run, another
-        StorageError if the bucket does not answer."""
+        StorageError if the bucket does not answer, OSError for a file here."""
         record = storage.read(storage.join(self.url, _RECORD))
         for found in storage.listing(storage.join(self.url, _OVERLAYS)) if overlays else ():
             path = folder / storage.name_of(found.url)

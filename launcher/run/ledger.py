@@ -117,7 +117,8 @@ class Ledger:
 
     @property
     def state(self) -> RunState:
-        """Where the run stands by the events in this machine's file. Raises BadInput for another version's event."""
+        """Where the run stands by the events in this machine's file, without lines that a crash has cut; the state of a
+        new run if there is no file. Raises BadInput for another version's event."""
         return self._read_on().state
 
     def append(self, event: RunEvent, *, patience: float = _FULL_DISK_SECONDS) -> None:

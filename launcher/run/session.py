@@ -308,7 +308,7 @@ def _folder_in_bucket(config: Config, run_id: str, say: Callable[[str], None]) -
 def import_run(home: Path, machine: Workstation, url: str, *, overlays: bool = True) -> Ledger:
     """Copies a run's folder and events from gs://bucket/runs/ID over those in this machine's launcher folder; with
     `overlays` their archives too. Raises BadInput if no run, or a copied one, is at `url`; LaunchError if it does not
-    answer."""
+    answer; OSError for a file here."""
     url = url.rstrip("/")
     ledger = Ledger(home / "runs" / storage.name_of(url), machine.clock)
     place = RunBucket.of_run(url)

@@ -141,7 +141,8 @@ def shell_command(config: Config, worker: int | str, flags: Sequence[str] = ()) 
 
 
 def offers_command(config: Config, kind: str) -> list[str]:
-    """Returns the command that lists what the zone offers, "accelerator-types" or TPU VMs' runtime "versions"; it fails
-    if project, API or permissions are wrong."""
+    """Returns the command that prints the names, one a line, of what the zone of the candidate last seen (else of the
+    first one) offers: "accelerator-types" or TPU VMs' runtime "versions". It fails if project, API or permissions are
+    wrong."""
     zone = slice_hints.current(config).zone
     return [*tpus_command(config.project, zone, "tpu-vm", kind, "list"), "--format=value(name.basename())"]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @set_option
 @option("--run-id", help="Name of the run's folder below `output`; the launcher gives it as TPU_LAUNCH_RUN_ID.")
 @click.pass_obj
-def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: str | None) -> None:
+def train(began_monotonic: float | None, config: str, overrides: tuple[str, ...], run_id: str | None) -> None:
     """Train as the YAML file CONFIG says, going on from the run's newest checkpoint.
 
     Exit codes: 0 finished, 2 bad configuration or data, 75 stopped and saved, 76 lost another host, anything else a
@@ -49,7 +49,7 @@ def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: 
     from training.telemetry.host_progress import PhaseTimer
 
     shutdown = install_signal_handlers()
-    timer = PhaseTimer(began=began)
+    timer = PhaseTimer(began=began_monotonic)
     with timer.phase("start"):
         settings = load(config, overrides)
         if run_id:

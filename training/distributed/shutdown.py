@@ -101,8 +101,8 @@ def _say(message: str) -> None:
 
 
 def install_signal_handlers() -> ShutdownRequest:
-    """Replaces the actions of SIGTERM and SIGINT: a thread passes them to the returned request. Call it once, early, in
-    the main thread."""
+    """Replaces the actions of SIGTERM and SIGINT: a thread passes them to the returned request, which may end the
+    process at a repeated one. Call it once, early, in the main thread."""
     shutdown = ShutdownRequest()
     reader, writer = socket.socketpair()
     writer.setblocking(False)

@@ -43,10 +43,11 @@ def write_model_folder(
     run: TrainerConfig | None = None,
     merge: bool = False,
 ) -> None:
-    """Writes a model folder, a path or URL. `weights`, `snapshot_state`: of Backend, whose copy it waits for; tensors
-    of the optimizer are left out. `config`: values of config.json. `tokenizer`: a folder, or a name on the Hub, of
-    which only `TOKENIZER_FILES` are copied. If `run` has LoRA and a starting model, writes peft's two files, or with
-    `lora.merge` or `merge` the merged model. Raises StorageError, BadInput."""
+    """Writes a model folder, a path or URL, from one host that holds all weights. `weights`, `snapshot_state`: of
+    Backend, whose copy it waits for; tensors of the optimizer are left out. `config`: values of config.json.
+    `tokenizer`: a folder, or a name on the Hub, of which only `TOKENIZER_FILES` are copied. If `run` has LoRA and a
+    starting model, writes peft's two files, or with `lora.merge` or `merge` the merged model. Raises StorageError,
+    BadInput, and errors of `snapshot_state`."""
     tokenizer = tokenizer_folder(tokenizer)
     for name in TOKENIZER_FILES:
         if storage.stat(join(tokenizer, name)):

@@ -69,7 +69,8 @@ class PhaseTimer:
         return self._now() - self.began
 
     def report(self) -> dict[str, float]:
-        """Returns the seconds of each phase, of the rest as "other", and the "total", rounded to milliseconds."""
+        """Returns the seconds of each phase, of the rest as "other", and the "total", rounded to milliseconds. Those
+        since a phase last began or ended are in "other", even if one is open."""
         total = self.total()
         phases = {name: max(0.0, seconds) for name, seconds in self.seconds.items()}
         phases["other"] = max(0.0, total - sum(phases.values()))

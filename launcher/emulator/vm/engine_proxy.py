@@ -215,8 +215,9 @@ class EngineProxy:
         return HttpResponse(status, data, _JSON)
 
     def _forward(self, request: HttpRequest, path: str = "") -> Reply:
-        """Sends the request to the engine, with another path (percent-encoded, without the version) if one is given,
-        then copies bytes both ways until the engine has ended, and ends the client's stream."""
+        """Sends the request, whose body is still unread, to the engine, with another path (percent-encoded, without the
+        version) if one is given; then copies bytes both ways until the engine has ended, and ends the client's stream.
+        Returns None. Raises OSError if the engine does not answer."""
         client = request.connection
         assert client is not None
         upgrade = "upgrade" in request.headers.get("Connection", "").lower()

@@ -220,8 +220,9 @@ _opened: list[tuple[AbsentChips, TorchTpu]] = []  # in a tracer's process
 
 
 def _open(open_backend: BuildBackend, slice_: Accelerator) -> dict[str, int]:
-    """Builds the model as rank 0 of a run on the slice; sets this process's variables and opens its device for good.
-    Returns the bytes of its part of each tensor of the state. Raises BadInput, UnusableTpu, CompilerUnavailable."""
+    """Builds the model as rank 0 of a run on the slice, once a process: sets its variables, opens its device for good,
+    and makes its end skip earlier exit handlers, with code 0. Returns the bytes of its part of each tensor of the
+    state. Raises BadInput, UnusableTpu, CompilerUnavailable."""
     [environment, *_] = rank_environments(Cluster(0, ("localhost",) * slice_.hosts, slice_.name))
     del environment["TORCH_TPU_DEVICES_PER_HOST"]  # with it, the ranks of a host would be waited for
     set_environment()
