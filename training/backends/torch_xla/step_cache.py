@@ -67,6 +67,7 @@ class StepCache:
             warn: called with a line when steps can't be cached.
         """
         self._kind, self._state, self._compare, self._say, self._warn = kind, state, compare, say, warn
+        self._changes = kind == "training"
         self._programs: dict[Shapes, _CompiledStep] = {}  # of each shape's newest trace
         self._batches: dict[Shapes, int] = {}  # how many of each shape
         self._repeats = True  # as far as the first traces of each shape tell
@@ -83,7 +84,10 @@ class StepCache:
             return self._start(program, program.arguments(self._state.values(), step.inputs.leaves(), step.seed))
         if self._repeats and number == 1:
             self._say(f"tracing the {self._kind} step for {_describe(step.shapes)}")
-        program, arguments = self._trace(step)
+        before = self._begin_trace(step)
+        with self._state.recording(changes=self._changes):
+            report = step.trace(step.inputs)
+        program, arguments = self._compile(step, before, report)
         if self._repeats:
             self._remember(step.shapes, program, number)
         report = self._start(program, arguments)
@@ -96,7 +100,10 @@ class StepCache:
         step = self._unchecked
         if step is None:
             return
-        program, arguments = self._trace(step)
+        before = self._begin_trace(step)
+        with self._state.recording(changes=self._changes):
+            report = step.trace(step.inputs)
+        program, arguments = self._compile(step, before, report)
         self._require_same(step.shapes, program)
         self._unchecked = None
         unchanged = [arguments[program.places.index(place)] for place in program.changed]
@@ -105,20 +112,22 @@ class StepCache:
         self._state.replace(program.changed, unchanged)
         self._state.buffers()  # drops the recorded operations
 
-    def _trace(self, step: Step) -> tuple[_CompiledStep, list[Tensor]]:
-        """Records a step and compiles it without running it, so that it overwrites the buffers it changes. Waits before
-        until the state's programs have started. Returns it with the arguments to start it with this time."""
-        state, changes = self._state, self._kind == "training"
-        buffers = list(state.buffers().values())
+    def _begin_trace(self, step: Step) -> _Before:
+        """Waits until the state's programs have started, and returns what `_compile` needs of the time before the step
+        is recorded."""
+        buffers = list(self._state.buffers().values())
         internals.wait_for_starts(buffers)
         handles = internals.handles([*buffers, *step.inputs.leaves()])
+        return _Before(buffers, handles, read_plain_values(self._state.network, self._state.optimizer))
+
+    def _compile(self, step: Step, before: _Before, report: Tensor) -> tuple[_CompiledStep, list[Tensor]]:
+        """Compiles the recorded step that returned `report`, without running it, so that it overwrites the buffers it
+        changes. Returns it with the arguments to start it with this time."""
+        state, buffers, handles = self._state, before.buffers, before.handles
         places = {handle: place for place, handle in enumerate(handles)}
-        former = read_plain_values(state.network, state.optimizer)
-        with state.recording(changes=changes):
-            report = step.trace(step.inputs)
         named = dict(zip(handles, buffers, strict=False))
         self._compare(
-            step.shapes, lambda: [*internals.order_outputs(named if changes else {}, report).values(), report]
+            step.shapes, lambda: [*internals.order_outputs(named if self._changes else {}, report).values(), report]
         )
         is_new = zip(named.items(), internals.uncomputed(buffers), strict=True)
         made = internals.order_outputs({handle: value for (handle, value), new in is_new if new}, report)
@@ -138,7 +147,7 @@ class StepCache:
             tuple(places[handle] for handle in made),
             tuple(constants.values()),
             seed_at,
-            _describe_change(former, read_plain_values(state.network, state.optimizer)),
+            _describe_change(before.values, read_plain_values(state.network, state.optimizer)),
         )
         return program, arguments
 
@@ -180,6 +189,15 @@ class StepCache:
                 "program, so they are not saved: keep what changes in a parameter, not in a value of Python, or change "
                 f"it within the first {FIRST_TRACED} batches, after which every step is traced"
             )
+
+
+@dataclass(frozen=True, eq=False)
+class _Before:
+    """The state before a step is recorded."""
+
+    buffers: list[Tensor]
+    handles: list[int]  # of the buffers, then of the step's inputs
+    values: list[Any]  # of Python in network and optimizer, by `read_plain_values`
 
 
 @dataclass(frozen=True, eq=False)
