@@ -35,7 +35,7 @@ def test_a_frame_is_length_crc_data_crc() -> None:
     assert framed[:8] == b"\x09" + b"\0" * 7
     assert framed[12:-4] == b"123456789"
     assert framed[-4:] == bytes.fromhex("e5b08ac7")
-    assert len(framed) == 9 + tfrecord.OVERHEAD
+    assert len(framed) == 9 + tfrecord.HEADER + tfrecord.FOOTER
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8))

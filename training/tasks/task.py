@@ -1,7 +1,6 @@
 """The base of all tasks: opens their data, reads ahead, and evaluates."""
 
 import contextlib
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from training.data.loading.batches import Batches
 from training.data.loading.reader import prefetch
 from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import SpecialTokens
-from training.data.sampling.order import batch_lengths, group_lengths
+from training.data.sampling.order import batch_lengths
 from training.distributed.cluster import Cluster
 from training.registry import TASKS, load
 
@@ -78,14 +77,6 @@ class Task(ABC):
         assert self.data.evaluation is not None
         host_slice = replace(self._slice, global_batch_size=self._config.evaluation_batch_size)
         return map(partial(self.host_batch, self.data.evaluation), self.evaluation_of(self.data.evaluation, host_slice))
-
-    @property
-    def evaluation_batch_count(self) -> int:
-        """With an evaluation set, returns its number of batches, the same on every host; a partly filled one counts."""
-        assert self.data.evaluation is not None
-        records, size = self.data.evaluation.records_of_length, self._config.evaluation_batch_size
-        groups = group_lengths(records, size)
-        return sum(math.ceil(sum(records[length] for length in lengths) / size) for lengths in groups)
 
     @abstractmethod
     def evaluation_of(self, dataset: Dataset, host_slice: HostSlice) -> Iterator[Any]:

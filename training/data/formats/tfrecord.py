@@ -19,7 +19,6 @@ from training.errors import BadInput
 
 HEADER = 12  # bytes before the data: length and its CRC
 FOOTER = 4  # bytes after the data: its CRC
-OVERHEAD = HEADER + FOOTER
 MASK_DELTA = 0xA282EAD8
 
 

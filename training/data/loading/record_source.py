@@ -211,12 +211,13 @@ class FixedShards(RecordSource):
             bad[row] = Corrupt(url, first + row, first * layout.size + offset, reason)
         arrays: Arrays = {name: fixed_records.read_column(layout, data, name) for name in layout.dtype.names or ()}
         ids = arrays["input_ids"]  # (n, length)
-        wrong = np.asarray(((ids >= self.vocabulary) | (ids < 0)).any(axis=1))
-        wrong[np.array(list(bad), np.int64)] = False
-        for row in np.flatnonzero(wrong)[:1]:
+        unknown = np.asarray((ids >= self.vocabulary) | (ids < 0))
+        unknown[np.array(list(bad), np.int64)] = False
+        for row in np.flatnonzero(unknown.any(axis=1))[:1]:
             raise BadInput(
-                f"{url}: record {first + row} has token id {ids[row].max()}, and the tokenizer has {self.vocabulary} "
-                "ids: the shards were written with another tokenizer; give that one, or write them again"
+                f"{url}: record {first + row} has token id {ids[row][unknown[row]][0]}, and the tokenizer has "
+                f"{self.vocabulary} ids: the shards were written with another tokenizer; give that one, or write them "
+                "again"
             )
         return arrays, bad
 
