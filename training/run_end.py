@@ -107,7 +107,7 @@ END_SECONDS = 90.0  # limit for recording an end, because storage may not answer
 
 @dataclass
 class Background:
-    """What `record_attempt_end` needs of an attempt: its progress, and on host 0 its background work, once begun."""
+    """An attempt's progress, and on host 0 its background work, once begun, which `record_attempt_end` ends."""
 
     progress: Progress = field(default_factory=Progress)
     log: MetricsWriter | None = None

@@ -56,7 +56,16 @@ class Answers:
 )
 @click.option("--bucket", help="Data and checkpoints: writes the trainer's sections too.")
 @click.option("--repository", help="REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME: where the image is pushed.")
-def init(path: Path, capacity: str, bucket: str | None, repository: str | None, **flags: str | None) -> None:
+def init(
+    path: Path,
+    project: str | None,
+    accelerator_type: str | None,
+    zone: str | None,
+    name: str | None,
+    capacity: str,
+    bucket: str | None,
+    repository: str | None,
+) -> None:
     """Write a first file, commented and valid; asks on a terminal for what flags do not say. Without a terminal
     --project and --accelerator-type are needed. Never overwrites.
 
@@ -65,10 +74,10 @@ def init(path: Path, capacity: str, bucket: str | None, repository: str | None, 
     tpu-launch init -f bert.yaml --project my-project --accelerator-type v4-16 --bucket my-bucket
     """
     _require_new(path)
-    project = flags["project"] or _ask("--project", "Google Cloud project")
-    slice_type = accelerator(flags["accelerator_type"] or _ask("--accelerator-type", "Accelerator type", "v4-8"))
-    zone = flags["zone"] or _ask("--zone", "Zone", slice_type.zones()[0], optional=True)
-    name = flags["name"] or _ask("--name", "Name of the slice", _slice_name(path), optional=True)
+    project = project or _ask("--project", "Google Cloud project")
+    slice_type = accelerator(accelerator_type or _ask("--accelerator-type", "Accelerator type", "v4-8"))
+    zone = zone or _ask("--zone", "Zone", slice_type.zones()[0], optional=True)
+    name = name or _ask("--name", "Name of the slice", _slice_name(path), optional=True)
     if bucket is None:
         bucket = _ask("--bucket", "Bucket for data and checkpoints (empty: none)", "", optional=True)
     bucket = bucket.removeprefix("gs://").rstrip("/")

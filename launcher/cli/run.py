@@ -5,7 +5,6 @@ import functools
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -49,7 +48,19 @@ from launcher.tpu_vm import slice_hints
 @dry_run_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @configured
-def run(config: Config, attach: bool, as_json: bool, dry_run: bool, no_preflight: bool, **options: Any) -> None:
+def run(
+    config: Config,
+    run_id: str | None,
+    new: bool,
+    attach: bool,
+    as_json: bool,
+    env_file: Path | None,
+    overlay: str | None,
+    sync: str | None,
+    dry_run: bool,
+    no_preflight: bool,
+    command: tuple[str, ...],
+) -> None:
     """Start the container on every host of a READY slice and watch it to its end; resumes an unfinished run. Ctrl-C
     detaches: the run goes on. The exit code says how the last attempt ended.
 
@@ -57,8 +68,9 @@ def run(config: Config, attach: bool, as_json: bool, dry_run: bool, no_preflight
     tpu-launch run -f run.yaml                      the trainer, as the file says
     tpu-launch run -f run.yaml -- python train.py   any command of the image
     """
-    del options["command"]  # which is in the configuration
-    request = launch.RunRequest(config, preflight=not no_preflight, **options)
+    request = launch.RunRequest(
+        config, run_id=run_id, new=new, env_file=env_file, overlay=overlay, sync=sync, preflight=not no_preflight
+    )
     if dry_run:
         launch.read_extras(request, run_context())  # which may refuse them
         show_plan(config, "run")

@@ -57,7 +57,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step does. Operations in a loop count as often as it runs."""
+    """The cycles and collectives of a step. Operations in a loop count as often as it runs."""
 
     cycles: int  # libtpu's estimate for all operations; collectives and some fusions have none
     loops: float  # by how much more that is than for one run of each operation, as libtpu counts FLOPs and bytes
