@@ -193,9 +193,10 @@ def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
 def _make(plan: ImagePlan, log: IO[str], say: Callable[[str], None]) -> str:
     """Builds the image unless the engine has it, pushes it, and returns its name for hosts. Raises as `ensure_image`;
     the caller holds the lock of the log."""
-    if not engine.find_image_id(plan.docker, plan.local):
-        _build(plan, log, say)
     image_id = engine.find_image_id(plan.docker, plan.local)
+    if image_id is None:
+        _build(plan, log, say)
+        image_id = engine.find_image_id(plan.docker, plan.local)
     if image_id is None:
         raise LaunchError(
             f"docker reported success, but its store shows no {plan.local}: was it removed meanwhile? Try again"

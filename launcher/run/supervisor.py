@@ -164,7 +164,8 @@ class Supervisor:
     def _needs_process(self, name: str, child: _Child) -> bool:
         """Returns whether the run is unfinished and its lease has expired or was released (False if it never had one);
         may wait 30 s. Copies such a run here. Notes in `child` that nothing is to do; says what program is missing.
-        Raises LaunchError, BadInput, StorageError; ValueError, LookupError or TypeError for a damaged lease."""
+        Raises LaunchError, BadInput, StorageError (also for a damaged lease); ValueError, LookupError or TypeError for
+        a damaged record."""
         url, machine = storage.join(self.folder, name), self.context.machine
         lease = RunBucket.of_run(url).judge_lease(machine.clock, seen=child.settled)
         if lease is None or lease.is_live:

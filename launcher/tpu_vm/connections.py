@@ -334,19 +334,26 @@ class SliceConnections:
             return other
         return pool
 
+    def run(self, worker: int, script: str, *, timeout: float, gcloud_timeout: float) -> HostResult:
+        """Runs a script (it must be safe to run again) on one host, in this thread; again if it is not reached, or
+        late, and gcloud knows another address; through gcloud if that is set or the host refuses ssh. `timeout`:
+        seconds of each try; through gcloud `gcloud_timeout` and 40 more. Raises LaunchError if gcloud gives no
+        addresses."""
+        if not self.gcloud_only:
+            pool = self.pool()
+            result = pool.run(worker, script, timeout=timeout)
+            if not result.reached and (other := self.replacement_of(pool)):
+                result = other.run(worker, script, timeout=timeout)
+            if not result.refused:
+                return result
+        return self.run_through_gcloud(worker, script, timeout=gcloud_timeout)
+
     def run_all(
-        self,
-        script: str,
-        workers: Sequence[int],
-        *,
-        timeout: float,
-        gcloud_timeout: float | None = None,
-        stdin: str | None = None,
-        again: bool = False,
+        self, script: str, workers: Sequence[int], *, timeout: float, stdin: str | None = None, again: bool = False
     ) -> list[HostResult]:
         """Runs a script on `workers` as `run_all_over_ssh`, and `again` where not reached; through gcloud if that is
         set, and on hosts that refuse ssh. Returns the results in worker order. `timeout`: seconds of each try; through
-        gcloud `gcloud_timeout` (None: the same) and 40 more. Raises LaunchError if gcloud gives no addresses."""
+        gcloud 40 more. Raises LaunchError if gcloud gives no addresses."""
         results, left = dict[int, HostResult](), workers
         if not self.gcloud_only:
             answers = self.run_all_over_ssh(script, workers, timeout=timeout, stdin=stdin)
@@ -355,8 +362,7 @@ class SliceConnections:
                 answers += self.pool().run_all(script, missed, timeout=timeout, stdin=stdin)
             results = {result.worker: result for result in answers}
             left = [worker for worker, result in results.items() if result.refused]
-        seconds = timeout if gcloud_timeout is None else gcloud_timeout
-        for result in self.run_all_through_gcloud(script, left, stdin, timeout=seconds):
+        for result in self.run_all_through_gcloud(script, left, stdin, timeout=timeout):
             results[result.worker] = result
         return [results[worker] for worker in sorted(results)]
 

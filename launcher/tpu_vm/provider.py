@@ -181,7 +181,7 @@ class TpuVm:
         """Runs observe.sh, which waits up to `patience` seconds for the container's end, on a host, by gcloud if ssh is
         refused. Returns the observation, with a `problem` if the host was not reached, and the log that it is from."""
         seconds = _COMMAND_SECONDS + patience
-        [result] = self._connections.run_all(script, [worker], timeout=seconds, gcloud_timeout=patience)
+        result = self._connections.run(worker, script, timeout=seconds, gcloud_timeout=patience)
         if not result.reached:
             return Observation(worker, None, problem=result.problem), LogWindow()
         return host_scripts.parse_observation(worker, result.stdout)
