@@ -3,7 +3,6 @@ the attempt on host 0: its last metrics, its end record, and report.html."""
 
 import contextlib
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +47,7 @@ def weights_crc32c(backend: Backend, worker: int) -> dict[str, str]:
     split = {} if is_held_by_each_host(backend) else backend.state_slices()
     held = {name: [each.box for each in slices if worker in each.hosts] for name, slices in split.items()}
     sizes = {
-        key_in_part(name, box, spec.shape): spec.size * box.elements // max(1, math.prod(spec.shape))
+        key_in_part(name, box, spec.shape): spec.cut(box).size
         for name, spec in specs.items()
         for box in held.get(name, [whole(spec.shape)])
     }

@@ -28,7 +28,6 @@ or nothing) but may lose or flip what it holds. Therefore:
 """
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -151,11 +150,9 @@ def slices_by_part(tensors: Mapping[str, StoredTensor], parts: int) -> list[list
     """Returns the slices in each of `parts` parts, in the order of its file: by the names of tensors."""
     files: list[list[PartSlice]] = [[] for _ in range(parts)]
     for name, tensor in sorted(tensors.items()):
-        dtype, shape = tensor.spec.dtype, tensor.spec.shape
         for stored in tensor.slices:
-            size = tensor.spec.size * stored.box.elements // max(1, math.prod(shape))
-            key, spec = key_in_part(name, stored.box, shape), TensorSpec(dtype, stored.box.sizes, size)
-            files[stored.part].append(PartSlice(name, stored, key, spec))
+            key = key_in_part(name, stored.box, tensor.spec.shape)
+            files[stored.part].append(PartSlice(name, stored, key, tensor.spec.cut(stored.box)))
     return files
 
 

@@ -14,7 +14,6 @@ and another start of the run may commit or delete checkpoints meanwhile (`_candi
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -211,9 +210,8 @@ class _TensorAssembler:
         """Passes `load_state` what the slices complete, and keeps a copy of the wanted elements of the others."""
         complete: dict[str, tuple[TensorSpec, memoryview]] = {}
         for entry, data in entries:
-            spec, box = self._specs[entry.name], self._wanted[entry.name]
-            if not box.covers(spec.shape):
-                spec = TensorSpec(spec.dtype, box.sizes, spec.size // max(1, math.prod(spec.shape)) * box.elements)
+            box = self._wanted[entry.name]
+            spec = self._specs[entry.name].cut(box)
             if entry.stored.box != box:
                 if entry.name not in self._partial:
                     self._partial[entry.name] = memoryview(bytearray(spec.size)), box.elements

@@ -37,6 +37,10 @@ class TensorSpec:
     shape: tuple[int, ...]
     size: int
 
+    def cut(self, box: Slice) -> TensorSpec:
+        """Returns the specification of a slice of such a tensor."""
+        return TensorSpec(self.dtype, box.sizes, self.size * box.elements // max(1, math.prod(self.shape)))
+
 
 def plan_file(
     tensors: Sequence[tuple[str, TensorSpec]], metadata: Mapping[str, str] | None = None

@@ -8,13 +8,12 @@ norms 1, and 0 for the padding token.
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
+
+from training.data.loading.reader import prefetch
 
 # Embeddings with a row for the padding token. RoBERTa's positions count from that token's number + 1.
 _PADDED = {
@@ -47,10 +46,18 @@ def initial_weight(
 
 
 def initial_weights(
-    parameters: Iterable[tuple[str, tuple[int, ...]]], **options: Any
+    parameters: Sequence[tuple[str, tuple[int, ...]]],
+    *,
+    seed: int,
+    deviation: float = 0.02,
+    model_type: str = "bert",
+    pad: int | None = None,
 ) -> Iterator[npt.NDArray[np.float32]]:
-    """Yields `initial_weight` of each parameter (name, shape), in order; `options` are its keywords. Every processor
-    makes one at a time, ahead of the caller: a single one takes seconds for bert-large."""
-    make = partial(initial_weight, **options)
-    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="initial-weights") as pool:  # numpy releases the lock
-        yield from pool.map(make, *zip(*parameters, strict=True))
+    """Yields `initial_weight` of each parameter (name, shape), in order. Every processor makes one at a time, ahead of
+    the caller: a single one takes seconds for bert-large."""
+
+    def make(number: int) -> npt.NDArray[np.float32]:
+        return initial_weight(*parameters[number], seed=seed, deviation=deviation, model_type=model_type, pad=pad)
+
+    workers = os.cpu_count() or 1  # numpy releases Python's lock
+    return prefetch(make, 0, workers, stop=len(parameters), threads=workers)

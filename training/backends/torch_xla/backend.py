@@ -222,7 +222,7 @@ class TorchXla(Backend):
 
     def compilations(self) -> tuple[int, float]:
         """Returns the number of programs compiled, or taken from the cache, and the seconds of both."""
-        counts = self._count()
+        counts = read_compilations() - self._before  # these alone: the loop asks several times a step
         return counts[COMPILATIONS], counts[_NANOSECONDS] / 1e9
 
     def counters(self) -> dict[str, int]:
@@ -254,11 +254,17 @@ COMPILATIONS, TRANSFERS, _NANOSECONDS = "compilations", "device_to_host_transfer
 _ATEN = "aten::"
 
 
+def read_compilations() -> Counter[str]:
+    """Returns how many programs this process compiled or took from the cache, and the nanoseconds of both."""
+    compiled = xla_metrics.metric_data("CompileTime") or (0, 0)
+    return Counter({COMPILATIONS: int(compiled[0]), _NANOSECONDS: int(compiled[1])})
+
+
 def read_counts() -> Counter[str]:
-    """Returns torch_xla's counts in this process: programs compiled or taken from the cache, the nanoseconds of both,
-    "graphs", transfers to the host, and those of `count_fallbacks`."""
-    compiled, moved = (xla_metrics.metric_data(name) or (0, 0) for name in ("CompileTime", "TransferFromDeviceTime"))
-    counts = {COMPILATIONS: int(compiled[0]), _NANOSECONDS: int(compiled[1]), TRANSFERS: int(moved[0])}
+    """Returns torch_xla's counts in this process: those of `read_compilations` and `count_fallbacks`, "graphs", and
+    transfers to the host."""
+    moved = xla_metrics.metric_data("TransferFromDeviceTime") or (0, 0)
+    counts = {**read_compilations(), TRANSFERS: int(moved[0])}
     return Counter({**counts, "graphs": xla_metrics.counter_value("UncachedCompile") or 0, **count_fallbacks()})
 
 
