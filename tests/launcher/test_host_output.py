@@ -84,8 +84,8 @@ def test_a_log_is_read_again_where_its_last_lines_do_not_reach_back(
     first, last = (f"2026-01-01T00:00:{second}.5Z x" for second in (seconds[:2], seconds[2:]))
     output = f"{summary({'Status': 'running'})}\n{first}\n{last}" + ("x" * LOG_BYTES if more else "\n")
     provider, asked = TpuVm(load_text(tmp_path, SLICE), print, this_machine()), list[str]()
-    run = Mock(side_effect=lambda script, workers, **_: asked.append(script) or [HostResult(workers[0], 0, output)])
-    monkeypatch.setattr(provider._connections, "run_all", run)
+    run = Mock(side_effect=lambda worker, script, **_: asked.append(script) or HostResult(worker, 0, output))
+    monkeypatch.setattr(provider._connections, "run", run)
     provider.observe(0, "demo-0", "2026-01-01T00:00:11.000000000Z")
     assert len(asked) == looks
     output = "absent\n"  # nothing to read
@@ -100,7 +100,7 @@ def test_an_unread_log_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     seen = HostResult(0, 0, f"{summary({'Status': status})}\n2026-01-01T00:00:13.5Z x\n")
     provider = TpuVm(load_text(tmp_path, SLICE), print, this_machine())
     answers = iter([seen, HostResult(0, None, problem="Connection timed out")])
-    monkeypatch.setattr(provider._connections, "run_all", lambda *_, **__: [next(answers)])
+    monkeypatch.setattr(provider._connections, "run", lambda *_, **__: next(answers))
     look = provider.observe(0, "demo-0", "2026-01-01T00:00:11.000000000Z")
     assert look.problem == "Connection timed out"
     assert not look.lines
