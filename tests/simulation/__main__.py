@@ -10,17 +10,19 @@ simulates other runs. The exit code is 1 when a promise was broken.
 """
 
 import argparse
+import ast
+import builtins
 import gc
 import importlib
+import inspect
 import os
+import pkgutil
 import sys
 import time
 from collections.abc import Iterable
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
-
-from tests.simulation import reached
 
 SEEDS_A_DAY = 1_000_000
 FIRST_SEED = "SIMULATION_FIRST_SEED"  # the environment variable that replaces the day's first seed
@@ -102,11 +104,30 @@ def replay(side: str, seed: int, *, trace: bool, fewer: bool) -> int:
     return int(bool(result.broken))
 
 
+def mark_calls(target: str) -> list[bool]:
+    """Makes a function, given as FILE:FUNCTION ("Class.method"), add an entry to the returned list when it is called: a
+    change of that function can't affect a run that does not call it."""
+    path, _, name = target.partition(":")
+    function = pkgutil.resolve_name(f"{path.removesuffix('.py').replace('/', '.')}:{name}")
+    tree = ast.parse(Path(inspect.getfile(function)).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == name.rpartition(".")[2]:
+            node.body[:0] = ast.parse("__import__('builtins').calls_of_marked_function.append(True)").body
+    codes = [compile(ast.fix_missing_locations(tree), path, "exec")]
+    for code in codes:
+        codes += filter(inspect.iscode, code.co_consts)
+    function.__code__ = next(code for code in codes if code.co_qualname == function.__qualname__)
+    builtins.calls_of_marked_function = []
+    return builtins.calls_of_marked_function
+
+
 def print_reach(side: str, target: str, seeds: Iterable[int]) -> int:
     """Prints the seeds whose runs call a function, given as FILE:FUNCTION. Returns the exit code: 1 when none does."""
-    path, _, function = target.partition(":")
-    reached.import_instead(Path(path), reached.mark(Path(path).read_text(encoding="utf-8"), function))
-    found = reached.record(load(side).simulate, seeds)
+    simulate, calls, found = load(side).simulate, mark_calls(target), []
+    for seed in seeds:
+        calls.clear()
+        simulate(seed)
+        found += [seed] if calls else []
     print(f"{target}: {len(found)} runs: {' '.join(map(str, found))}")
     return int(not found)
 

@@ -17,6 +17,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from greenlet import getcurrent, greenlet
@@ -70,9 +71,7 @@ class Task:
         return not self._done
 
     def join(self, timeout: float | None = None) -> None:
-        deadline = Deadline(self._scheduler, timeout)
-        while not self._done and self._scheduler.wait(self._joining, deadline.left(), f"the end of {self.name}"):
-            pass
+        self._scheduler.wait_until(lambda: self._done, self._joining, timeout, f"the end of {self.name}")
 
     def _run(self) -> None:
         try:
@@ -243,6 +242,14 @@ class Scheduler:
         task.waits_for = ""
         return bool(task._outcome)
 
+    def wait_until(self, is_so: Callable[[], Any], waiters: dict[Task, None], timeout: float | None, what: str) -> Any:
+        """Blocks the caller until `is_so()`, asked at each `wake`, at most `timeout` seconds. Returns the answer."""
+        deadline = self.now + (timeout or 0.0)
+        while not (answer := is_so()):
+            if not self.wait(waiters, None if timeout is None else max(0.0, deadline - self.now), what):
+                return is_so()
+        return answer
+
     def wake(self, waiters: dict[Task, None], count: int = 1) -> None:
         """Wakes the `count` tasks that have waited longest."""
         while waiters and count:
@@ -323,18 +330,6 @@ class Scheduler:
         self.current = None
 
 
-class Deadline:
-    """A time-out that has begun."""
-
-    def __init__(self, scheduler: Scheduler, timeout: float | None) -> None:
-        self._scheduler = scheduler
-        self._at = None if timeout is None else scheduler.now + timeout
-
-    def left(self) -> float | None:
-        """Returns the seconds left, never negative; None without a limit."""
-        return None if self._at is None else max(0.0, self._at - self._scheduler.now)
-
-
 class SimulatedClock(Clock):
     """The clock of a host: virtual time from an origin of its own, and a wall clock that may be wrong."""
 
@@ -369,10 +364,7 @@ class Event:
         self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        deadline = Deadline(self._scheduler, timeout)
-        while not self._is_set and self._scheduler.wait(self._waiters, deadline.left(), self._name):
-            pass
-        return self._is_set
+        return bool(self._scheduler.wait_until(self.is_set, self._waiters, timeout, self._name))
 
 
 class Lock:
@@ -421,11 +413,11 @@ class Condition:
                 self._lock.acquire()
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        deadline = Deadline(self._scheduler, timeout)
-        result = predicate()
-        while not result and self.wait(deadline.left()):
-            result = predicate()
-        return result or predicate()
+        deadline = self._scheduler.now + (timeout or 0.0)
+        while not (result := predicate()):
+            if not self.wait(None if timeout is None else max(0.0, deadline - self._scheduler.now)):
+                return predicate()
+        return result
 
     def notify_all(self) -> None:
         self._scheduler.wake_all(self._waiters)
@@ -442,8 +434,7 @@ class Semaphore:
         self._scheduler, self._free, self._waiters = scheduler, count, dict[Task, None]()
 
     def __enter__(self) -> bool:
-        while not self._free:
-            self._scheduler.wait(self._waiters, None, "a semaphore")
+        self._scheduler.wait_until(lambda: self._free, self._waiters, None, "a semaphore")
         self._free -= 1
         return True
 
@@ -460,31 +451,31 @@ class Queue:
 
     def put(self, item: Any) -> None:
         self._scheduler.check_alive()
-        while len(self._items) >= self._size:
-            self._scheduler.wait(self._putters, None, "room in a queue")
+        self._scheduler.wait_until(lambda: len(self._items) < self._size, self._putters, None, "room in a queue")
         self._items.append(item)
         self._scheduler.wake(self._getters)
         self._scheduler.maybe_pause()
 
     def get(self, timeout: float) -> Any | None:
         self._scheduler.check_alive()
-        deadline = Deadline(self._scheduler, timeout)
-        while not self._items:
-            if timeout <= 0 or not self._scheduler.wait(self._getters, deadline.left(), "an item of a queue"):
-                return None
+        if timeout > 0:
+            self._scheduler.wait_until(lambda: self._items, self._getters, timeout, "an item of a queue")
+        if not self._items:
+            return None
         item = self._items.popleft()
         self._scheduler.wake(self._putters)
         return item
 
 
 class Future:
-    def __init__(self, scheduler: Scheduler, function: Function, args: tuple[Any, ...]) -> None:
+    def __init__(self, scheduler: Scheduler, function: Function, *args: Any) -> None:
         self._function, self._args = function, args
         self._ended = Event(scheduler, f"the result of {getattr(function, '__name__', function)}")
         self._result: Any = None
         self._error: BaseException | None = None
+        self.done, self._wait = self._ended.is_set, self._ended.wait
 
-    def run(self) -> None:
+    def call(self) -> None:
         """Calls the function and keeps its outcome."""
         try:
             self._result = self._function(*self._args)
@@ -492,17 +483,22 @@ class Future:
             raise
         except BaseException as error:
             self._error = error
+
+    def run(self) -> None:
+        """Calls the function and tells the tasks that wait."""
+        self.call()
         self._ended.set()
 
-    def done(self) -> bool:
-        return self._ended.is_set()
-
     def exception(self) -> BaseException | None:
-        self._ended.wait()
+        self._wait()
         return self._error
 
     def result(self) -> Any:
-        self._ended.wait()
+        self._wait()
+        return self.outcome()
+
+    def outcome(self) -> Any:
+        """Returns or raises what the function did."""
         if self._error is not None:
             raise self._error
         return self._result
@@ -513,21 +509,9 @@ class SimulatedThreads(Threads):
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-
-    def lock(self) -> Lock:
-        return Lock(self._scheduler)
-
-    def semaphore(self, count: int) -> Semaphore:
-        return Semaphore(self._scheduler, count)
-
-    def condition(self) -> Condition:
-        return Condition(self._scheduler)
-
-    def event(self) -> Event:
-        return Event(self._scheduler)
-
-    def queue(self, size: int) -> Queue:
-        return Queue(self._scheduler, size)
+        self.lock, self.semaphore = partial(Lock, scheduler), partial(Semaphore, scheduler)
+        self.condition, self.event = partial(Condition, scheduler), partial(Event, scheduler)
+        self.queue = partial(Queue, scheduler)
 
     def start(self, function: Function, *args: Any, name: str | None = None) -> Task:
         task = self._scheduler.spawn(function, *args, name=name or getattr(function, "__name__", "thread"))
@@ -535,28 +519,19 @@ class SimulatedThreads(Threads):
         return task
 
     def submit(self, function: Function, *args: Any) -> Future:
-        future = Future(self._scheduler, function, args)
+        future = Future(self._scheduler, function, *args)
         self._scheduler.spawn(future.run, name="submitted")
         return future
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any], at_once: int) -> list[Any]:
-        waiting = list(items)
-        results: list[Any] = [None] * len(waiting)
-        failures: dict[int, BaseException] = {}
-        numbers = iter(range(len(waiting)))
+        calls = [Future(self._scheduler, function, item) for item in items]
+        waiting = iter(calls)
 
         def work() -> None:
-            for number in numbers:
-                try:
-                    results[number] = function(waiting[number])
-                except Killed:
-                    raise
-                except BaseException as error:
-                    failures[number] = error
+            for each in waiting:
+                each.call()
 
-        workers = [self._scheduler.spawn(work, name=f"worker {number}") for number in range(min(at_once, len(waiting)))]
+        workers = [self._scheduler.spawn(work, name=f"worker {number}") for number in range(min(at_once, len(calls)))]
         for worker in workers:
             worker.join()
-        if failures:
-            raise failures[min(failures)]
-        return results
+        return [each.outcome() for each in calls]

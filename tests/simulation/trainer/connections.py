@@ -10,10 +10,12 @@ from __future__ import annotations
 import errno
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from selectors import EVENT_READ, SelectorKey
 from typing import Any
 
-from tests.simulation.scheduler import Deadline, Process, Scheduler, Task
+from tests.simulation.scheduler import Process, Scheduler, Task
 from training.errors import TrainError
 
 _LATENCY = 0.002  # seconds, on average
@@ -29,18 +31,42 @@ class Link:
     ends: dict[End, None] = field(default_factory=dict)  # of open connections
 
 
-class End:
+class Socket:
+    """What connections and listeners have in common: a task waits for one, or for the first of several."""
+
+    readable = False  # whether the next call returns at once
+
+    def __init__(self, wire: Wire, process: Process) -> None:
+        self._wire, self.process = wire, process
+        self.waiters: dict[Task, None] = {}
+        self.watchers: list[Selector] = []
+        self._timeout: float | None = None
+        self.closed = False
+
+    def settimeout(self, seconds: float | None, /) -> None:
+        self._timeout = seconds
+
+    def notify(self) -> None:
+        for each in (self, *self.watchers):
+            self._wire.scheduler.wake_all(each.waiters)
+
+    def _await(self, what: str) -> None:
+        """Blocks until the socket is readable, as long as its time-out allows."""
+        if not self.readable and self._timeout == 0.0:
+            raise BlockingIOError(errno.EAGAIN, "nothing yet")
+        if not self._wire.scheduler.wait_until(lambda: self.readable, self.waiters, self._timeout, what):
+            raise TimeoutError("timed out")
+
+
+class End(Socket):
     """A connected socket, one end of a connection."""
 
     def __init__(self, wire: Wire, link: Link, process: Process) -> None:
-        self._wire, self.link, self.process = wire, link, process
-        self.peer: End | None = None
-        self.waiters: dict[Task, None] = {}
-        self.watchers: list[Selector] = []
+        super().__init__(wire, process)
+        self.link = link
+        self.peer: End  # set at once
         self._received = bytearray()
         self._end_of_stream, self._error = False, 0
-        self._timeout: float | None = None
-        self.closed = False
         self.lost_seconds = 900.0  # seconds until a silent connection breaks
         self._arrives = 0.0  # time at which the last byte sent arrives
         self._held: deque[bytes | None] = deque()  # sent while a network was cut
@@ -48,10 +74,7 @@ class End:
 
     # --- methods of a socket
 
-    def settimeout(self, seconds: float | None, /) -> None:
-        self._timeout = seconds
-
-    def sendall(self, data: bytes, /) -> None:
+    def sendall(self, data: bytes | memoryview, /) -> None:
         self._wire.scheduler.check_alive()
         if self.closed:
             raise OSError(errno.EBADF, "bad file descriptor")
@@ -61,18 +84,12 @@ class End:
         self._wire.scheduler.maybe_pause()
 
     def send(self, data: bytes | memoryview, /) -> int:
-        self.sendall(bytes(data))
+        self.sendall(data)
         return len(data)
 
     def recv(self, size: int, /) -> bytes:
-        scheduler = self._wire.scheduler
-        scheduler.check_alive()
-        deadline = Deadline(scheduler, self._timeout)
-        while not self.readable:
-            if self._timeout == 0.0:
-                raise BlockingIOError(errno.EAGAIN, "nothing yet")
-            if not scheduler.wait(self.waiters, deadline.left(), "bytes of a connection"):
-                raise TimeoutError("timed out")
+        self._wire.scheduler.check_alive()
+        self._await("bytes of a connection")
         if self.closed:
             raise OSError(errno.EBADF, "bad file descriptor")
         if self._received:
@@ -102,22 +119,20 @@ class End:
 
     @property
     def readable(self) -> bool:
-        """Returns whether recv would return at once."""
         return bool(self._received) or self._end_of_stream or bool(self._error) or self.closed
 
-    @property
-    def _peer(self) -> End:
-        assert self.peer is not None
-        return self.peer
+    def _after_latency(self, arrive: Callable[[], None]) -> None:
+        """Calls a function when what is sent now arrives: it overtakes nothing that was sent earlier."""
+        scheduler = self._wire.scheduler
+        self._arrives = max(self._arrives, scheduler.now + self._wire.latency())
+        scheduler.call_at(self._arrives, arrive)
 
     def put_on_wire(self, data: bytes | None) -> None:
         """Sends bytes, or None for the end."""
-        if self._held or self._wire.is_cut(self.link, self._peer.link):
+        if self._held or self._wire.is_cut(self.link, self.peer.link):
             self._held.append(data)
-            return
-        wire = self._wire
-        self._arrives = max(self._arrives, wire.scheduler.now + wire.latency())
-        wire.scheduler.call_at(self._arrives, lambda: self._peer.receive(data, self))
+        else:
+            self._after_latency(lambda: self.peer.receive(data, self))
 
     def receive(self, data: bytes | None, sender: End) -> None:
         """Receives bytes, or the end."""
@@ -125,18 +140,12 @@ class End:
             return
         if self._wire.is_cut(self.link, sender.link):
             sender._held.append(data)
-            return
-        if self.closed:
-            if data is not None:  # answered with a reset, which overtakes no earlier bytes
-                wire = self._wire
-                self._arrives = max(self._arrives, wire.scheduler.now + wire.latency())
-                wire.scheduler.call_at(self._arrives, lambda: sender.break_off(errno.ECONNRESET))
-            return
-        if data is None:
-            self._end_of_stream = True
-        else:
-            self._received += data
-        self.notify()
+        elif not self.closed:
+            self._end_of_stream |= data is None
+            self._received += data or b""
+            self.notify()
+        elif data is not None:
+            self._after_latency(lambda: sender.break_off(errno.ECONNRESET))
 
     def resume(self) -> None:
         """Sends the bytes held back while the network was cut."""
@@ -151,39 +160,21 @@ class End:
             self._held.clear()
             self.notify()
 
-    def notify(self) -> None:
-        self._wire.scheduler.wake_all(self.waiters)
-        for watcher in self.watchers:
-            self._wire.scheduler.wake_all(watcher.waiters)
 
-
-class Listener:
+class Listener(Socket):
     def __init__(self, wire: Wire, key: tuple[str, int], process: Process) -> None:
-        self._wire, self._key, self.process = wire, key, process
+        super().__init__(wire, process)
+        self._key = key
         self.queue: deque[End] = deque()
-        self.waiters: dict[Task, None] = {}
-        self.watchers: list[Selector] = []
-        self._timeout: float | None = None
-        self.closed = False
 
     @property
     def readable(self) -> bool:
-        """Returns whether accept would return at once."""
         return bool(self.queue)
 
-    def settimeout(self, seconds: float | None, /) -> None:
-        self._timeout = seconds
-
-    def accept(self) -> tuple[End, Any]:
-        scheduler = self._wire.scheduler
-        deadline = Deadline(scheduler, self._timeout)
-        while not self.queue:
-            if self._timeout == 0.0:
-                raise BlockingIOError(errno.EAGAIN, "nobody")
-            if not scheduler.wait(self.waiters, deadline.left(), "a connection"):
-                raise TimeoutError("timed out")
+    def accept(self) -> tuple[End, tuple[str, int]]:
+        self._await("a connection")
         end = self.queue.popleft()
-        return end, (end.peer.link.address if end.peer else "", 0)
+        return end, (end.peer.link.address, 0)
 
     def close(self) -> None:
         """Stops listening; breaks connections that were not accepted."""
@@ -197,17 +188,7 @@ class Listener:
     def offer(self, end: End) -> None:
         """Queues a client's connection."""
         self.queue.append(end)
-        self._wire.scheduler.wake_all(self.waiters)
-        for watcher in self.watchers:
-            self._wire.scheduler.wake_all(watcher.waiters)
-
-
-@dataclass(frozen=True)
-class Key:
-    """selectors.SelectorKey."""
-
-    fileobj: Any
-    data: Any
+        self.notify()
 
 
 class Selector:
@@ -215,27 +196,26 @@ class Selector:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._keys: dict[Any, Key] = {}
+        self._keys: dict[Socket, SelectorKey] = {}
         self.waiters: dict[Task, None] = {}
 
-    def register(self, fileobj: Any, events: int, data: Any = None) -> Key:
-        self._keys[fileobj] = Key(fileobj, data)
+    def register(self, fileobj: Socket, events: int, data: Any = None) -> SelectorKey:
+        self._keys[fileobj] = SelectorKey(fileobj, 0, events, data)
         fileobj.watchers.append(self)
         return self._keys[fileobj]
 
-    def modify(self, fileobj: Any, events: int, data: Any = None) -> None:
+    def modify(self, fileobj: Socket, events: int, data: Any = None) -> None:
         """Does nothing: writing never waits here."""
 
-    def unregister(self, fileobj: Any) -> Key:
+    def unregister(self, fileobj: Socket) -> SelectorKey:
         fileobj.watchers.remove(self)
         return self._keys.pop(fileobj)
 
-    def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
-        deadline = Deadline(self._scheduler, timeout)
-        while not (ready := [(key, 1) for fileobj, key in self._keys.items() if fileobj.readable]):
-            if not self._scheduler.wait(self.waiters, deadline.left(), "any connection"):
-                return []
-        return ready
+    def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
+        def ready() -> list[tuple[SelectorKey, int]]:
+            return [(key, EVENT_READ) for fileobj, key in self._keys.items() if fileobj.readable]
+
+        return self._scheduler.wait_until(ready, self.waiters, timeout, "any connection")
 
     def close(self) -> None:
         for fileobj in list(self._keys):
@@ -273,7 +253,7 @@ class Wire:
 
     def _watch_silence(self, address: str) -> None:
         for end in self.link(address).ends:
-            for side in filter(None, (end, end.peer)):
+            for side in (end, end.peer):
                 self.scheduler.call_at(self.scheduler.now + side.lost_seconds, lambda side=side: self._give_up(side))
 
     def restore(self, *addresses: str) -> None:
@@ -281,7 +261,7 @@ class Wire:
         self.parted.discard(frozenset(addresses))
         self.link(addresses[0]).cut &= len(addresses) > 1
         for end in list(self.link(addresses[0]).ends):
-            for side in filter(None, (end, end.peer)):
+            for side in (end, end.peer):
                 side.resume()
 
     def kill(self, process: Process) -> None:
@@ -294,11 +274,10 @@ class Wire:
 
     def _give_up(self, end: End) -> None:
         peer = end.peer
-        if self.is_cut(end.link, peer.link if peer is not None else end.link):
+        if self.is_cut(end.link, peer.link):
             end.break_off(errno.ETIMEDOUT)
             # From now on, the peer's bytes are answered with a reset, once they arrive.
-            if peer is not None:
-                self.scheduler.call_at(self.scheduler.now + peer.lost_seconds, lambda: peer.break_off(errno.ECONNRESET))
+            self.scheduler.call_at(self.scheduler.now + peer.lost_seconds, lambda: peer.break_off(errno.ECONNRESET))
 
 
 class HostNetwork:
@@ -315,16 +294,14 @@ class HostNetwork:
         return self._wire.listeners[key]
 
     def connect(self, address: str, port: int, timeout: float) -> End:
-        scheduler, wire = self._wire.scheduler, self._wire
-        deadline = Deadline(scheduler, timeout)
-        while True:
-            scheduler.sleep(wire.latency())
-            other = wire.link(address)
-            if not wire.is_cut(self._link, other):
-                break
-            if not deadline.left():
+        scheduler, wire, other = self._wire.scheduler, self._wire, self._wire.link(address)
+        deadline = scheduler.now + timeout
+        scheduler.sleep(wire.latency())
+        while wire.is_cut(self._link, other):
+            if scheduler.now >= deadline:
                 raise TimeoutError("timed out")
-            scheduler.sleep(min(_CONNECT_RETRY, deadline.left() or 0.0))
+            scheduler.sleep(min(_CONNECT_RETRY, deadline - scheduler.now))
+            scheduler.sleep(wire.latency())
         listener = wire.listeners.get((address, port))
         if listener is None:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "connection refused")
@@ -337,5 +314,5 @@ class HostNetwork:
     def selector(self) -> Selector:
         return Selector(self._wire.scheduler)
 
-    def detect_silence(self, connection: Any, lost_seconds: float) -> None:
+    def detect_silence(self, connection: End, lost_seconds: float) -> None:
         connection.lost_seconds = lost_seconds

@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Callable
 
-from tests.simulation.scheduler import Deadline, Process, Scheduler, Task
+from tests.simulation.scheduler import Process, Scheduler, Task
 from tests.simulation.trainer.bucket import WRITE, Bucket, Request, Stored, Treatment
 from tests.simulation.trainer.connections import Wire
 from tests.simulation.trainer.features import HUB_SECONDS, SimulatedHub, is_export, put_strange_records, put_tokenizer
@@ -153,9 +153,7 @@ class World:
 
     def wait_until(self, is_so: Callable[[], bool], timeout: float | None = None) -> None:
         """Waits until a condition holds, at most `timeout` seconds."""
-        deadline = Deadline(self.scheduler, timeout)
-        while not is_so() and (self.scheduler.wait(self._waiting, deadline.left(), "a change") or timeout is None):
-            pass
+        self.scheduler.wait_until(is_so, self._waiting, timeout, "a change")
 
     def group(self, label: str) -> Group:
         return next(group for group in self.groups if group.label == label)
