@@ -1,7 +1,9 @@
 """Tests that need a framework: `make test` runs them inside the image, as does tools/container_tests.py."""
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,3 +17,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.container import small_runs
 
     return small_runs.prepare(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def hub() -> Iterator[Any]:
+    """An empty Hub of Hugging Face."""
+    from tests.container.hub import Hub
+
+    server = Hub()
+    yield server
+    server.close()

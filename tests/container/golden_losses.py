@@ -11,14 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.container import small_runs
-from tests.container.causal_data import document as causal_settings
-from tests.container.causal_data import prepare as prepare_causal
-from tests.container.test_classification_runs import document as classification_document
-from tests.container.test_classification_runs import prepare as prepare_classification
-from tests.container.test_label_list_runs import prepare as prepare_lists
-from tests.container.test_regression_runs import document as regression_settings
-from tests.container.test_regression_runs import prepare as prepare_regression
+from tests.container import causal_data, small_runs
+from tests.container import test_classification_runs as classification
+from tests.container import test_label_list_runs as lists
+from tests.container import test_regression_runs as regression
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "losses.json"
 STEPS = 20
@@ -27,44 +23,22 @@ STEPS = 20
 RELATIVE = 2e-6
 
 
-def mlm_document(folder: Path, backend: str) -> dict[str, Any]:
-    """Twenty steps of masked language modelling, with dropout, warm-up and clipping, on generated rows."""
-    small_runs.prepare(folder)
-    return small_runs.document(folder, backend=backend, train__steps=STEPS, train__strict=True)
+def prepare(task: str, folder: Path, backend: str) -> dict[str, Any]:
+    """Writes a task's data. Returns the configuration of twenty steps: labelled rows are in batches of several lengths,
+    and where labels are lists, there is no dropout, so that backends agree."""
+    changes = {"backend": backend, "train__steps": STEPS}
+    if task in ("mlm", "causal-lm"):
+        module: Any = small_runs if task == "mlm" else causal_data
+        return dict(module.document(module.prepare(folder), train__strict=True, **changes))
+    changes["train__learning_rate"] = 0.003
+    if task in ("classification", "regression"):
+        module = classification if task == "classification" else regression
+        return dict(module.document(module.prepare(folder), seed=1, **changes))
+    return small_runs.labelled_document(lists.prepare(folder, task), task, train__dropout=0.0, **changes)
 
 
-def labelled_document(folder: Path, backend: str) -> dict[str, Any]:
-    """Twenty steps of classification, over batches of several lengths."""
-    prepare_classification(folder)
-    return classification_document(folder, seed=1, backend=backend, train__steps=STEPS, train__learning_rate=0.003)
-
-
-def regression_document(folder: Path, backend: str) -> dict[str, Any]:
-    """Twenty steps of regression, over batches of several lengths."""
-    prepare_regression(folder)
-    return regression_settings(folder, seed=1, backend=backend, train__steps=STEPS, train__learning_rate=0.003)
-
-
-def causal_document(folder: Path, backend: str) -> dict[str, Any]:
-    """Twenty steps of causal language modelling, over rows of documents."""
-    prepare_causal(folder)
-    return causal_settings(folder, backend=backend, train__steps=STEPS, train__strict=True)
-
-
-def list_document(task: str, folder: Path, backend: str) -> dict[str, Any]:
-    """Twenty steps of a task with lists of labels and batches of several lengths; no dropout, so that losses agree."""
-    prepare_lists(folder, task)
-    steps = {"train__steps": STEPS, "train__learning_rate": 0.003, "train__dropout": 0.0}
-    return small_runs.labelled_document(folder, task, backend=backend, **steps)
-
-
-DOCUMENTS = {
-    "mlm": mlm_document,
-    "classification": labelled_document,
-    "regression": regression_document,
-    "causal-lm": causal_document,
-    **{task: partial(list_document, task) for task in ("multi-label", "token-classification")},
-}
+TASKS = ("mlm", "classification", "regression", "causal-lm", "multi-label", "token-classification")
+DOCUMENTS = {task: partial(prepare, task) for task in TASKS}
 
 
 def assert_golden(task: str, backend: str, folder: Path) -> None:

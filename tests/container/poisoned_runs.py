@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.container import small_runs
-from tests.container.test_regression_runs import document, examples, shards, write_csv
+from tests.container.test_regression_runs import document, prepare
 from tests.processes import wait_until
 from training.checkpoint.format import committed_steps, read_manifest
 from training.errors import NonFinite
@@ -17,11 +17,7 @@ STEPS = 8
 
 def poisoned_document(folder: Path, backend: str, label: float, **changes: Any) -> dict[str, Any]:
     """Eight steps over all of the data, in strict mode, with a checkpoint after each."""
-    small_runs.write_tokenizer(folder / "tokenizer")
-    rows = examples(95, 1)
-    rows[40] = (rows[40][0], label)
-    made = shards(folder, write_csv(folder / "train.csv", rows), write_csv(folder / "e.csv", examples(19, 2)))
-    assert made.exit_code == 0, made.output
+    prepare(folder, 95, 19, {40: label})
     settings = {"train__steps": STEPS, "checkpoint__every_steps": 1, "checkpoint__keep_last": STEPS}
     return document(folder, seed=1, backend=backend, **{**settings, **changes})
 

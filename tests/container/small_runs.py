@@ -1,27 +1,29 @@
 """Small real runs for tests: a dataset written by hand, a configuration, and trainers started as hosts start them."""
 
+import csv
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from tests.container.fork_server import ForkedTrainer
+from tests.packed_datasets import pack_rows
+from tests.processes import wait_until
 from tests.xla_flags import COMPILE_FAST, UNOPTIMIZED
 from training.cli.main import tpu_train
 from training.config import from_document
 from training.data import tokenizer as tokenizers
-from training.data.prepare import dataset_writer
+from training.data.prepare import tokenizer_training
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
@@ -53,21 +55,15 @@ def write_tokenizer(folder: Path) -> str:
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
     }
-    folder.mkdir(parents=True)
-    for name, data in tokenizers.files(json.dumps(content).encode()).items():
-        (folder / name).write_bytes(data)
+    tokenizer_training.write_tokenizer(str(folder), json.dumps(content).encode())
     return tokenizers.read(str(folder)).hash
 
 
 def write_dataset(folder: Path, tokenizer_hash: str, records: int, seed: int) -> None:
     """Rows with a pattern that is quickly learnt: each token mostly follows from the one before."""
-    generator = np.random.default_rng(seed)
-    starts = np.array([int(generator.integers(0, VOCABULARY - 5)) for _ in range(records)])
-    rows = (starts[:, None] + 7 * np.arange(SEQUENCE)) % 20 + 5
+    starts = np.random.default_rng(seed).integers(0, VOCABULARY - 5, (records, 1))
     plan = DatasetPlan("train", SEQUENCE, tokenizer_hash, VOCABULARY, records_per_shard=-(-records // 2))
-    halves = np.array_split(rows.astype(np.int32), 2)
-    shards = [dataset_writer.write_packed(str(folder), plan, number, half) for number, half in enumerate(halves)]
-    dataset_writer.finish_dataset(str(folder), plan, dataset_writer.plan_features(plan), shards)
+    pack_rows(folder, plan, ((starts + 7 * np.arange(SEQUENCE)) % 20 + 5).astype(np.int32))
 
 
 def document(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -101,12 +97,27 @@ def labelled_document(folder: Path, task: str, /, **changes: Any) -> dict[str, A
     return document(folder, **{"task": task, "model": model, **speed, **steps, **changes})
 
 
-def labelled_shards(folder: Path, task: str, train: Path, evaluation: Path, *options: str) -> Result:
-    """Runs `tpu-train shards` for rows of 8 and LONGEST tokens, with the tokenizer in the folder."""
-    corpora = ["--corpus", str(train), "--evaluation-corpus", str(evaluation)]
-    places = ["--tokenizer", f"{folder}/tokenizer", "--out", str(folder)]
+def command(*words: str | Path) -> str:
+    """Runs `tpu-train WORDS` in this process, which must succeed, and returns what it prints. Raises its error."""
+    ended = CliRunner().invoke(tpu_train, [*map(str, words)], catch_exceptions=False)
+    assert ended.exit_code == 0, ended.output
+    return ended.output
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
+        table.writeheader()
+        table.writerows(rows)
+    return path
+
+
+def labelled_shards(folder: Path, task: str, suffix: str, *options: str | Path) -> str:
+    """`tpu-train shards` of the folder's files train and evaluation, with its tokenizer, in rows of 8 and LONGEST."""
+    corpora = ["--corpus", folder / f"train{suffix}", "--evaluation-corpus", folder / f"evaluation{suffix}"]
+    places = ["--tokenizer", folder / "tokenizer", "--out", folder]
     lengths = ["--sequence-length", str(LONGEST), "--lengths", f"8,{LONGEST}"]
-    return CliRunner().invoke(tpu_train, ["shards", "--task", task, *corpora, *places, *lengths, *options])
+    return command("shards", "--task", task, *corpora, *places, *lengths, *options)
 
 
 def prepare(folder: Path) -> Path:
@@ -130,23 +141,23 @@ class Host:
     def text(self) -> str:
         return self.out.read_text()
 
-    def wait_until_it_listens(self, seconds: float = 600) -> None:
+    def wait_until_it_listens(self) -> None:
         """Until SIGTERM asks the trainer to stop; before, it would end the process at once."""
-        deadline = time.monotonic() + seconds
         status = Path(f"/proc/{self.process.pid}/status")
-        while not int(status.read_text().partition("SigCgt:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1:
-            assert self.process.poll() is None, (
-                f"ended with {self.process.poll()} before it listened to signals:\n{self.text()}"
-            )
-            assert time.monotonic() < deadline, f"no handler of SIGTERM within {seconds} s:\n{self.text()}"
-            time.sleep(0.02)
+        self._wait(lambda: int(status.read_text().partition("SigCgt:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1)
 
     def wait_for(self, text: str, seconds: float = 600) -> None:
-        deadline = time.monotonic() + seconds
-        while text not in self.text():
-            assert self.process.poll() is None, f"ended with {self.process.poll()} before {text!r}:\n{self.text()}"
-            assert time.monotonic() < deadline, f"no {text!r} within {seconds} s:\n{self.text()}"
-            time.sleep(0.02)
+        self._wait(lambda: text in self.text(), seconds)
+
+    def _wait(self, fact: Callable[[], object], seconds: float = 600) -> None:
+        """Waits until a fact holds, which must be so before the trainer has ended."""
+        wait_until(lambda: self.process.poll() is not None or fact(), seconds, self.text)
+        assert fact(), f"ended with {self.process.poll()}:\n{self.text()}"
+
+
+def end(hosts: Sequence[Host], *codes: int, seconds: float = 600) -> None:
+    """Requires that the hosts end with these codes."""
+    assert [host.finish(seconds) for host in hosts] == [*codes], "\n".join(host.text() for host in hosts)
 
 
 def free_ports() -> tuple[int, int]:
@@ -217,8 +228,7 @@ def trained(
     folder: Path, run_id: str, config: dict[str, Any], hosts: int = 1, *, seconds: float = 600, **options: Any
 ) -> dict[str, Any]:
     """Returns the summary of a run whose hosts must all end with 0. `options`: those of `start`."""
-    started = start(folder, run_id, config, hosts, **options)
-    assert [host.finish(seconds) for host in started] == [0] * hosts, "\n".join(host.text() for host in started)
+    end(start(folder, run_id, config, hosts, **options), *[0] * hosts, seconds=seconds)
     return summary(folder, run_id)
 
 

@@ -3,19 +3,15 @@
 import json
 import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from transformers import AutoModelForSequenceClassification
 
 from tests.container import small_runs
-from training.cli.main import tpu_train
-from training.data import tokenizer as tokenizers
-from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.labelled_rows import LabelKind, LabelledText, write_labelled_rows
 from training.errors import BadInput
 from training.models.export import export_checkpoint
 from training.models.predict import classify
@@ -23,32 +19,23 @@ from training.models.predict import classify
 LABELS = ["calm", "wild"]  # texts of words below 100, and of those above
 
 
-def rows(count: int, seed: int) -> list[LabelledText]:
+def rows(count: int, seed: int) -> list[dict[str, str]]:
     chance = random.Random(seed)
     found = []
     for number in range(count):
         first, size = (5, 100)[number % 2], (4, 5, 6, 12)[number // 2 % 4]
-        found.append((" ".join(f"w{chance.randrange(first, first + 90)}" for _ in range(size)), LABELS[number % 2]))
+        words = " ".join(f"w{chance.randrange(first, first + 90)}" for _ in range(size))
+        found.append({"text": f"[CLS] {words} [SEP]", "label": LABELS[number % 2]})
     return found
 
 
-def write(folder: Path, tokenizer: Path, count: int, seed: int, labels: list[str] = LABELS) -> None:
-    found = tokenizers.read(str(tokenizer))
-    encode = tokenizers.encoder(found)
-
-    def framed(texts: list[str]) -> list[Any]:
-        return [np.array([0, *ids, 1], np.int32) for ids in encode(texts)]  # [CLS] text [SEP]
-
-    plan = DatasetPlan("train", small_runs.LONGEST, found.hash, vocabulary=small_runs.VOCABULARY, records_per_shard=100)
-    lengths, kinds = (8, small_runs.LONGEST), LabelKind(names=tuple(labels))
-    write_labelled_rows(str(folder), plan, lengths, kinds, lambda: rows(count, seed), framed, found.special.pad)
-
-
-def prepare(folder: Path) -> Path:
+def prepare(folder: Path, labels: Sequence[str] = LABELS) -> Path:
     """Writes a tokenizer, 96 rows to train with and 37 to evaluate."""
     small_runs.write_tokenizer(folder / "tokenizer")
-    write(folder / "train", folder / "tokenizer", 96, 1)
-    write(folder / "evaluation", folder / "tokenizer", 37, 2)
+    small_runs.write_csv(folder / "train.csv", rows(96, 1))
+    small_runs.write_csv(folder / "evaluation.csv", rows(37, 2))
+    (folder / "labels.json").write_text(json.dumps(labels))
+    small_runs.labelled_shards(folder, "classification", ".csv", "--labels", folder / "labels.json")
     return folder
 
 
@@ -72,7 +59,7 @@ def undisturbed(folder: Path) -> dict[str, Any]:
     return run(folder, "undisturbed")
 
 
-def test_it_learns(undisturbed: dict[str, Any], folder: Path) -> None:
+def test_it_learns_and_its_confusion_matrix_is_kept_and_drawn(undisturbed: dict[str, Any], folder: Path) -> None:
     told = list(small_runs.figures(folder, "undisturbed", "eval_accuracy").values())
     assert len(told) == 2
     assert undisturbed["eval_accuracy"] == told[-1] > 0.9
@@ -81,8 +68,6 @@ def test_it_learns(undisturbed: dict[str, Any], folder: Path) -> None:
     right = undisturbed["eval_accuracy"] * 37
     assert right == pytest.approx(round(right)), "over exactly the 37 examples"
 
-
-def test_the_confusion_matrix_is_kept_and_drawn(undisturbed: dict[str, Any], folder: Path) -> None:
     place = folder / "runs" / "undisturbed"
     found = json.loads((place / "confusion.json").read_text())
     counts = np.array(found["counts"])
@@ -100,9 +85,7 @@ def test_a_classifier_is_evaluated_where_it_lies(undisturbed: dict[str, Any], fo
         found = small_runs.evaluate_here(document(folder), place)
         assert found.figures == {name: undisturbed[f"eval_{name}"] for name in ("loss", "accuracy", "weighted_f1")}
         assert (found.labels, np.sum(found.confusion)) == (tuple(LABELS), 37)
-    for name in ("renamed", "renamed-evaluation"):
-        write(folder / name, folder / "tokenizer", 20, 3, ["calm", "loud", "wild"])
-    renamed = document(folder, data__train=str(folder / "renamed"), data__evaluation=str(folder / "renamed-evaluation"))
+    renamed = document(prepare(folder / "renamed", ["calm", "loud", "wild"]))
     with pytest.raises(BadInput, match="the labels of the model: calm, wild; of the data: calm, loud, wild"):
         small_runs.evaluate_here(renamed, undisturbed["model"])
 
@@ -116,7 +99,7 @@ def test_the_result_is_a_model_that_text_classification_loads(undisturbed: dict[
     for text, label in (("[CLS] w10 w20 w30 w40 [SEP]", "calm"), ("[CLS] w110 w120 w130 w140 [SEP]", "wild")):
         best, other = classify(str(model), text, 2)
         assert (best.name, best.score + other.score) == (label, pytest.approx(1))
-    told = CliRunner().invoke(tpu_train, ["predict", str(model), "[CLS] w110 w120 w130 " + "w140 " * 50]).output
+    told = small_runs.command("predict", model, "[CLS] w110 w120 w130 " + "w140 " * 50)
     assert told.splitlines()[0].endswith("  wild")
 
 
@@ -158,8 +141,8 @@ def test_peft_loads_an_adapter_with_the_head_that_was_trained_beside_it(folder: 
 def test_what_does_not_fit_together_is_refused(folder: Path) -> None:
     with pytest.raises(BadInput, match=r"the tokenizer has 200 tokens, but the model only 100"):
         run(folder, "vocabulary", model__vocabulary_size=100)
-    write(folder / "other", folder / "tokenizer", 20, 3, ["calm", "other", "wild"])
+    other = prepare(folder / "other", ["calm", "other", "wild"]) / "evaluation"
     with pytest.raises(BadInput, match=r"has 3 labels and .* 2; label 1 is 'other' in the one and 'wild' in the other"):
-        run(folder, "labels", data__evaluation=str(folder / "other"))
+        run(folder, "labels", data__evaluation=str(other))
     with pytest.raises(BadInput, match="holds class-labelled rows, and the task needs packed ones"):
         run(folder, "task", task="mlm")

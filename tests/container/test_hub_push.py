@@ -1,15 +1,16 @@
 """A run pushes its model to the Hub as it trains; a dead, slow or refusing Hub adds a warning and a line of summary."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.container import hub_server, small_runs
+from tests.container import small_runs
+from tests.container.hub import Hub, Repository
 from tests.processes import run_python, wait_until
-from training.config import Hub
+from training.config import Hub as HubSettings
 from training.errors import BadInput
 from training.models import hub
 
@@ -18,11 +19,11 @@ REPOSITORY = "org/bert-small"
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hub_server.Hub]:
-    with hub_server.serve(TOKEN) as running:
-        for name, value in (("HF_ENDPOINT", running.url), ("HF_TOKEN", TOKEN), ("HF_HOME", str(tmp_path / "home"))):
-            monkeypatch.setenv(name, value)
-        yield running
+def server(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
+    hub.token = TOKEN
+    for name, value in (("HF_ENDPOINT", hub.url), ("HF_TOKEN", TOKEN), ("HF_HOME", str(tmp_path / "home"))):
+        monkeypatch.setenv(name, value)
+    return hub
 
 
 def run(folder: Path, run_id: str, **settings: Any) -> dict[str, Any]:
@@ -35,11 +36,11 @@ def no_token_in(folder: Path) -> bool:
     return not any(TOKEN.encode() in file.read_bytes() for file in folder.rglob("*") if file.is_file())
 
 
-def test_the_model_is_pushed_while_it_trains_and_at_the_end(folder: Path, server: hub_server.Hub, capfd: Any) -> None:
+def test_the_model_is_pushed_while_it_trains_and_at_the_end(folder: Path, server: Hub, capfd: Any) -> None:
     summary = run(folder, "pushed", every="checkpoint")
     repository = server.repositories[REPOSITORY]
     assert repository.private
-    assert repository.commits[-1] == "Step 8 of pushed"
+    assert repository.summaries[-1] == "Step 8 of pushed"
     for file in Path(summary["model"]).iterdir():
         assert repository.files[file.name] == file.read_bytes(), file.name
     assert "pipeline_tag: fill-mask" in repository.files["README.md"].decode()
@@ -53,44 +54,37 @@ def test_the_model_is_pushed_while_it_trains_and_at_the_end(folder: Path, server
     assert server.refused_tokens == 0
 
 
-@pytest.mark.parametrize("trouble", ["dead", "refusing", "slow", "token", "no token"])
+TROUBLES: dict[str, tuple[str, Callable[[Hub, pytest.MonkeyPatch], object]]] = {
+    "dead": ("Connection", lambda hub, patch: patch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")),
+    "refusing": ("500", lambda hub, patch: setattr(hub, "refusing", True)),
+    "slow": ("hub.wait_seconds (4 s)", lambda hub, patch: hub.release.clear()),
+    "token": ("401", lambda hub, patch: patch.setenv("HF_TOKEN", f"{TOKEN}-of-somebody-else")),
+    "no-token": ("not in the environment", lambda hub, patch: patch.delenv("HF_TOKEN")),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
 def test_trouble_with_the_hub_does_not_touch_the_run(
-    folder: Path,
-    server: hub_server.Hub,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    trouble: str,
+    folder: Path, server: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], trouble: str
 ) -> None:
-    expected = {
-        "dead": "Connection", "refusing": "500", "slow": "hub.wait_seconds (4 s)", "token": "401",
-        "no token": "not in the environment",
-    }  # fmt: skip
-    if trouble == "dead":
-        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    elif trouble == "refusing":
-        server.refusing = True
-    elif trouble == "slow":
-        server.release.clear()
-    elif trouble == "token":
-        monkeypatch.setenv("HF_TOKEN", f"{TOKEN}-of-somebody-else")
-    else:
-        monkeypatch.delenv("HF_TOKEN")
-    summary = run(folder, trouble.replace(" ", "-"), wait_seconds=4 if trouble == "slow" else 120)
+    expected, make_trouble = TROUBLES[trouble]
+    make_trouble(server, monkeypatch)
+    summary = run(folder, trouble, wait_seconds=4 if trouble == "slow" else 120)
     assert (summary["steps"], summary["committed_step"]) == (8, 8)
     assert summary["hub"]["commit"] is None
-    assert expected[trouble] in summary["hub"]["error"]
+    assert expected in summary["hub"]["error"]
     output = capfd.readouterr()
     assert output.err.count("tpu-train: warning: hub: ") == 1
     assert f"hub: {REPOSITORY} has nothing of this attempt; the last upload failed: " in output.out
     assert TOKEN not in output.out + output.err
     assert no_token_in(folder)
-    assert not server.repositories.get(REPOSITORY, hub_server.Repository(True)).commits
+    assert not server.repositories.get(REPOSITORY, Repository()).summaries
 
 
-def test_training_does_not_wait_for_a_slow_hub(folder: Path, server: hub_server.Hub) -> None:
+def test_training_does_not_wait_for_a_slow_hub(folder: Path, server: Hub) -> None:
     """The first upload hangs in its commit; steps go on, and all but the last of what is committed then is left out."""
     server.release.clear()
-    settings = Hub(repository=REPOSITORY, every="checkpoint")
+    settings = HubSettings(repository=REPOSITORY, every="checkpoint")
     pushes = hub.BackgroundUploader(settings, str(folder / "runs" / "pushed"), print)
     began = time.monotonic()
     pushes.note_commit(4)
@@ -99,11 +93,11 @@ def test_training_does_not_wait_for_a_slow_hub(folder: Path, server: hub_server.
     pushes.note_commit(8)
     server.release.set()
     assert pushes.finish(8)["step"] == 8
-    assert server.repositories[REPOSITORY].commits == ["Step 4 of pushed", "Step 8 of pushed"]
+    assert server.repositories[REPOSITORY].summaries == ["Step 4 of pushed", "Step 8 of pushed"]
 
 
-def test_the_command_leaves_a_card_alone(folder: Path, server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.repositories[REPOSITORY] = hub_server.Repository(private=False, files={"README.md": b"written by hand"})
+def test_the_command_leaves_a_card_alone(folder: Path, server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.repositories[REPOSITORY] = Repository(private=False, files={"README.md": b"written by hand"})
     place = str(folder / "runs" / "pushed")
     output = run_python("-m", "training.cli", "push", place, REPOSITORY, "--step", "4")
     assert output.startswith(f"{REPOSITORY}: the model after step 4: {server.url}")

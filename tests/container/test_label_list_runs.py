@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import transformers
-from click.testing import CliRunner, Result
 
 from tests.container import small_runs
-from tests.container.small_runs import labelled_document, labelled_shards
+from tests.container.small_runs import labelled_document
 from training import one_host
-from training.cli.main import tpu_train
 from training.data.formats.fixed_records import read_column, record_layout
 from training.data.formats.open_dataset import open_dataset
+from training.data.prepare.tokenizer_training import write_tokenizer
 from training.errors import BadInput
 from training.yaml_file import ConfigError
 
@@ -43,10 +42,6 @@ def write_lines(path: Path, rows: list[list[int]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def shards(folder: Path, task: str, suffix: str, *options: str) -> Result:
-    return labelled_shards(folder, task, folder / f"train{suffix}", folder / f"evaluation{suffix}", *options)
-
-
 @pytest.fixture(scope="module", params=["token-classification", "multi-label"])
 def task(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -59,8 +54,7 @@ def prepare(place: Path, task: str) -> Path:
     suffix, write = (".conll", write_conll) if of_words else (".jsonl", write_lines)
     write(place / f"train{suffix}", sentences(200, 1))
     write(place / f"evaluation{suffix}", sentences(37, 2))
-    made = shards(place, task, suffix, *([] if of_words else ["--label", "kinds"]))
-    assert made.exit_code == 0, made.output
+    small_runs.labelled_shards(place, task, suffix, *([] if of_words else ["--label", "kinds"]))
     return place
 
 
@@ -78,24 +72,20 @@ def test_it_learns_and_figures_are_those_of_its_predictions(folder: Path, task: 
     assert trained["last_loss"] < trained["first_loss"] / 2
     assert (trained["device_to_host_syncs"], trained["host_fallbacks"]) == (0, [])
     rows = sentences(37, 2)
-    hits = true = predicted = right = 0
+    hits = counted = right = 0
     of_words = task == "token-classification"
     pipe = transformers.pipeline(task if of_words else "text-classification", model=trained["model"], device="cpu")
     everything = {"ignore_labels": []} if of_words else {"top_k": None}
     for row in rows:
-        found = pipe(" ".join(f"w{number}" for number in row), **everything)
+        found, names = pipe(" ".join(f"w{number}" for number in row), **everything), [*map(name_of, row)]
         if of_words:
-            answers, labels = [answer["entity"] for answer in found], [name_of(number) for number in row]
-            pairs = [(answer, label) for answer, label in zip(answers, labels, strict=True)]
-            right += sum(answer == label for answer, label in pairs)
-            hits += sum(answer == label != "O" for answer, label in pairs)
-            predicted += sum(answer != "O" for answer, _ in pairs)
-            true += sum(label != "O" for _, label in pairs)
+            answers = [answer["entity"] for answer in found]
+            right += sum(map(str.__eq__, answers, names))
+            own, wanted = ({pair for pair in enumerate(each) if pair[1] != "O"} for each in (answers, names))
         else:
-            own = {answer["label"] for answer in found if answer["score"] > 0.5}
-            wanted = {*map(name_of, row)} - {"O"}
-            hits, predicted, true = hits + len(own & wanted), predicted + len(own), true + len(wanted)
-    assert trained["eval_micro_f1"] == pytest.approx(2 * hits / (true + predicted), rel=1e-5)
+            own, wanted = {answer["label"] for answer in found if answer["score"] > 0.5}, {*names} - {"O"}
+        hits, counted = hits + len(own & wanted), counted + len(own) + len(wanted)
+    assert trained["eval_micro_f1"] == pytest.approx(2 * hits / counted, rel=1e-5)
     assert trained["eval_micro_f1"] > 0.8
     if of_words:
         told = one_host.predict(trained["model"], " ".join(f"w{number}" for number in row))
@@ -107,24 +97,21 @@ def test_it_learns_and_figures_are_those_of_its_predictions(folder: Path, task: 
 
 
 def test_class_weights_count_in_the_loss(folder: Path, task: str, trained: dict[str, Any]) -> None:
-    weights = {"train__class_weights": {"O": 3.0}, "train__steps": 1, "train__warmup_steps": 0, "train__dropout": 0.0}
+    once = {"train__steps": 1, "train__warmup_steps": 0, "train__dropout": 0.0, "evaluation__every": None}
+
+    def first_loss(run_id: str, weights: dict[str, float]) -> float:
+        changes = {"model": {"path": trained["model"]}, "train__class_weights": weights, **once}
+        return float(small_runs.train_here(labelled_document(folder, task, **changes), run_id)["first_loss"])
+
     if task == "multi-label":
-        message = r"train\.class_weights: needs task: classification or"
-        with pytest.raises(ConfigError, match=message):
-            small_runs.train_here(labelled_document(folder, task, **weights), "weighted")
+        with pytest.raises(ConfigError, match=r"train\.class_weights: needs task: classification or"):
+            first_loss("weighted", {"O": 3.0})
         return
     with pytest.raises(BadInput, match=r"train\.class_weights names X, and .* has the labels: B-LOW, B-TOP, O"):
-        small_runs.train_here(labelled_document(folder, task, train__class_weights={"X": 2.0}), "unknown")
-    changes = {**weights, "model": {"path": trained["model"]}, "evaluation__every": None}
-
-    def first_loss(run_id: str, counted: dict[str, float]) -> float:
-        config = labelled_document(folder, task, **{**changes, "train__class_weights": counted})
-        return small_runs.train_here(config, run_id)["first_loss"]
-
-    heavy, plain = first_loss("weighted", {"O": 3.0}), first_loss("plain", {})
-    light = first_loss("equal", dict.fromkeys(NAMES, 0.5))
-    assert light == pytest.approx(plain, rel=1e-6)
-    assert heavy != pytest.approx(plain, rel=1e-3)
+        first_loss("unknown", {"X": 2.0})
+    plain = first_loss("plain", {})
+    assert first_loss("equal", dict.fromkeys(NAMES, 0.5)) == pytest.approx(plain, rel=1e-6)
+    assert first_loss("weighted", {"O": 3.0}) != pytest.approx(plain, rel=1e-3)
 
 
 def test_only_the_first_token_of_a_word_has_its_label(tmp_path: Path) -> None:
@@ -136,19 +123,17 @@ def test_only_the_first_token_of_a_word_has_its_label(tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
     tokenizer.add_special_tokens(pieces[:5])
-    from training.data.tokenizer import files
+    write_tokenizer(str(tmp_path / "tokenizer"), tokenizer.to_str().encode())
+    columns = ["--field", "tokens", "--label", "ner_tags", "--labels", tmp_path / "names.json", "--overwrite"]
 
-    (tmp_path / "tokenizer").mkdir()
-    for name, data in files(tokenizer.to_str().encode()).items():
-        (tmp_path / "tokenizer" / name).write_bytes(data)
+    def shards(*rows: dict[str, Any]) -> str:
+        (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return small_runs.labelled_shards(tmp_path, "token-classification", ".jsonl", *columns)
+
     rows = [{"tokens": ["abb", "a"], "ner_tags": [1, 0]}, {"tokens": ["ab"] * 12, "ner_tags": [1] * 12}]
-    for name in ("train", "evaluation"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "names.json").write_text(json.dumps(["O", "B-X"]))
-    columns = ["--field", "tokens", "--label", "ner_tags", "--labels", f"{tmp_path}/names.json"]
-    made = shards(tmp_path, "token-classification", ".jsonl", *columns)
-    assert made.exit_code == 0, made.output
-    assert "1 texts were longer than 16 tokens and were cut" in made.output
+    assert "1 texts were longer than 16 tokens and were cut" in shards(*rows)
     found = {}
     dataset = open_dataset(str(tmp_path / "train"))
     for shard in dataset.shards:
@@ -157,25 +142,7 @@ def test_only_the_first_token_of_a_word_has_its_label(tmp_path: Path) -> None:
         found[shard.length] = [read_column(layout, data, name)[0].tolist() for name in ("input_ids", "label")]
     assert found[8] == [[0, 5, 6, 6, 5, 1, 3, 3], [-100, 1, -100, -100, 0, -100, -100, -100]]
     assert found[16] == [[0, *[5, 6] * 7, 1], [-100, *[1, -100] * 7, -100]]
-    (tmp_path / "train.jsonl").write_text(json.dumps({"tokens": ["a"], "ner_tags": [1, 0]}) + "\n")
-    refused = shards(tmp_path, "token-classification", ".jsonl", *columns, "--overwrite")
-    assert str(refused.exception).endswith("train.jsonl:1 has 1 words in 'tokens' and 2 labels: each word needs one")
-    (tmp_path / "train.jsonl").write_text(json.dumps({"tokens": ["a"], "ner_tags": "B-X"}) + "\n")
-    refused = shards(tmp_path, "token-classification", ".jsonl", *columns, "--overwrite")
-    assert "train.jsonl:1: label 'B-X' is not a list of labels" in str(refused.exception)
-
-
-def test_a_dataset_of_the_hub_names_the_classes_of_its_numbers(tmp_path: Path) -> None:
-    import datasets
-
-    small_runs.write_tokenizer(tmp_path / "tokenizer")
-    names = datasets.List(datasets.ClassLabel(names=["O", "B-ORG"]))
-    columns = datasets.Features({"tokens": datasets.List(datasets.Value("string")), "ner_tags": names})
-    rows = {"tokens": [["w1", "w2"], [], ["w3"]], "ner_tags": [[1, 0], [], [0]]}
-    datasets.Dataset.from_dict(rows, columns).to_parquet(tmp_path / "hub" / "train.parquet")
-    corpus = ["--corpus", f"datasets:{tmp_path}/hub", "--field", "tokens", "--label", "ner_tags", "--split", "train"]
-    places = ["--tokenizer", f"{tmp_path}/tokenizer", "--evaluation-percent", "0", "--out", str(tmp_path)]
-    made = CliRunner().invoke(tpu_train, ["shards", "--task", "token-classification", *corpus, *places])
-    assert made.exit_code == 0, made.output
-    dataset = open_dataset(str(tmp_path / "train"))
-    assert (dataset.manifest.labels, dataset.records) == (["O", "B-ORG"], 2)
+    with pytest.raises(BadInput, match=r"train\.jsonl:1 has 1 words in 'tokens' and 2 labels: each word needs one$"):
+        shards({"tokens": ["a"], "ner_tags": [1, 0]})
+    with pytest.raises(BadInput, match=r"train\.jsonl:1: label 'B-X' is not a list of labels"):
+        shards({"tokens": ["a"], "ner_tags": "B-X"})

@@ -1,25 +1,21 @@
 """A regression is trained from a CSV file to predictions, whose figures are its own. tests/tensorflow does the same."""
 
-import csv
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
 from tests.container import small_runs
-from training.cli.main import tpu_train
 from training.models.hugging_face import read_config
 from training.models.predict import classify
 
 EVALUATED = 37
-Example = tuple[str, float]
 
 
-def examples(count: int, seed: int) -> list[Example]:
-    """Texts of words below 100 and above; the label is the balance of the two, between -1 and 1."""
+def examples(count: int, seed: int) -> list[dict[str, Any]]:
+    """Texts of words below 100 and above; the score is the balance of the two, between -1 and 1."""
     chance = random.Random(seed)
     made = []
     for number in range(count):
@@ -28,26 +24,21 @@ def examples(count: int, seed: int) -> list[Example]:
             chance.randrange(100, 190) if chance.random() < share else chance.randrange(5, 95) for _ in range(size)
         ]
         balance = 2 * sum(word >= 100 for word in words) / size - 1
-        made.append((" ".join(f"w{word}" for word in words), balance))
+        made.append({"text": " ".join(f"w{word}" for word in words), "score": balance})
     return made
 
 
-def write_csv(path: Path, rows: list[Example]) -> Path:
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([("text", "score"), *rows])
-    return path
-
-
-def shards(folder: Path, train: Path, evaluation: Path) -> Result:
-    return small_runs.labelled_shards(folder, "regression", train, evaluation, "--label", "score")
-
-
-def prepare(folder: Path) -> Path:
-    """Tokenizer and shards, by the command that users have."""
+def prepare(
+    folder: Path, train: int = 160, evaluation: int = EVALUATED, scores: dict[int, float] | None = None
+) -> Path:
+    """Tokenizer and shards, by the command that users have. `scores`: of some rows to train with, other ones."""
     small_runs.write_tokenizer(folder / "tokenizer")
-    train = write_csv(folder / "train.csv", examples(160, 1))
-    made = shards(folder, train, write_csv(folder / "evaluation.csv", examples(EVALUATED, 2)))
-    assert made.exit_code == 0, made.output
+    rows = examples(train, 1)
+    for number, score in (scores or {}).items():
+        rows[number]["score"] = score
+    small_runs.write_csv(folder / "train.csv", rows)
+    small_runs.write_csv(folder / "evaluation.csv", examples(evaluation, 2))
+    small_runs.labelled_shards(folder, "regression", ".csv", "--label", "score")
     return folder
 
 
@@ -57,9 +48,10 @@ def document(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def assert_figures_are_those_of_predictions(folder: Path, summary: dict[str, Any]) -> None:
     """Each example of the evaluation set once: predicted one by one by the exported model."""
-    texts, labels = zip(*examples(EVALUATED, 2), strict=True)
-    predictions = np.array([classify(summary["model"], text, 1)[0].score for text in texts])
-    errors = predictions - np.array(labels)
+    rows = examples(EVALUATED, 2)
+    predictions = np.array([classify(summary["model"], row["text"], 1)[0].score for row in rows])
+    labels = np.array([row["score"] for row in rows])
+    errors = predictions - labels
     assert summary["eval_mse"] == pytest.approx((errors**2).mean(), rel=1e-4)
     assert summary["eval_mae"] == pytest.approx(np.abs(errors).mean(), rel=1e-4)
     assert summary["eval_pearson"] == pytest.approx(np.corrcoef(predictions, labels)[0, 1], abs=1e-4)
@@ -90,8 +82,6 @@ def test_it_learns_and_its_figures_are_those_of_its_predictions(folder: Path, un
 def test_predict_prints_the_number(undisturbed: dict[str, Any]) -> None:
     numbers = []
     for text in ("w110 w120 w130 w140", "w10 w20 w30 w40"):
-        answer = CliRunner().invoke(tpu_train, ["predict", undisturbed["model"], text])
-        assert answer.exit_code == 0, answer.output
-        numbers.append(float(answer.output.split()[0]))
+        numbers.append(float(small_runs.command("predict", undisturbed["model"], text).split()[0]))
         assert numbers[-1] == pytest.approx(classify(undisturbed["model"], text, 1)[0].score, abs=1e-4)
     assert numbers[0] > numbers[1] + 0.1

@@ -104,7 +104,7 @@ from training.distributed.rendezvous import SingleHost
 from training.run_setup import open_backend, open_task
 from training.yaml_file import Document
 
-document = getattr(golden_losses, sys.argv[1])(Path(sys.argv[2]), "tensorflow")
+document = golden_losses.prepare(sys.argv[1], Path(sys.argv[2]), "tensorflow")
 config = from_document(Document("test", document, {}))
 task = open_task(config, small_runs.this_host())
 batches = open_backend(config, small_runs.this_host(), SingleHost(), task).batches(task, 3)
@@ -118,7 +118,7 @@ print(json.dumps(sorted({type(array).__name__ for array in found[0].arrays.value
 """
 
 
-@pytest.mark.parametrize(("document", "types"), [("mlm_document", "Upcoming"), ("labelled_document", "ndarray")])
-def test_batches_are_upcoming_if_all_have_one_shape(tmp_path: Path, document: str, types: str) -> None:
-    printed = run_python("-c", BATCHES, document, str(tmp_path), CPU_NUM_DEVICES="2").splitlines()
+@pytest.mark.parametrize(("task", "types"), [("mlm", "Upcoming"), ("classification", "ndarray")])
+def test_batches_are_upcoming_if_all_have_one_shape(tmp_path: Path, task: str, types: str) -> None:
+    printed = run_python("-c", BATCHES, task, str(tmp_path), CPU_NUM_DEVICES="2").splitlines()
     assert json.loads(printed[-1]) == [types]
