@@ -6,6 +6,7 @@ import errno
 import json
 import random
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from email.utils import formatdate
 from io import FileIO
 from pathlib import Path
@@ -21,17 +22,16 @@ from launcher.home import write_whole
 from launcher.run import bucket as run_bucket
 from launcher.run.bucket import LEASE_SECONDS
 from launcher.run.events import AttemptBegan, HostBack, Supervised
-from launcher.run.ledger import Ledger, RunRecord
-from launcher.run.session import Session, begin_run, import_run, share, supervising, take_lease
-from launcher.run.specification import Specification
+from launcher.run.ledger import Ledger
+from launcher.run.session import Session, import_run, share, supervising, take_lease
 from launcher.workstation import Workstation
+from tests.launcher.run_files import new_run
 from tests.servers import BucketServer
-from tests.simulation.scheduler import Process, Scheduler, SimulatedClock, SimulatedThreads
+from tests.simulation.scheduler import Process, Scheduler, SimulatedClock, SimulatedThreads, Task
 from training import storage
 from training.storage import gcs
 
 DECISIONS = 3
-CONFIGURATION = {"project": "p", "zone": "us-central2-b", "slice": {"name": "s", "accelerator_type": "v4-16"}}
 EPOCH = 1_800_000_000.0
 LATE = [0.0] * 12 + [0.1, 1.0, 3.0, 12.0]  # seconds, before and after a request
 FROZEN = 0.03  # probability that the process stands still then, as on a laptop that sleeps
@@ -42,12 +42,13 @@ pytestmark = pytest.mark.usefixtures("server")
 
 
 class Machines:
-    """Machines that share a bucket, in virtual time. A machine may stand still before and after each request."""
+    """Machines that share a bucket, in virtual time. Unless they are calm, a machine may stand still before and after
+    each request, and its disk may be full."""
 
-    def __init__(self, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch, *, calm: bool = False) -> None:
         self.random = random.Random(seed)
         self.scheduler = Scheduler(self.random)
-        self.folder = folder
+        self.folder, self.calm = folder, calm
         self.run = f"gs://bucket/{seed}/runs/r"
         self.said: list[str] = []
         self.exits: list[str] = []
@@ -59,9 +60,7 @@ class Machines:
         )
         monkeypatch.setattr(run_bucket, "storage", self)
         monkeypatch.setattr("launcher.run.ledger.write_whole", self._write)
-        record = RunRecord("r", "p", "z", "s", "hash", 0.0, "tpu-vm", bucket=f"{self.run}/launcher", user="ann")
-        specification = Specification(run="", provider="tpu-vm", file="f.yaml", configuration=CONFIGURATION)
-        begin_run(folder / "a", self.make("a")[0], record, "a: 1", specification, None)
+        new_run(folder / "a", "r", Machine(self, "a").workstation, bucket=f"{self.run}/launcher")
 
     def __getattr__(self, name: str) -> Any:
         """Returns a function of `storage`, before and after whose request anything may happen."""
@@ -80,7 +79,7 @@ class Machines:
 
     def _wait(self) -> None:
         scheduler = self.scheduler
-        if scheduler.current is not None:
+        if scheduler.current is not None and not self.calm:
             scheduler.sleep(self.random.choice(LATE))
             if self.random.random() < FROZEN:
                 process = scheduler.current.process
@@ -88,60 +87,82 @@ class Machines:
                 scheduler.freeze(process)
 
     def _write(self, file: FileIO, data: bytes) -> None:
-        if self.random.random() < FULL:
+        if not self.calm and self.random.random() < FULL:
             raise OSError(errno.ENOSPC, "No space left on device")
         write_whole(file, data)
 
-    def make(self, name: str, wrong_clock: float = 0.0) -> tuple[Workstation, Process]:
-        process = Process(name)
+    def recorded(self) -> list[dict[str, Any]]:
+        """Returns the events in the bucket, whose numbers have no gap."""
+        found = storage.listing(f"{self.run}/launcher/events")
+        assert [storage.name_of(each.url) for each in found] == [f"{n + 1:08d}.json" for n in range(len(found))]
+        return [json.loads(storage.read(each.url)) for each in found]
 
-        def end(code: int) -> NoReturn:
-            assert code == Exit.CONFLICT
-            self.exits.append(name)
-            self.scheduler.kill(process)
-            raise AssertionError
 
-        machine = Workstation(
-            clock=SimulatedClock(self.scheduler, wall=EPOCH + wrong_clock),
-            threads=SimulatedThreads(self.scheduler),
-            random=random.Random(self.random.random()),
-            exit=end,
+class Machine:
+    """One of the machines, with a process. Machine `a` has begun the run."""
+
+    def __init__(self, machines: Machines, name: str, wrong_clock: float = 0.0) -> None:
+        self.machines, self.name, self.process = machines, name, Process(name)
+        self.workstation = Workstation(
+            clock=SimulatedClock(machines.scheduler, wall=EPOCH + wrong_clock),
+            threads=SimulatedThreads(machines.scheduler),
+            random=random.Random(machines.random.random()),
+            exit=self._exit,
             connect=lambda address: pytest.fail("no host is contacted"),
         )
-        return machine, process
 
-    def ledger(self, name: str, machine: Workstation) -> Ledger:
-        """Returns the run in the folder of a machine, imported unless it is there; machine `a` has begun it."""
-        home = self.folder / name
+    def _exit(self, code: int) -> NoReturn:
+        assert code == Exit.CONFLICT
+        self.machines.exits.append(self.name)
+        self.machines.scheduler.kill(self.process)
+        raise AssertionError
+
+    def ledger(self) -> Ledger:
+        """Returns the run in the machine's folder, imported unless it is there."""
+        home = self.machines.folder / self.name
         while not (home / "runs" / "r" / "run.json").exists():
             with contextlib.suppress(LaunchError):  # not in the bucket yet, or the disk is full
-                return import_run(home, machine, self.run)
-            self.scheduler.sleep(5)
-        return Ledger(home / "runs" / "r", machine.clock)
+                return import_run(home, self.workstation, self.machines.run)
+            self.machines.scheduler.sleep(5)
+        return Ledger(home / "runs" / "r", self.workstation.clock)
 
-    def supervise(self, name: str, machine: Workstation) -> None:
+    def supervising(self, ledger: Ledger | None = None) -> AbstractContextManager[None]:
+        return supervising(ledger or self.ledger(), self.workstation, self.machines.said.append)
+
+    def hold(self, act: Callable[[], object] = lambda: None) -> None:
+        """Does something while it has the lease."""
+        with self.supervising():
+            act()
+
+    def spawn(self, scene: Callable[[], object]) -> Task:
+        return self.machines.scheduler.spawn(scene, name=self.name, process=self.process)
+
+    def play(self, scene: Callable[[], object]) -> None:
+        """Runs a function in the machine's process until it ends; raises its error."""
+        self.finish(self.spawn(scene))
+
+    def finish(self, task: Task) -> None:
+        self.machines.scheduler.run(lambda: not task.is_alive(), seconds=1e6)
+        if task.error is not None:
+            raise task.error
+
+    def decide(self) -> None:
+        """Supervises the run until all decisions are made."""
         while True:
-            ledger = self.ledger(name, machine)
-            with contextlib.suppress(LaunchError), supervising(ledger, machine, self.said.append):
+            ledger = self.ledger()
+            with contextlib.suppress(LaunchError), self.supervising(ledger):
                 while (number := ledger.state.attempt + 1) < DECISIONS:
                     ledger.confirm()
                     ledger.append(AttemptBegan(number))
-                    machine.clock.sleep(self.random.random() * 10)
+                    self.workstation.clock.sleep(self.machines.random.random() * 10)
             if ledger.state.attempt + 1 == DECISIONS:
                 return
-            machine.clock.sleep(15.0)
-
-
-def recorded(machines: Machines) -> list[dict[str, Any]]:
-    """Returns the events in the bucket, whose numbers have no gap."""
-    found = storage.listing(f"{machines.run}/launcher/events")
-    assert [storage.name_of(each.url) for each in found] == [f"{n + 1:08d}.json" for n in range(len(found))]
-    return [json.loads(storage.read(each.url)) for each in found]
+            self.workstation.clock.sleep(15.0)
 
 
 def check(machines: Machines) -> None:
     """Each decision was made once, by the supervisor of that time, and every copy agrees."""
-    events = recorded(machines)
+    events = machines.recorded()
     assert [event["attempt"] for event in events if event["event"] == AttemptBegan.kind] == list(range(DECISIONS))
     holder = ""
     for event in events:
@@ -162,36 +183,33 @@ def interleave(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Mach
     scheduler, rng = machines.scheduler, machines.random
     done: list[str] = []
 
-    def finish(name: str, machine: Workstation) -> None:
-        machines.supervise(name, machine)
-        done.append(name)
-
     def live(name: str, wrong: float) -> None:
         while name not in done:
-            machine, process = machines.make(name, wrong)
-            task = scheduler.spawn(finish, name, machine, name=name, process=process)
+            machine = Machine(machines, name, wrong)
+            task = machine.spawn(lambda: (machine.decide(), done.append(name)))  # noqa: B023
             if rng.random() < 0.3:
                 scheduler.sleep(rng.random() * 60)
-                if process.alive:
-                    scheduler.kill(process)
+                if machine.process.alive:
+                    scheduler.kill(machine.process)
             task.join()
             assert task.error is None, task.error
             scheduler.sleep(rng.random() * 20)
 
     def look_on(name: str, event: bool) -> None:
-        machine, _ = machines.make(name)
+        scheduler.sleep(60)
+        machine = Machine(machines, name)
         while len(done) < 2:
             scheduler.sleep(20 + rng.random() * 60)
             with contextlib.suppress(LaunchError, FileNotFoundError):
-                ledger = machines.ledger(name, machine)
+                ledger = machine.ledger()
                 ledger.pull()
                 if event:
                     ledger.append(HostBack(0, 1))
 
-    scheduler.spawn(live, "a", rng.uniform(-9e3, 9e3), name="a")
-    scheduler.spawn(live, "b", rng.uniform(-9e3, 9e3), name="b")
-    scheduler.spawn(lambda: (scheduler.sleep(60), look_on("a", False)), name="status beside a")
-    scheduler.spawn(lambda: (scheduler.sleep(60), look_on("c", True)), name="stop elsewhere")
+    for name in "ab":
+        scheduler.spawn(live, name, rng.uniform(-9e3, 9e3), name=name)
+    scheduler.spawn(look_on, "a", False, name="status beside a")
+    scheduler.spawn(look_on, "c", True, name="stop elsewhere")
     try:
         scheduler.run(lambda: len(done) == 2 or bool(scheduler.crashed), seconds=20_000)
         for task in scheduler.crashed:
@@ -215,256 +233,214 @@ def test_one_of_two_supervisors_makes_a_decision(block: int, tmp_path: Path, mon
 
 
 @pytest.fixture
-def prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
-    """Machines whose requests are not late, and whose disks have room."""
-    monkeypatch.setattr(f"{__name__}.LATE", [0.0])
-    monkeypatch.setattr(f"{__name__}.FROZEN", 0.0)
-    monkeypatch.setattr(f"{__name__}.FULL", 0.0)
-    machines = Machines(0, tmp_path, monkeypatch)
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    machines = Machines(0, tmp_path, monkeypatch, calm=True)
     yield machines
     machines.scheduler.close()
 
 
-def play(machines: Machines, *scenes: tuple[Process, Callable[[], object]]) -> None:
-    """Runs functions, each in a process, one after another."""
-    for process, scene in scenes:
-        task = machines.scheduler.spawn(scene, name="scene", process=process)
-        machines.scheduler.run(lambda task=task: not task.is_alive(), seconds=1e6)  # type: ignore[misc]
-        if task.error is not None:
-            raise task.error
+@pytest.fixture
+def a(machines: Machines) -> Machine:
+    return Machine(machines, "a")
 
 
-@pytest.mark.parametrize("tells_time", [True, False])
-def test_a_lease_ends_by_the_buckets_clock(prompt: Machines, tells_time: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def b(machines: Machines) -> Machine:
+    return Machine(machines, "b")
+
+
+@pytest.mark.parametrize("waits", [0, LEASE_SECONDS], ids=["which tells time", "which tells none"])
+def test_a_lease_ends_by_the_buckets_clock(machines: Machines, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the bucket tells no time, a lease expires that its holder does not renew."""
-    scheduler = prompt.scheduler
-    waits = 0 if tells_time else LEASE_SECONDS
-    if not tells_time:
+    scheduler = machines.scheduler
+    if waits:
         silent = type("Silent", (), {"date": property(lambda _: "", lambda *_: None)})
         monkeypatch.setattr(gcs, "_this_thread", silent())
-    a, of_a = prompt.make("a", wrong_clock=7 * 3600)
-    b, of_b = prompt.make("b", wrong_clock=-5 * 3600)
+    a, b = Machine(machines, "a", wrong_clock=7 * 3600), Machine(machines, "b", wrong_clock=-5 * 3600)
     taken: list[float] = []
 
-    def hold() -> None:
-        with supervising(prompt.ledger("a", a), a, prompt.said.append):
-            scheduler.sleep(100)  # renewed meanwhile
-            scheduler.call_at(scheduler.now, lambda: scheduler.kill(of_a))
-            scheduler.sleep(1)
+    def renew_and_die() -> None:
+        scheduler.sleep(100)
+        scheduler.call_at(scheduler.now, lambda: scheduler.kill(a.process))
+        scheduler.sleep(1)
 
     def wait() -> None:
-        ledger, last = prompt.ledger("b", b), scheduler.now
+        ledger, last = b.ledger(), scheduler.now
         while len(taken) < 2:
-            with contextlib.suppress(LaunchError), supervising(ledger, b, prompt.said.append):
+            with contextlib.suppress(LaunchError), b.supervising(ledger):
                 taken.append(scheduler.now - last)
             scheduler.sleep(1)
 
-    def refuse() -> None:
-        scheduler.sleep(90 - waits)
-        elsewhere = supervising(prompt.ledger("b", b), b, prompt.said.append)
-        with pytest.raises(LaunchError, match=r"run r is supervised by \S+:\S+: `tpu-launch logs") as raised, elsewhere:
-            pass
-        assert raised.value.exit_code == Exit.CONFLICT
-
-    scheduler.spawn(hold, name="hold", process=of_a)
+    a.spawn(lambda: a.hold(renew_and_die))
     scheduler.run(lambda: scheduler.now > 5, seconds=10)
-    play(prompt, (of_b, refuse), (of_b, wait))
+    b.play(lambda: scheduler.sleep(90 - waits))
+    with pytest.raises(LaunchError, match=r"run r is supervised by \S+:\S+: `tpu-launch logs") as raised:
+        b.play(b.hold)
+    assert raised.value.exit_code == Exit.CONFLICT
+    b.play(wait)
     assert scheduler.now > 100
     assert LEASE_SECONDS - 6 < taken[0] < LEASE_SECONDS + 12 + waits, "from its last renewal at most"
     assert taken[1] < taken[0] + 5, "one that was released does not need to expire"
 
 
-def test_a_lease_is_taken_at_once_that_was_released_or_whose_holder_in_this_folder_is_dead(prompt: Machines) -> None:
-    a, of_a = prompt.make("a")
-    again, of_again = prompt.make("a")
-    b, of_b = prompt.make("b")
-
-    def die() -> None:
-        with supervising(prompt.ledger("a", a), a, prompt.said.append):
-            prompt.scheduler.kill(of_a)
-
-    def hold(name: str, machine: Workstation) -> None:
-        with supervising(prompt.ledger(name, machine), machine, prompt.said.append):
-            prompt.scheduler.sleep(1)
-
-    play(prompt, (of_a, die), (of_again, lambda: hold("a", again)), (of_b, lambda: hold("b", b)))
-    assert prompt.scheduler.now < 5
-    assert [event["event"] for event in recorded(prompt)] == [Supervised.kind] * 3
+def test_a_lease_is_taken_at_once_that_was_released_or_whose_holder_in_this_folder_is_dead(
+    machines: Machines, a: Machine, b: Machine
+) -> None:
+    a.play(lambda: a.hold(lambda: machines.scheduler.kill(a.process)))
+    for machine in Machine(machines, "a"), b:
+        machine.play(lambda: machine.hold(lambda: machines.scheduler.sleep(1)))  # noqa: B023
+    assert machines.scheduler.now < 5
+    assert [event["event"] for event in machines.recorded()] == [Supervised.kind] * 3
 
 
 @pytest.mark.parametrize(
     "act", [lambda s: s.ledger.append(AttemptBegan(0)), lambda s: s.ledger.pull(), Session.check_stop]
 )
-def test_a_supervisor_ends_that_another_commands_pull_has_shown(prompt: Machines, act: Callable[[Any], None]) -> None:
-    scheduler = prompt.scheduler
-    a, of_a = prompt.make("a")
-    b, of_b = prompt.make("b")
-    status, of_status = prompt.make("status")
-    ledgers: list[Ledger] = []
+def test_a_supervisor_ends_that_another_commands_pull_has_shown(
+    machines: Machines, a: Machine, b: Machine, act: Callable[[Any], None]
+) -> None:
+    ledgers = [a.ledger()]
 
-    def take(name: str, machine: Workstation) -> None:
-        ledger = prompt.ledger(name, machine)
-        take_lease(ledger, ledger.bucket, machine, prompt.said.append)
-        share(ledger, ledger.bucket, prompt.said.append)
-        ledgers.append(ledger)
-        scheduler.sleep(LEASE_SECONDS + 2)
+    def take(machine: Machine, ledger: Ledger) -> None:
+        take_lease(ledger, ledger.bucket, machine.workstation, machines.said.append)
+        share(ledger, ledger.bucket, machines.said.append)
+        machines.scheduler.sleep(LEASE_SECONDS + 2)
 
-    play(prompt, (of_a, lambda: take("a", a)), (of_b, lambda: take("b", b)))
-    play(prompt, (of_status, lambda: prompt.ledger("a", status).pull()))
-    play(prompt, (of_a, lambda: act(SimpleNamespace(ledger=ledgers[0]))))
-    assert prompt.exits == ["a"]
-    assert "run r is supervised by " in prompt.said[-1]
-    assert [event["event"] for event in recorded(prompt)] == [Supervised.kind] * 2
+    a.play(lambda: take(a, ledgers[0]))
+    b.play(lambda: take(b, b.ledger()))
+    Machine(machines, "a").play(lambda: a.ledger().pull())
+    a.play(lambda: act(SimpleNamespace(ledger=ledgers[0])))
+    assert machines.exits == ["a"]
+    assert "run r is supervised by " in machines.said[-1]
+    assert [event["event"] for event in machines.recorded()] == [Supervised.kind] * 2
 
 
-def test_a_supervisor_decides_nothing_while_its_bucket_refuses(prompt: Machines, server: BucketServer) -> None:
-    scheduler = prompt.scheduler
-    a, of_a = prompt.make("a")
+def test_a_supervisor_decides_nothing_while_its_bucket_refuses(
+    machines: Machines, a: Machine, server: BucketServer
+) -> None:
+    scheduler = machines.scheduler
     server.fault = lambda request: HttpResponse(403) if 20 < scheduler.now % 300 < 200 else None
     recorded_at: list[float] = []
 
     def decide() -> None:
-        ledger = prompt.ledger("a", a)
-        with supervising(ledger, a, prompt.said.append):
+        ledger = a.ledger()
+        with a.supervising(ledger):
             scheduler.sleep(25)
-            ledger.note(HostBack(0, 0), prompt.said.append)
+            ledger.note(HostBack(0, 0), machines.said.append)
             assert scheduler.now < 35, "what only informs is not waited for"
+            scheduler.call_at(100, lambda: recorded_at.append(a.ledger().state.attempt))
             ledger.append(AttemptBegan(0))
             recorded_at.append(scheduler.now)
             scheduler.sleep(200)
 
-    def tell() -> None:
-        scheduler.sleep(100)
-        ledger = prompt.ledger("a", a)
-        assert ledger.state.attempt == -1
-
-    scheduler.spawn(tell, name="tell")
-    play(prompt, (of_a, decide))
+    a.play(decide)
     server.fault = lambda request: None
-    assert 200 <= recorded_at[0] < 210
+    assert recorded_at[0] == -1, "nothing is decided at 100 s"
+    assert 200 <= recorded_at[1] < 210
     waits = "its lease can't be renewed; decisions wait until it is"
-    assert sum(waits in text for text in prompt.said) == 2, "once each time"
-    assert [event["event"] for event in recorded(prompt)] == [Supervised.kind, AttemptBegan.kind]
+    assert sum(waits in text for text in machines.said) == 2, "once each time"
+    assert [event["event"] for event in machines.recorded()] == [Supervised.kind, AttemptBegan.kind]
 
 
-def test_a_process_without_renewals_waits_and_without_lease_ends(prompt: Machines, server: BucketServer) -> None:
-    scheduler = prompt.scheduler
-    a, of_a = prompt.make("a")
+def test_a_process_without_renewals_waits_and_without_lease_ends(
+    machines: Machines, a: Machine, server: BucketServer
+) -> None:
+    scheduler, say = machines.scheduler, machines.said.append
+    server.fault = lambda request: HttpResponse(403) if scheduler.now < 10 or 20 < scheduler.now < 100 else None
+    ledger = a.ledger()
 
     def wait() -> None:
-        server.fault = lambda request: HttpResponse(403) if scheduler.now < 10 or 20 < scheduler.now < 100 else None
-        ledger = prompt.ledger("a", a)
         with pytest.raises(LaunchError, match="run r: its lease can't be taken: "):
-            take_lease(ledger, ledger.bucket, a, prompt.said.append)
+            take_lease(ledger, ledger.bucket, a.workstation, say)
         scheduler.sleep(15)
-        lease = take_lease(ledger, ledger.bucket, a, prompt.said.append)
+        lease = take_lease(ledger, ledger.bucket, a.workstation, say)
         scheduler.sleep(30)
         lease.confirm()
         assert scheduler.now >= 100
-        assert sum("lease can't be renewed" in text for text in prompt.said) == 1
+        assert sum("lease can't be renewed" in text for text in machines.said) == 1
         storage.delete(f"{ledger.bucket.url}/lease.json")
         scheduler.sleep(30)
         lease.confirm()
 
-    play(prompt, (of_a, wait))
-    assert prompt.exits == ["a"]
-    assert "supervised by another process now" in prompt.said[-1]
+    a.play(wait)
+    assert machines.exits == ["a"]
+    assert "supervised by another process now" in machines.said[-1]
 
 
-def test_a_lost_answer_ends_no_lease(prompt: Machines, server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_answer_ends_no_lease(
+    machines: Machines, a: Machine, server: BucketServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gcs, "timeouts", gcs.Timeouts(deadline=0.3, first_delay=0.01, longest_delay=0.1))
-    scheduler = prompt.scheduler
-    a, of_a = prompt.make("a")
     renewed: list[int] = []
 
     def lose_answer(request: Any) -> HttpResponse | None:
-        if request.method != "POST" or not 20 < scheduler.now < 40:
+        if request.method != "POST" or not 20 < machines.scheduler.now < 40:
             return None
         renewed.append(server.serve_storage(request).status)
         return HttpResponse(503)
 
-    def decide() -> None:
-        with supervising(prompt.ledger("a", a), a, prompt.said.append):
-            scheduler.sleep(60)
-
     server.fault = lose_answer
-    play(prompt, (of_a, decide))
-    assert 200 in renewed
-    assert 412 in renewed
-    assert prompt.exits == []
-    assert any("lease can't be renewed" in text for text in prompt.said)
+    a.play(lambda: a.hold(lambda: machines.scheduler.sleep(60)))
+    assert {200, 412} <= {*renewed}
+    assert machines.exits == []
+    assert any("lease can't be renewed" in text for text in machines.said)
 
 
-def test_a_lease_is_renewed_while_files_are_copied(prompt: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, of_a = prompt.make("a")
-    b, of_b = prompt.make("b")
+def test_a_lease_is_renewed_while_files_are_copied(
+    machines: Machines, a: Machine, b: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = machines.scheduler
 
     def upload(ledger: Ledger) -> NoReturn:
-        prompt.scheduler.sleep(10 * LEASE_SECONDS)  # a large overlay on a slow line
+        scheduler.sleep(10 * LEASE_SECONDS)  # a large overlay on a slow line
         raise LaunchError("the line is cut")
 
-    def begin() -> None:
-        with pytest.raises(LaunchError, match="the line is cut"), supervising(prompt.ledger("a", a), a, pytest.fail):
-            pass
-
-    def take() -> None:
-        with supervising(prompt.ledger("b", b), b, pytest.fail):
-            pass
-
-    play(prompt, (of_a, lambda: prompt.ledger("a", a).publish()))
+    a.play(lambda: a.ledger().publish())
     monkeypatch.setattr(Ledger, "publish", upload)
-    task = prompt.scheduler.spawn(begin, name="begin", process=of_a)
-    prompt.scheduler.run(lambda: prompt.scheduler.now > 5 * LEASE_SECONDS, seconds=1e6)
+    task = a.spawn(a.hold)
+    scheduler.run(lambda: scheduler.now > 5 * LEASE_SECONDS, seconds=1e6)
     with pytest.raises(LaunchError, match="is supervised by"):
-        play(prompt, (of_b, take))
-    prompt.scheduler.run(lambda: not task.is_alive(), seconds=1e6)
+        b.play(b.hold)
+    with pytest.raises(LaunchError, match="the line is cut"):
+        a.finish(task)
     monkeypatch.setattr(Ledger, "publish", lambda ledger: None)
-    over = prompt.scheduler.now
-    play(prompt, (of_b, take))
-    assert prompt.scheduler.now - over < 10
+    over = scheduler.now
+    b.play(b.hold)
+    assert scheduler.now - over < 10
+    assert machines.said == []
 
 
-def test_a_stopped_process_that_is_recording_an_event_ends_no_renewals(prompt: Machines) -> None:
+@pytest.mark.parametrize("trouble", ["a stopped process is recording an event", "the disk is full"])
+def test_events_that_can_not_be_recorded_end_no_renewals(
+    machines: Machines, a: Machine, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-Z of another command of the machine may come at any moment."""
-    a, of_a = prompt.make("a")
-    ages: list[float | None] = []
-
-    def hold() -> None:
-        with supervising(prompt.ledger("a", a), a, prompt.said.append):
-            ledger = prompt.ledger("a", a)
-            with ledger._recording():
-                prompt.scheduler.sleep(3 * LEASE_SECONDS)
-                ages.append(ledger.bucket.read_lease().age)
-                with pytest.raises(
-                    LaunchError, match=r"can't be recorded for 60 s: .*events\.lock is locked: end a tpu-launch"
-                ):
-                    prompt.ledger("a", a).append(HostBack(0, 1))
-
-    play(prompt, (of_a, hold))
-    assert ages[0] < LEASE_SECONDS / 2
-    assert sum("events.lock is locked" in text for text in prompt.said) == 1
-
-
-def test_events_that_do_not_fit_on_a_disk_end_no_renewals(prompt: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = prompt.scheduler
-    a, of_a = prompt.make("a")
-    c, _ = prompt.make("c")
+    scheduler = machines.scheduler
     ages: list[float] = []
-    write = Ledger._write
 
-    def hold() -> None:
-        with supervising(prompt.ledger("a", a), a, prompt.said.append):
-            scheduler.sleep(10)
-            ledger = prompt.ledger("c", c)
-            ledger.append(HostBack(0, 1))
-            monkeypatch.setattr(Ledger, "_write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    def lock() -> None:
+        ledger = a.ledger()
+        with ledger._recording():
             scheduler.sleep(3 * LEASE_SECONDS)
-            monkeypatch.setattr(Ledger, "_write", write)
             ages.append(ledger.bucket.read_lease().age)
+            with pytest.raises(
+                LaunchError, match=r"can't be recorded for 60 s: .*events\.lock is locked: end a tpu-launch"
+            ):
+                a.ledger().append(HostBack(0, 1))
 
-    play(prompt, (of_a, hold))
+    def fill() -> None:
+        scheduler.sleep(10)
+        ledger = Machine(machines, "c").ledger()
+        ledger.append(HostBack(0, 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(Ledger, "_write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+            scheduler.sleep(3 * LEASE_SECONDS)
+        ages.append(ledger.bucket.read_lease().age)
+
+    act, words = (lock, "events.lock is locked") if "stopped" in trouble else (fill, "make room")
+    a.play(lambda: a.hold(act))
     assert ages[0] < LEASE_SECONDS / 2
-    assert any("make room" in text for text in prompt.said)
+    assert sum(words in text for text in machines.said) == 1
 
 
 def test_a_damaged_lease_is_named(tmp_path: Path) -> None:

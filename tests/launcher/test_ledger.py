@@ -23,44 +23,42 @@ from launcher.providers import this_machine
 from launcher.run import events, post_mortem, specification
 from launcher.run import ledger as ledger_module
 from launcher.run.events import AttemptBegan, Ended, Entry, HostBack
-from launcher.run.ledger import Ledger, RunRecord
-from launcher.run.session import begin_run, find_run, list_runs, new_run_id
+from launcher.run.ledger import Ledger
+from launcher.run.session import find_run, list_runs, new_run_id
 from launcher.run.specification import SecretSource, Specification, read_env_file
 from launcher.run.state import Phase, RunState, phase_on_hosts, recorded_ends, recorded_verdict, state_of
 from launcher.run.verdict import Kind, Verdict
 from tests.launcher.emulated_gcloud import Clock as StillClock
-from tests.launcher.run_files import SLICE, load_text
+from tests.launcher.run_files import SLICE, load_text, new_run
 from tests.launcher.test_runs import Workstation, start_and_lose_sight
-from training.machine import Clock
 
 HOLD = """
 import sys
 from pathlib import Path
-from launcher.run.events import AttemptBegan, Ended
 from training.machine import Clock
 from launcher.run.ledger import Ledger
 with Ledger(Path(sys.argv[1]), Clock()).supervising():
     print("held", flush=True)
     sys.stdin.read()
 """
+DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def new_run(home: Path) -> Ledger:
-    run_id = new_run_id("r", this_machine())
-    record = RunRecord(run_id, "p", "z", "s", "hash", 0.0, "tpu-vm")
-    specification = Specification(run="", provider="tpu-vm", file="f.yaml", configuration={})
-    return begin_run(home, this_machine(), record, "", specification, None)
+def begin(home: Path) -> Ledger:
+    return new_run(home, new_run_id("r", this_machine()), this_machine())
 
 
-def test_a_second_launcher_on_a_run_is_told_who_the_first_is_and_takes_over_when_it_is_gone(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
+@pytest.fixture
+def run(tmp_path: Path) -> Ledger:
+    return begin(tmp_path)
+
+
+def test_a_second_launcher_on_a_run_is_told_who_the_first_is_and_takes_over_when_it_is_gone(run: Ledger) -> None:
     command = [sys.executable, "-c", HOLD, str(run.folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout.readline() == "held\n"
-        with (
-            pytest.raises(LaunchError, match=rf"supervised by another tpu-launch \(process {first.pid}\)") as raised,
-            run.supervising(),
-        ):
+        taken = rf"supervised by another tpu-launch \(process {first.pid}\)"
+        with pytest.raises(LaunchError, match=taken) as raised, run.supervising():
             pass
         assert raised.value.exit_code == Exit.CONFLICT
         first.kill()
@@ -70,17 +68,16 @@ def test_a_second_launcher_on_a_run_is_told_who_the_first_is_and_takes_over_when
 
 
 def test_each_run_has_an_id_of_its_own_also_in_one_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len({new_run(tmp_path).folder.name for _ in range(20)}) == 20
+    assert len({begin(tmp_path).folder.name for _ in range(20)}) == 20
     monkeypatch.setattr(f"{__name__}.new_run_id", lambda *_: "r-0101-000000-0000")
-    begun = new_run(tmp_path)
+    begun = begin(tmp_path)
     with pytest.raises(FileExistsError):
-        new_run(tmp_path)
+        begin(tmp_path)
     assert begun.folder.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("cut", [1, 10, -1])
-def test_a_line_that_a_crash_cut_swallows_neither_the_next_event_nor_a_number(tmp_path: Path, cut: int) -> None:
-    run = new_run(tmp_path)
+def test_a_line_that_a_crash_cut_swallows_neither_the_next_event_nor_a_number(run: Ledger, cut: int) -> None:
     for number in range(2):
         run.append(AttemptBegan(number))
         run.append(Ended(number, outcome="failed"))
@@ -96,8 +93,8 @@ def test_a_line_that_a_crash_cut_swallows_neither_the_next_event_nor_a_number(tm
     assert run.events() == [AttemptBegan(0)], "a file that became shorter is read anew"
 
 
-def test_threads_that_read_the_events_at_once_count_none_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, parse = new_run(tmp_path), Ledger._parse
+def test_threads_that_read_the_events_at_once_count_none_twice(run: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = Ledger._parse
     run.append(AttemptBegan(0))
 
     def parse_while_another_thread_reads(ledger: Ledger, data: bytes) -> list[Entry]:
@@ -111,10 +108,7 @@ def test_threads_that_read_the_events_at_once_count_none_twice(tmp_path: Path, m
     assert run.events() == [AttemptBegan(0), Ended(0, "saved")]
 
 
-def test_an_event_that_does_not_fit_on_the_disk_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not os.path.exists("/dev/full"):
-        pytest.skip("no /dev/full")
-    run = new_run(tmp_path)
+def test_an_event_that_does_not_fit_on_the_disk_is_one_message(run: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(run, "_events", Path("/dev/full"))
         patch.setattr(run, "clock", clock := StillClock())
@@ -132,13 +126,13 @@ def test_an_event_that_does_not_fit_on_the_disk_is_one_message(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("room", [1, -1], ids=["the first byte", "all but the line's end"])
-def test_an_event_written_in_part_is_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
-    run, write = new_run(tmp_path), ledger_module.write_whole
+def test_an_event_written_in_part_is_recorded_once(run: Ledger, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    write = ledger_module.write_whole
 
     def fill(file: FileIO, data: bytes) -> None:
         monkeypatch.setattr(ledger_module, "write_whole", write)
         file.write(data[:room])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise DISK_FULL
 
     monkeypatch.setattr(ledger_module, "write_whole", fill)
     monkeypatch.setattr(run, "clock", StillClock())
@@ -147,8 +141,7 @@ def test_an_event_written_in_part_is_recorded_once(tmp_path: Path, monkeypatch: 
     assert run.events() == [AttemptBegan(0), Ended(0, "saved")]
 
 
-def test_a_full_disk_does_not_hide_who_supervises_a_run(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
+def test_a_full_disk_does_not_hide_who_supervises_a_run(run: Ledger) -> None:
     assert not run.supervised()
     assert not (run.folder / "lock").exists(), "it asks without writing"
     with run.supervising():
@@ -161,8 +154,10 @@ def test_a_full_disk_does_not_hide_who_supervises_a_run(tmp_path: Path) -> None:
     "event",
     [{"event": "from the future", "attempt": 3}, {"event": "started"}, {"event": "started", "attempt": 1, "x": 1}],
 )
-def test_a_run_of_another_version_does_not_keep_others_from_running(tmp_path: Path, event: dict[str, object]) -> None:
-    run, other = new_run(tmp_path), new_run(tmp_path)
+def test_a_run_of_another_version_does_not_keep_others_from_running(
+    tmp_path: Path, run: Ledger, event: dict[str, object]
+) -> None:
+    other = begin(tmp_path)
     (other.folder / "events.jsonl").write_text(json.dumps({"time": "2026-01-01T00:00:00Z", **event}) + "\n")
     assert [ledger.run_id for ledger in list_runs(tmp_path, this_machine())] == [run.run_id]
     with pytest.raises(BadInput, match=r"events\.jsonl: an event of another version"):
@@ -170,18 +165,19 @@ def test_a_run_of_another_version_does_not_keep_others_from_running(tmp_path: Pa
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"run_id": "r"}'])
-def test_a_damaged_record_is_no_run_and_a_clear_message_for_who_names_it(tmp_path: Path, text: str) -> None:
-    good, bad = new_run(tmp_path), new_run(tmp_path)
+def test_a_damaged_record_is_no_run_and_a_clear_message_for_who_names_it(
+    tmp_path: Path, run: Ledger, text: str
+) -> None:
+    bad = begin(tmp_path)
     (bad.folder / "run.json").write_text(text)
-    assert [run.run_id for run in list_runs(tmp_path, this_machine())] == [good.run_id]
-    assert find_run(tmp_path, this_machine(), None).run_id == good.run_id
+    assert [ledger.run_id for ledger in list_runs(tmp_path, this_machine())] == [run.run_id]
+    assert find_run(tmp_path, this_machine(), None).run_id == run.run_id
     with pytest.raises(BadInput, match=r"run\.json is damaged"):
         find_run(tmp_path, this_machine(), bad.run_id)
 
 
-def test_a_stop_holds_although_a_full_disk_delayed_an_earlier_request_beyond_it(tmp_path: Path) -> None:
+def test_a_stop_holds_although_a_full_disk_delayed_an_earlier_request_beyond_it(run: Ledger) -> None:
     """`run` was requested before `stop`, but a full disk delayed both records and the stop's was written first."""
-    run = new_run(tmp_path)
     known = run.state.stops
     run.append(events.RunStopRequested(0))
     run.append(events.Requested(0, known))
@@ -338,7 +334,6 @@ def test_quoted_values_of_an_env_file_arrive_as_they_are(values: dict[str, str])
 
 
 SECRET = 'a "quoted" s3cret'
-FULL = OSError(28, "No space left on device")
 
 
 def contents(archive: Path) -> bytes:
@@ -346,42 +341,38 @@ def contents(archive: Path) -> bytes:
         return b"".join(tar.extractfile(member).read() for member in tar.getmembers())  # type: ignore[union-attr]
 
 
-@pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(tmp_path, Clock())
-
-
-def test_no_form_of_a_secret_is_in_the_archive(ledger: Ledger) -> None:
-    ledger.log_file(0, 0).write_text(f"2026 {SECRET}\n2026 {json.dumps({'key': SECRET})}\n")
-    kept = contents(post_mortem.write(ledger, 0, {"host-0.txt": f"env {SECRET}"}, {"TOKEN": SECRET}))
+def test_no_form_of_a_secret_is_in_the_archive(run: Ledger) -> None:
+    run.log_file(0, 0).write_text(f"2026 {SECRET}\n2026 {json.dumps({'key': SECRET})}\n")
+    kept = contents(post_mortem.write(run, 0, {"host-0.txt": f"env {SECRET}"}, {"TOKEN": SECRET}))
     assert b"s3cret" not in kept
     assert kept.count(b"***") == 3
 
 
-def test_a_secret_that_a_cut_divides_is_not_in_the_archive(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_that_a_cut_divides_is_not_in_the_archive(run: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "0123456789abcdefghij"
-    ledger.log_file(0, 0).write_text("x" * 5000 + secret + "y" * 1000)
+    bare = Ledger(run.folder / "bare", run.clock)
+    bare.log_file(0, 0).write_text("x" * 5000 + secret + "y" * 1000)
     for size in range(900, 1000 + len(secret) + 1):  # before the cut, as many bytes are read as a masked form may have
         monkeypatch.setattr(post_mortem, "_LOG_BYTES", size)
-        kept = contents(post_mortem.write(ledger, 0, {}, {"TOKEN": secret}))
+        kept = contents(post_mortem.write(bare, 0, {}, {"TOKEN": secret}))
         assert kept.endswith(b"y" * 900)
         assert len(kept) <= size
         assert not any(digit in kept for digit in secret.encode()), size
 
 
 def test_a_full_disk_costs_the_archive_and_nothing_else(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(post_mortem, "write", Mock(side_effect=FULL))
+    monkeypatch.setattr(post_mortem, "write", Mock(side_effect=DISK_FULL))
     work.hosts.exits[0] = 1
     assert work.run(work.config()).verdict.kind is Kind.FAILED
     assert work.hosts.state == {}  # the containers were removed after it
     assert any("no post-mortem of attempt 0 could be written" in message for message in work.messages)
 
 
-def test_a_disk_that_fills_up_leaves_no_part_of_an_archive(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tarfile.TarFile, "addfile", Mock(side_effect=FULL))
+def test_a_disk_that_fills_up_leaves_no_part_of_an_archive(run: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tarfile.TarFile, "addfile", Mock(side_effect=DISK_FULL))
     with pytest.raises(OSError, match="No space left"):
-        post_mortem.write(ledger, 0, {"slice.json": "{}"}, {})
-    assert not [path for path in ledger.folder.iterdir() if "post-mortem" in path.name]
+        post_mortem.write(run, 0, {"slice.json": "{}"}, {})
+    assert not [path for path in run.folder.iterdir() if "post-mortem" in path.name]
 
 
 def test_secrets_whose_values_are_not_known_here_are_named(work: Workstation) -> None:
