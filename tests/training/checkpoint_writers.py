@@ -46,18 +46,19 @@ def host_writer(
     *,
     keep_last: int = 2,
     token: str = "t",
-    config: Mapping[str, Any] | None = None,
     identity: Mapping[str, Any] = IDENTITY,
     **options: Any,
 ) -> CheckpointWriter:
     """Returns the writer of a run's host, by default the only one. `options`: further arguments of CheckpointWriter"""
     cluster, settings = Cluster(worker, ("h",) * hosts, run_id="r"), CheckpointSection(keep_last=keep_last)
-    description = RunDescription(identity, dict(config or {}), "c", token)
+    description = RunDescription(identity, {}, "c", token)
     return CheckpointWriter(str(folder), cluster, rendezvous or SingleHost(), description, settings, **options)
 
 
-def save_step(writer: CheckpointWriter, step: int, state: State | None = None) -> None:
+def save_step(
+    writer: CheckpointWriter, step: int, state: State | None = None, run_state: Mapping[str, Any] | None = None
+) -> None:
     """Saves a state, by default `State(step)`, and waits for the commit."""
     state = state or State(step)
-    writer.save(step, state.layout(), state.copy, {})
+    writer.save(step, state.layout(), state.copy, run_state or {})
     writer.wait()

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,7 +31,7 @@ def nasty(random: Random) -> Any:
         return [nasty(random) for _ in range(random.randrange(3))]
     if kind == 7:
         return {random.choice(TEXTS): nasty(random) for _ in range(random.randrange(3))}
-    return functools.reduce(lambda inner, _: [inner], range(random.choice((1, 5, 60, 400))), [])
+    return functools.reduce(lambda inner, _: [inner], range(random.choice((1, 5, 60, 300))), [])
 
 
 def spoil_json(value: Any, random: Random) -> Any:
@@ -49,7 +48,7 @@ def spoil_json(value: Any, random: Random) -> Any:
         elif action == 1 and isinstance(parent, dict):
             parent[random.choice(TEXTS)] = parent.pop(key)
         elif action == 2 and isinstance(parent, list):
-            parent.insert(key, copy.deepcopy(parent[key]))
+            parent.insert(key, parent[key])
         elif action == 3 and isinstance(parent, dict):
             parent[random.choice(TEXTS)] = nasty(random)
         elif action == 4 and isinstance(parent[key], int) and not isinstance(parent[key], bool):
@@ -68,51 +67,35 @@ def _places(value: Any) -> Any:
 
 
 def spoil_bytes(data: bytes, random: Random) -> bytes:
-    """One to four bytes, stretches or ends changed."""
+    """One to four bytes, stretches or ends changed, removed or repeated."""
     mutated = bytearray(data)
     for _ in range(random.choice((1, 1, 2, 4))):
         if not mutated:
             return random.randbytes(5)
-        start, action = random.randrange(len(mutated)), random.randrange(6)
+        start = random.randrange(len(mutated))
         end = min(len(mutated), start + random.choice((1, 1, 4, 40)))
-        if action == 0:
-            mutated[start] ^= 1 << random.randrange(8)
-        elif action == 1:
-            mutated[start:end] = random.randbytes(end - start)
-        elif action == 2:
-            del mutated[start:end]
-        elif action == 3:
-            mutated[start:start] = mutated[start:end]
-        elif action == 4:
+        old, flipped = mutated[start:end], bytes([mutated[start] ^ 1 << random.randrange(8)])
+        if random.randrange(6) == 0:
             del mutated[start:]
         else:
-            mutated[start:end] = bytes(end - start)
+            others = (flipped + old[1:], random.randbytes(len(old)), b"", old + old, bytes(len(old)))
+            mutated[start:end] = random.choice(others)
     return bytes(mutated)
 
 
 def spoil_lines(text: str, pieces: tuple[str, ...], random: Random) -> str:
-    """One to four lines removed, repeated, swapped, indented, joined or replaced by a piece."""
+    """One to four lines removed, repeated elsewhere, indented, joined or (in part) replaced by a piece."""
     lines = text.splitlines(keepends=True)
     for _ in range(random.choice((1, 1, 2, 4))):
         if not lines:
             return random.choice(pieces)
-        number, other = random.randrange(len(lines)), random.randrange(len(lines))
-        actions: tuple[Callable[[], None], ...] = (
-            lambda number=number: lines.pop(number),  # type: ignore[misc]
-            lambda number=number, other=other: lines.insert(other, lines[number]),  # type: ignore[misc]
-            lambda number=number: lines.__setitem__(number, "  " + lines[number]),  # type: ignore[misc]
-            lambda number=number: lines.__setitem__(number, lines[number].rstrip("\n")),  # type: ignore[misc]
-            lambda number=number: lines.insert(number, random.choice(pieces) + "\n"),  # type: ignore[misc]
-            lambda number=number: lines.__setitem__(number, _splice(lines[number], pieces, random)),  # type: ignore[misc]
-        )
-        random.choice(actions)()
+        number, piece = random.randrange(len(lines)), random.choice(pieces)
+        line = lines[number]
+        start = random.randrange(len(line) + 1)
+        spliced = line[:start] + piece + line[start + random.randrange(8) :]
+        others = ([], [line, random.choice(lines)], ["  " + line], [line.rstrip("\n")], [piece + "\n", line], [spliced])
+        lines[number : number + 1] = random.choice(others)
     return "".join(lines)
-
-
-def _splice(line: str, pieces: tuple[str, ...], random: Random) -> str:
-    """The line with a piece in the place of some of its characters."""
-    start = random.randrange(len(line) + 1)
-    return line[:start] + random.choice(pieces) + line[start + random.randrange(8) :]
 
 
 def flip(path: Path, offset: int, mask: int = 1) -> None:

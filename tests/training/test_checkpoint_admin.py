@@ -4,13 +4,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from launcher.emulator.http_server import json_response
+from tests.container import small_runs
 from tests.training.checkpoint_writers import IDENTITY, State, host_writer, save_step
 from tests.training.mutations import flip
+from tests.training.numpy_backend import Runs
 from training import storage
 from training.checkpoint import admin as inspect
 from training.checkpoint import reader as restoring
@@ -18,7 +21,6 @@ from training.checkpoint.config import Best
 from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import restore, verify
 from training.checkpoint.tensors import Damaged, decode
-from training.config import TrainerConfig
 from training.distributed.agreement import claim
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
@@ -27,20 +29,19 @@ from training.models import export
 from training.storage import gcs as bucket
 
 
-def saved(folder: Path, figures: dict[int, float | None], keep_last: int, mode: str = "min") -> None:
-    """A run of one host that saved after these steps, and evaluated to these figures just before."""
-    saver = host_writer(folder / "checkpoints", keep_last=keep_last)
+def saved(run: Path, figures: dict[int, float | None], keep_last: int, mode: str = "min") -> list[int]:
+    """Saves after these steps, each evaluated to its figure just before. Returns the steps that are left."""
+    saver = host_writer(run / "checkpoints", keep_last=keep_last)
     best: dict[str, Any] | None = None
     for step, value in figures.items():
         if value is not None and Best(metric="loss", mode=mode).better(value, best["value"] if best else None):
             best = {"step": step, "metric": "loss", "value": value}
-        saver.save(step, State(step).layout(), State(step).copy, {"best": best})
-    saver.wait()
+        save_step(saver, step, run_state={"best": best})
+    return committed_steps(str(run / "checkpoints"))
 
 
 def test_the_best_checkpoint_is_kept_listed_and_found(tmp_path: Path) -> None:
-    saved(tmp_path, {10: 5.0, 20: 3.0, 30: 4.0, 40: float("nan"), 50: 3.0, 60: None}, 2)
-    assert committed_steps(str(tmp_path / "checkpoints")) == [60, 50, 20]
+    assert saved(tmp_path, {10: 5.0, 20: 3.0, 30: 4.0, 40: float("nan"), 50: 3.0, 60: None}, 2) == [60, 50, 20]
     assert inspect.best_saved_step(str(tmp_path)) == 20
     lines = {line.split()[0]: line for line in inspect.render_table(str(tmp_path)).splitlines()}
     assert lines["20"].endswith("best loss: 3.00000")
@@ -48,8 +49,7 @@ def test_the_best_checkpoint_is_kept_listed_and_found(tmp_path: Path) -> None:
 
 
 def test_one_that_was_the_best_goes_when_there_is_a_better_one(tmp_path: Path) -> None:
-    saved(tmp_path, {10: 1.0, 20: 2.0, 30: 1.5, 40: 1.7, 50: 1.8}, 1, mode="max")
-    assert committed_steps(str(tmp_path / "checkpoints")) == [50, 20]
+    assert saved(tmp_path, {10: 1.0, 20: 2.0, 30: 1.5, 40: 1.7, 50: 1.8}, 1, mode="max") == [50, 20]
     assert inspect.best_saved_step(str(tmp_path)) == 20
 
 
@@ -62,15 +62,14 @@ def test_without_a_policy_there_is_no_best(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["checkpoints/step-00000010", "checkpoints", ""])
 def test_a_checkpoint_is_copied_and_another_run_goes_on_from_it(tmp_path: Path, name: str) -> None:
     saved(tmp_path / "a", {10: None, 20: None}, 2)
-    assert inspect.copy_to_run(str(tmp_path / "a" / name), str(tmp_path / "b"), None) == (10 if "step" in name else 20)
-    [step] = committed_steps(str(tmp_path / "b" / "checkpoints"))
-    verify(str(tmp_path / "b" / "checkpoints"), step)
-    state = State(-1)
-    restored = restore(str(tmp_path / "b" / "checkpoints"), SingleHost(), IDENTITY, state.accept, print)
-    assert restored.manifest.step == step
+    target, step, state = tmp_path / "b" / "checkpoints", 10 if "step" in name else 20, State(-1)
+    assert inspect.copy_to_run(str(tmp_path / "a" / name), str(target.parent), None) == step
+    assert committed_steps(str(target)) == [step]
+    verify(str(target), step)
+    assert restore(str(target), SingleHost(), IDENTITY, state.accept, print).manifest.step == step
     assert state.is_of(step)
     with pytest.raises(BadInput, match="has checkpoints already"):
-        inspect.copy_to_run(str(tmp_path / "a"), str(tmp_path / "b"), 10)
+        inspect.copy_to_run(str(tmp_path / "a"), str(target.parent), 10)
 
 
 def test_a_failed_copy_leaves_nothing(tmp_path: Path) -> None:
@@ -102,42 +101,6 @@ def test_any_flipped_byte_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 RUN = "gs://bucket/runs/r"
 FOLDER = f"{RUN}/checkpoints"
-TOKENIZER = {
-    "added_tokens": [{"id": 0, "content": "[MASK]", "special": True}, {"id": 1, "content": "<pad>", "special": True}],
-    "model": {"vocab": {"a": 2}},
-}
-CONFIG = {
-    "model": {"name": "bert-tiny"},
-    "data": {"train": "gs://bucket/data", "tokenizer": "gs://bucket/tokenizer"},
-    "train": {"steps": 9, "global_batch_size": 8},
-    "output": "gs://bucket/runs",
-}
-
-
-class ModelState(State):
-    """Tensors that can be exported as a model."""
-
-    def __init__(self, step: int) -> None:
-        weight, moment = np.full((3, 128), step, np.float32), np.full(7, -step, np.float32)
-        self.values = {"model/bert.embeddings.word_embeddings.weight": weight, "adam_m/x": moment}
-
-
-def save(*steps: int) -> None:
-    saver = host_writer(FOLDER, config=TrainerConfig.model_validate(CONFIG).canonical())
-    for step in steps:
-        saver.save(step, ModelState(step).layout(), ModelState(step).copy, {"first_loss": 1.5})
-    saver.wait()
-
-
-class Patient(SingleHost):
-    """Notes how long the hosts would wait for each other."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float | None] = {}
-
-    def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
-        self.seconds[name] = seconds
-        return [payload]
 
 
 def test_hosts_wait_for_each_other_longer_than_storage_for_a_part(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,16 +108,17 @@ def test_hosts_wait_for_each_other_longer_than_storage_for_a_part(gcs: Any, monk
     monkeypatch.setattr(bucket, "timeouts", replace(bucket.timeouts, rate=0.5))
     part = sum(value.nbytes for value in State(0).values.values())
     slowest = bucket.timeouts.deadline + part / 0.5
-    hosts = Patient()
+    hosts = Mock(wraps=SingleHost())
     save_step(host_writer(FOLDER, rendezvous=hosts, meeting_seconds=30), 10)
     restore(FOLDER, hosts, IDENTITY, State(0).accept, lambda warning: None, meeting_seconds=30)
-    for name in ("checkpoint 10", "restore 10"):
-        assert (hosts.seconds[name] or 0) >= 30 + slowest, name
-    hosts.seconds.clear()
     storage.write(f"{FOLDER}/step-00000010/manifest.json", b"damaged for this host")
     with pytest.raises(BadInput):
         restore(FOLDER, hosts, IDENTITY, State(0).accept, lambda warning: None, meeting_seconds=30)
-    assert (hosts.seconds["restore 10"] or 0) >= 30 + slowest, "the others read it meanwhile"
+    waits = [(name, seconds) for name, _, *seconds in (call.args for call in hosts.meet.mock_calls)]
+    for name, times in (("checkpoint 10", 1), ("restore 10", 2)):  # the others read what is damaged for this host
+        long = [seconds for other, seconds in waits if other == name]
+        assert len(long) == times
+        assert all(seconds >= 30 + slowest for [seconds] in long)
 
 
 def test_the_claim_says_that_there_is_no_such_bucket(gcs: Any) -> None:
@@ -164,18 +128,18 @@ def test_the_claim_says_that_there_is_no_such_bucket(gcs: Any) -> None:
     assert json.loads(storage.read(f"{RUN}/attempts/attempt-0000.t.json")) == {"hosts": ["a"], "after": []}
 
 
-def test_a_checkpoint_becomes_a_model_folder(gcs: Any) -> None:
-    storage.write("gs://bucket/tokenizer/tokenizer.json", json.dumps(TOKENIZER).encode())
-    save(10, 20)
-    assert export.export_checkpoint(RUN, "gs://bucket/model") == 20
+def test_a_checkpoint_becomes_a_model_folder(gcs: Any, tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    runs.train("r", 0, train__steps=20)
+    assert export.export_checkpoint(str(runs.path("r")), "gs://bucket/model") == 20
     config = json.loads(storage.read("gs://bucket/model/config.json"))
-    assert (config["model_type"], config["vocab_size"], config["pad_token_id"]) == ("bert", 3, 1)
-    weights = decode(storage.read("gs://bucket/model/model.safetensors"))
-    assert list(weights) == ["bert.embeddings.word_embeddings.weight"]
-    assert storage.read("gs://bucket/model/tokenizer.json") == json.dumps(TOKENIZER).encode()
-    assert export.export_checkpoint(RUN, "gs://bucket/model10", step=10) == 10
+    assert (config["model_type"], config["vocab_size"], config["pad_token_id"]) == ("bert", small_runs.VOCABULARY, 3)
+    assert list(decode(storage.read("gs://bucket/model/model.safetensors"))) == ["w"]
+    tokenizer = (tmp_path / "tokenizer" / "tokenizer.json").read_bytes()
+    assert storage.read("gs://bucket/model/tokenizer.json") == tokenizer
+    assert export.export_checkpoint(str(runs.path("r")), "gs://bucket/model10", step=10) == 10
     with pytest.raises(BadInput, match="no committed step 15; it has 20, 10"):
-        export.export_checkpoint(RUN, "gs://bucket/model", step=15)
+        export.export_checkpoint(str(runs.path("r")), "gs://bucket/model", step=15)
 
 
 @pytest.mark.parametrize(("method", "path"), [("DELETE", ""), ("GET", "/o")], ids=["deletion", "listing"])

@@ -16,9 +16,8 @@ from training import storage
 from training.checkpoint import format as form
 from training.checkpoint.config import CheckpointSection, are_minutes_over, is_step_due
 from training.checkpoint.format import Manifest, Part, StoredSlice, StoredTensor, dump_manifest, load_manifest
-from training.checkpoint.reader import Choose, load_tensors, require_identity
+from training.checkpoint.reader import Choose, load_tensors
 from training.checkpoint.tensors import Damaged, Slice, TensorSpec, decode, encode, partition_error, whole
-from training.errors import BadInput
 
 HALVES = (StoredSlice(0, Slice((0, 0), (3, 2))), StoredSlice(0, Slice((3, 0), (1, 2))))
 WEIGHTS = StoredTensor(TensorSpec("F32", (4, 2), 32), HALVES)
@@ -105,12 +104,6 @@ def test_a_snapshot_written_in_place_is_a_safetensors_file(sizes: dict[str, Tens
 def test_what_is_no_safetensors_file_is_damaged(data: bytes) -> None:
     with pytest.raises(Damaged):
         decode(data)
-
-
-def test_identities_differ_by_name_and_both_values() -> None:
-    told = r"undo the change:\n  a: the checkpoint has 2, this run 3\n  b: the checkpoint has None, this run 4$"
-    with pytest.raises(BadInput, match=told):
-        require_identity("runs", replace(MANIFEST, identity={"seed": 1, "a": 2}), {"seed": 1, "a": 3, "b": 4})
 
 
 @given(st.sets(st.integers(1, 100)), st.integers(1, 5), st.none() | st.integers(1, 20))

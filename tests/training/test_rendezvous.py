@@ -1,5 +1,6 @@
 """Hosts meet and sum gradients on loopback, and learn in time if one is missing, lost, stuck, or of another attempt."""
 
+import contextlib
 import errno
 import json
 import os
@@ -9,25 +10,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from tests.processes import ROOT, free_port
+from tests.processes import ROOT, free_port, wait_until
+from tests.training.test_protocol_fuzz import streams
+from tests.training.test_server_protocol import OWN
 from training.distributed import handshake as handshakes
 from training.distributed.cluster import SECRET_VARIABLE, Cluster, discover
-from training.distributed.handshake import HostCredentials, Identity, host_credentials
-from training.distributed.messages import HOST_BYTES, LineBuffer, encode
+from training.distributed.handshake import Identity, host_credentials
+from training.distributed.messages import HOST_BYTES, SERVER_BYTES, LineBuffer, encode
 from training.distributed.rendezvous_server import RendezvousServer, _Peer
 from training.distributed.server_protocol import _Sender
 from training.distributed.tcp_allreduce import TcpAllReduce
 from training.errors import BadInput, Exit, LostPeer, TrainError
 from training.machine import Machine
 
-# A host: does what its arguments say, then exits as `tpu-train` does.
+# A host: runs lines of Python, then exits as `tpu-train` does.
 PROGRAM = """
-import ctypes, json, os, sys, threading, time
+import ctypes, functools, json, os, sys, threading, time
 import numpy as np
 from training.distributed import rendezvous
 from training.distributed.tcp_allreduce import TcpAllReduce
@@ -38,6 +42,19 @@ from training.distributed.rendezvous import join
 from training.distributed.shutdown import ShutdownRequest
 code, why, meeting = 1, "", None
 rendezvous.STOP_PATIENCE = rendezvous.WITHOUT_LOCK_SECONDS = 1.0
+say = functools.partial(print, flush=True)
+def meet(name):
+    say(json.dumps(meeting.meet(name, {"from": os.environ["TPU_WORKER_ID"]})))
+def sleep(seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        meeting.check()
+        time.sleep(0.01)
+def connect():
+    global exchange
+    exchange = TcpAllReduce(discover(), meeting, 20)
+def total(*numbers):
+    say(exchange.sum(np.array(numbers, np.float32)).tolist())
 try:
     stopping = ShutdownRequest()
     if os.environ.get("ASKED"):
@@ -45,39 +62,16 @@ try:
     start, seconds = (float(os.environ.get(name, "20")) for name in ("START", "WAIT"))
     meeting = join(discover(), stopping, RendezvousSection(start_seconds=start, seconds=seconds, lost_seconds=3))
     for line in sys.argv[1:]:
-        what, _, rest = line.partition(" ")
-        if what == "meet":
-            print(json.dumps(meeting.meet(rest, {"from": os.environ["TPU_WORKER_ID"]})), flush=True)
-        elif what == "phase":
-            meeting.set_phase(rest)
-        elif what == "say":
-            print(rest, flush=True)
-        elif what == "sleep":
-            deadline = time.monotonic() + float(rest)
-            while time.monotonic() < deadline:
-                meeting.check()
-                time.sleep(0.01)
-        elif what == "hang":
-            time.sleep(float(rest))
-        elif what == "limit":
-            limit, held = rest.split()
-            meeting.set_phase("loading the framework")
-            with meeting.limit("opening the devices", float(limit)):
-                (ctypes.PyDLL if held == "holding" else ctypes.CDLL)(None).sleep(60)  # PyDLL keeps the GIL
-        elif what == "fail":
-            raise TrainError(rest)
-        elif what == "connect":
-            exchange = TcpAllReduce(discover(), meeting, 20)
-        elif what == "sum":
-            print(json.dumps(exchange.sum(np.array(json.loads(rest), np.float32)).tolist()), flush=True)
+        exec(line)
     code = 0
 except TrainError as error:
     code, why = error.exit_code, str(error)
-    print("error:", error, flush=True)
+    say("error:", error)
 if meeting:
     meeting.close(code, why)
 os._exit(code)
 """
+OPEN, MEET, NOW, MEET_END = "say('open')", "meet('start')", "say('now')", "meet('end')"
 
 
 class Hosts:
@@ -96,44 +90,38 @@ class Hosts:
         self.started.append(process)
         return process
 
-    def close(self) -> None:
-        for process in self.started:
-            process.kill()
-            process.wait()
 
-
-def end(process: subprocess.Popen[str], code: int = 0, seconds: float = 20) -> str:
+def end(process: subprocess.Popen[str], code: int = 0) -> str:
     """Waits for the end of a host, which must be with this exit code. Returns what it printed."""
-    text, _ = process.communicate(timeout=seconds)
+    text, _ = process.communicate(timeout=20)
     assert process.returncode == code, text
     return text
 
 
 def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
-    for line in process.stdout:
-        if text in line:
-            return
-    raise AssertionError(f"ended before it said {text!r}")
+    assert any(text in line for line in process.stdout), f"ended before it said {text!r}"
 
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     hosts = Hosts()
     yield hosts
-    hosts.close()
+    for process in hosts.started:
+        process.kill()
+        process.wait()
 
 
 def test_all_hosts_get_all_payloads_in_worker_order(hosts: Hosts) -> None:
-    late = [hosts.start(worker, 3, "meet start", "meet end") for worker in (2, 1)]
+    late = [hosts.start(worker, 3, MEET, MEET_END) for worker in (2, 1)]
     time.sleep(0.5)
-    for process in (hosts.start(0, 3, "meet start", "meet end"), *late):
+    for process in (hosts.start(0, 3, MEET, MEET_END), *late):
         lines = end(process).splitlines()
         assert [json.loads(line) for line in lines] == [[{"from": str(worker)} for worker in range(3)]] * 2
 
 
 def test_a_missing_host_is_named_with_its_last_phase(hosts: Hosts) -> None:
-    waiting = [hosts.start(worker, 3, "meet start", "meet checkpoint 40", WAIT="2") for worker in (0, 1)]
-    hosts.start(2, 3, "meet start", "phase step 39", "sleep 30")
+    waiting = [hosts.start(worker, 3, MEET, "meet('checkpoint 40')", WAIT="2") for worker in (0, 1)]
+    hosts.start(2, 3, MEET, "meeting.set_phase('step 39')", "sleep(30)")
     for process in waiting:
         text = end(process, Exit.LOST_PEER)
         assert "rendezvous 'checkpoint 40': not all hosts arrived within 2 s: host 2 was last heard of" in text
@@ -141,78 +129,86 @@ def test_a_missing_host_is_named_with_its_last_phase(hosts: Hosts) -> None:
 
 
 def test_without_host_0_the_others_give_up(hosts: Hosts) -> None:
-    text = end(hosts.start(1, 2, "meet start", START="1"), Exit.LOST_PEER)
+    text = end(hosts.start(1, 2, MEET, START="1"), Exit.LOST_PEER)
     assert f"host 0 (127.0.0.1:{hosts.port}) did not accept this host (worker 1) within 1 s" in text
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_killed_host_ends_all_others_at_once(hosts: Hosts, victim: int) -> None:
-    lines = ("meet start", "phase step 7", "say here", "sleep 1.5", "say now", "sleep 30")
-    processes = [hosts.start(worker, 3, *lines) for worker in range(3)]
+HANG = "time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("victim", "count", "before", "last", "victims_last"),
+    [
+        *((victim, 3, [], "sleep(30)", "sleep(30)") for victim in range(3)),
+        (1, 2, [], HANG, "sleep(60)"),
+        *((victim, 2, ["connect()", "total(1)"], "total(1)", HANG) for victim in range(2)),
+    ],
+    ids=["host 0", "host 1", "host 2", "of a stuck one", "host 0 in a sum", "host 1 in a sum"],
+)
+def test_a_killed_host_ends_all_others_at_once(
+    hosts: Hosts, victim: int, count: int, before: list[str], last: str, victims_last: str
+) -> None:
+    lines = (MEET, *before, "meeting.set_phase('step 7')", "sleep(1.5)", NOW)
+    ends = [victims_last if worker == victim else last for worker in range(count)]
+    processes = [hosts.start(worker, count, *lines, ends[worker]) for worker in range(count)]
     for process in processes:
         wait_for_line(process, "now")
-    processes[victim].send_signal(signal.SIGKILL)
+    processes.pop(victim).send_signal(signal.SIGKILL)
     killed = time.monotonic()
-    for worker, process in enumerate(processes):
-        if worker != victim:
-            text = end(process, Exit.LOST_PEER)
-            assert time.monotonic() - killed < 10
-            assert f"host {victim} is gone: its connection broke in phase 'step 7'" in text
-
-
-def test_a_stuck_host_is_ended_when_a_peer_dies(hosts: Hosts) -> None:
-    stuck = hosts.start(0, 2, "meet start", "say now", "hang 60")
-    other = hosts.start(1, 2, "meet start", "say now", "sleep 60")
-    wait_for_line(stuck, "now")
-    wait_for_line(other, "now")
-    other.kill()
-    assert "host 1 is gone" in end(stuck, Exit.LOST_PEER, 10)
+    for process in processes:
+        text = end(process, Exit.LOST_PEER)
+        assert time.monotonic() - killed < 10
+        assert f"host {victim} is gone: its connection broke in phase 'step 7'" in text
 
 
 def test_a_host_of_an_earlier_attempt_is_refused_and_disturbs_no_other(hosts: Hosts) -> None:
-    first = hosts.start(0, 2, "say open", "meet start", "meet end", TPU_LAUNCH_ATTEMPT="1")
+    first = hosts.start(0, 2, OPEN, MEET, MEET_END, TPU_LAUNCH_ATTEMPT="1")
     wait_for_line(first, "open")
-    text = end(hosts.start(1, 2, "meet start", TPU_LAUNCH_ATTEMPT="0"), Exit.FAILED)
+    text = end(hosts.start(1, 2, MEET, TPU_LAUNCH_ATTEMPT="0"), Exit.FAILED)
     assert "host 0 is in attempt 1 of run 'run', this host in attempt 0" in text
-    second = hosts.start(1, 2, "meet start", "meet end", TPU_LAUNCH_ATTEMPT="1")
+    second = hosts.start(1, 2, MEET, MEET_END, TPU_LAUNCH_ATTEMPT="1")
     end(first)
     end(second)
 
 
 def test_a_host_waits_while_an_old_attempt_still_holds_the_port(hosts: Hosts) -> None:
-    old = hosts.start(0, 2, "say open", "sleep 1", "fail over", TPU_LAUNCH_ATTEMPT="0")
+    old = hosts.start(0, 2, OPEN, "sleep(1)", "raise TrainError('over')", TPU_LAUNCH_ATTEMPT="0")
     wait_for_line(old, "open")
-    early = hosts.start(1, 2, "meet start", TPU_LAUNCH_ATTEMPT="1")
+    early = hosts.start(1, 2, MEET, TPU_LAUNCH_ATTEMPT="1")
     end(old, Exit.FAILED)
-    new = hosts.start(0, 2, "meet start", TPU_LAUNCH_ATTEMPT="1")
+    new = hosts.start(0, 2, MEET, TPU_LAUNCH_ATTEMPT="1")
     end(early)
     end(new)
 
 
 def test_a_host_asked_to_stop_at_the_start_waits_for_others_only_briefly(hosts: Hosts) -> None:
-    assert "waiting for host 0" in end(hosts.start(1, 2, "meet start", ASKED="0.5"), Exit.SAVED)
-    both = [hosts.start(worker, 3, "meet start", ASKED="0.5") for worker in (0, 1)]
+    assert "waiting for host 0" in end(hosts.start(1, 2, MEET, ASKED="0.5"), Exit.SAVED)
+    both = [hosts.start(worker, 3, MEET, ASKED="0.5") for worker in (0, 1)]
     for process in both:  # the third never comes; the first to leave ends the other
         assert "nothing is lost" in end(process, Exit.SAVED)
 
 
 def test_a_port_in_use_is_named(hosts: Hosts) -> None:
     with socket.create_server(("127.0.0.1", hosts.port)):
-        text = end(hosts.start(0, 2, "meet start"), Exit.FAILED)
+        text = end(hosts.start(0, 2, MEET), Exit.FAILED)
     assert f"port {hosts.port} on 127.0.0.1 is in use" in text
 
 
-@pytest.mark.parametrize("lock", ["releasing", "holding"])
+@pytest.mark.parametrize("library", ["CDLL", "PyDLL"], ids=["releasing the lock", "holding the lock"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_blocking_framework_ends_its_process_in_time_with_stack_traces(hosts: Hosts, count: int, lock: str) -> None:
-    processes = [hosts.start(worker, count, "meet start", f"limit 1 {lock}") for worker in range(count)]
+def test_a_blocking_framework_ends_its_process_in_time_with_stack_traces(
+    hosts: Hosts, count: int, library: str
+) -> None:
+    block = f"with meeting.limit('opening the devices', 1): ctypes.{library}(None).sleep(60)"
+    lines = (MEET, "meeting.set_phase('loading the framework')", block)
+    processes = [hosts.start(worker, count, *lines) for worker in range(count)]
     ended = [process.communicate(timeout=20)[0] for process in processes]
     codes = {process.returncode for process in processes}
     assert Exit.FAILED in codes, ended
     assert codes <= {Exit.FAILED, Exit.LOST_PEER}, ended  # the first to leave ends the other
     stacks = [text for text in ended if "most recent call first" in text]
     assert stacks, ended
-    if lock == "releasing":
+    if library == "CDLL":
         assert any("opening the devices took longer than 1 s" in text and "doctor --devices" in text for text in stacks)
         assert count == 1 or any("loading the framework" in text for text in stacks)
 
@@ -222,24 +218,10 @@ def test_all_hosts_sum_in_worker_order(hosts: Hosts, numbers: tuple[float, ...],
     """In single precision 1e8 + 1 is 1e8: the order shows."""
     processes = []
     for worker, number in reversed(list(enumerate(numbers))):
-        lines = ("connect", f"sum [{number}, {worker}, 2.5]", "sum [1]", "meet end")
+        lines = ("connect()", f"total({number}, {worker}, 2.5)", "total(1)", MEET_END)
         processes.append(hosts.start(worker, 3, *lines))
     for process in processes:
         assert [json.loads(line) for line in end(process).splitlines()[:2]] == [[total, 3, 7.5], [3]]
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, victim: int) -> None:
-    lines = ("connect", "phase step 7", "sum [1]", "sleep 1.5", "say now")
-    last = ["hang 60" if worker == victim else "sum [1]" for worker in (0, 1)]
-    processes = [hosts.start(worker, 2, *lines, last[worker]) for worker in (0, 1)]
-    for process in processes:
-        wait_for_line(process, "now")
-    processes[victim].send_signal(signal.SIGKILL)
-    killed = time.monotonic()
-    text = end(processes[1 - victim], Exit.LOST_PEER)
-    assert time.monotonic() - killed < 20
-    assert f"host {victim} is gone: its connection broke in phase 'step 7'" in text
 
 
 def test_another_host_0_at_the_gradient_exchange_is_a_lost_peer() -> None:
@@ -248,33 +230,33 @@ def test_another_host_0_at_the_gradient_exchange_is_a_lost_peer() -> None:
         TcpAllReduce(Cluster(1, ("127.0.0.1", "127.0.0.1")), Mock(**gone), 5)
 
 
-SECRET = b"the secret of the attempt"
 LOST_SECONDS = 5.0
+TWO = Cluster(0, ("127.0.0.1",) * 2, run_id="r", secret=OWN.secret)
 
 
 class Host:
     """A connection that host 0 has let in."""
 
-    def __init__(self, port: int, worker: int) -> None:
+    def __init__(self, port: int, worker: int, exchange: bool = False) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
-        own = HostCredentials(Identity("run", 1, 3), SECRET)
-        assert not isinstance(handshakes.perform_handshake(self.socket, own, worker, 10), handshakes.Refusal)
+        own = replace(OWN, identity=replace(OWN.identity, exchange=exchange))
+        self._lines = handshakes.perform_handshake(self.socket, own, worker, 10)
+        assert isinstance(self._lines, LineBuffer)
+        self._lines.limit = SERVER_BYTES
         self.socket.settimeout(20)
-        self._unread = b""
 
-    def arrive(self, name: str, payload: Any = None) -> None:
-        self.socket.sendall(encode({"arrive": name, "payload": payload, "seconds": 60}))
+    def send(self, **message: Any) -> None:
+        self.socket.sendall(encode(message))
 
-    def read(self, kind: str) -> dict[str, Any]:
+    def read(self) -> dict[str, Any]:
+        """Returns the next message that is no news."""
+        data = b""
         while True:
-            while b"\n" in self._unread:
-                line, self._unread = self._unread.split(b"\n", 1)
-                message: dict[str, Any] = json.loads(line)
-                if kind in message:
+            for line in self._lines.feed(data):
+                if "news" not in (message := json.loads(line)):
                     return message
             data = self.socket.recv(1 << 20)
             assert data, "host 0 has closed the connection"
-            self._unread += data
 
 
 @pytest.fixture
@@ -284,8 +266,7 @@ def port() -> int:
 
 @pytest.fixture
 def server(port: int) -> Iterator[RendezvousServer]:
-    cluster = Cluster(0, ("127.0.0.1",) * 3, None, "run", 1, port, secret=SECRET)
-    server = RendezvousServer(cluster, LOST_SECONDS)
+    server = RendezvousServer(Cluster(0, ("127.0.0.1",) * 3, None, "run", 1, port, secret=OWN.secret), LOST_SECONDS)
     yield server
     server.close(0)
 
@@ -303,12 +284,12 @@ def test_a_host_that_reads_nothing_delays_no_other_and_is_lost(server: Rendezvou
     large = "x" * 3_900_000
     began = time.monotonic()
     for host in peers:
-        host.arrive("parts", [host.socket.fileno(), large])
+        host.send(arrive="parts", payload=[host.socket.fileno(), large], seconds=60)
     for host in peers[1:]:
-        assert [payload[1] == large for payload in host.read("complete")["payloads"]] == [True] * 3
+        assert [payload[1] == large for payload in host.read()["payloads"]] == [True] * 3
     assert 0 in server._protocol.workers, "its time is not over: the others did not wait for it"
     for host in peers[1:]:
-        assert "host 0 is gone" in host.read("lost")["lost"]
+        assert "host 0 is gone" in host.read()["lost"]
     assert time.monotonic() - began < LOST_SECONDS + 10
 
 
@@ -326,17 +307,16 @@ def test_when_the_servers_thread_ends_all_hosts_notice_at_once(
 
 def test_an_error_closes_one_host(server: RendezvousServer, peers: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server._protocol.state, "set_phase", Mock(side_effect=ZeroDivisionError("a bug")))
-    peers[1].socket.sendall(encode({"phase": "x"}))
+    peers[1].send(phase="x")
     for host in (peers[0], peers[2]):
-        assert "host 1 is gone" in host.read("lost")["lost"]
+        assert "host 1 is gone" in host.read()["lost"]
 
 
 def test_without_room_for_a_connection_the_oldest_pending_one_is_closed() -> None:
-    cluster = Cluster(0, ("127.0.0.1", "127.0.0.1"), run_id="r", secret=SECRET)
     machine = Machine(network=Mock(), threads=Mock(), clock=Mock(monotonic=Mock(return_value=0.0)))
     sockets = [Mock(send=len), Mock(send=len)]
     full = OSError(errno.EMFILE, "too many open files")
-    server = RendezvousServer(cluster, 4.0, machine)
+    server = RendezvousServer(TWO, 4.0, machine)
     server._listener.accept.side_effect = [*((socket, None) for socket in sockets), *[full] * 3]
     for place in range(2):
         server._accept()
@@ -344,6 +324,32 @@ def test_without_room_for_a_connection_the_oldest_pending_one_is_closed() -> Non
     machine.clock.sleep.assert_not_called()
     server._accept()
     machine.clock.sleep.assert_called_once()  # it must not spin
+
+
+def test_unknown_peers_leak_nothing_and_keep_no_host_out(
+    server: RendezvousServer, peers: list[Host], port: int
+) -> None:
+    files, strangers = len(os.listdir("/proc/self/fd")), list[socket.socket]()
+    for number, stream in enumerate(streams(5, 1000)):
+        stranger = socket.create_connection(("127.0.0.1", port), timeout=10)
+        with contextlib.suppress(OSError):  # host 0 has closed it
+            stranger.sendall(stream)
+            if number % 3 == 0:  # a reset instead of an end
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        strangers.append(stranger)
+        if number % 5:
+            strangers.pop(0).close()
+    exchange = [Host(port, worker, exchange=True).socket for worker in (1, 1, 2)]  # the first broke, and came back
+    taken = server.take_exchange(10)
+    for host, own_end in zip(exchange[1:], taken, strict=True):
+        host.sendall(b"gradients")
+        assert own_end.recv(9) == b"gradients"
+    for peer in peers:
+        peer.send(arrive="start", payload=None, seconds=10)
+    assert [peer.read()["payloads"] for peer in peers] == [[None] * 3] * 3
+    for connection in (*exchange, *taken, *strangers):
+        connection.close()
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files)
 
 
 def test_several_hosts_without_a_secret_are_refused_in_one_line() -> None:
@@ -359,30 +365,23 @@ def test_a_short_secret_is_refused_and_no_message_shows_one() -> None:
     environment = {"TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2", SECRET_VARIABLE: "short"}
     with pytest.raises(BadInput, match="5 characters; it must be random, with at least 16"):
         discover(environment)
-    cluster = discover({**environment, SECRET_VARIABLE: f"{SECRET.decode()}\n"})
-    assert cluster.secret == SECRET, "the end of a file's line does not count"
-    assert SECRET.decode() not in repr((cluster, host_credentials(cluster)))
+    cluster = discover({**environment, SECRET_VARIABLE: f"{OWN.secret.decode()}\n"})
+    assert cluster.secret == OWN.secret, "the end of a file's line does not count"
+    assert OWN.secret.decode() not in repr((cluster, host_credentials(cluster)))
 
 
-@pytest.mark.parametrize(
-    ("last_words", "why_lost"),
-    [
-        (encode({"goodbye": 0, "reason": "", "overdue": False}), None),
-        (b"", "host 1 is gone: its connection broke in phase 'connected'"),
-    ],
-)
-def test_a_host_is_lost_unless_it_said_goodbye(last_words: bytes, why_lost: str | None) -> None:
+@pytest.mark.parametrize("says_goodbye", [True, False])
+def test_a_host_is_lost_unless_it_said_goodbye(says_goodbye: bool) -> None:
     """Host 0 sends to a host that closed its connection after its last words: the socket got a reset."""
-    received = [data for data in (last_words,) if data]
+    received = [encode({"goodbye": 0, "reason": "", "overdue": False})] * says_goodbye
     reset: Any = Mock(send=Mock(side_effect=ConnectionResetError))
     reset.recv.side_effect = [*received, ConnectionResetError]
-    cluster = Cluster(0, ("127.0.0.1", "127.0.0.1"), run_id="r", secret=SECRET)
-    server = RendezvousServer(cluster, 4.0, Machine(network=Mock(), threads=Mock()))
-    protocol = server._protocol
+    server = RendezvousServer(TWO, 4.0, Machine(network=Mock(), threads=Mock()))
+    protocol, peer = server._protocol, _Peer(reset)
     assert protocol.state.connect(1, Identity("r", 0, 2), 0.0) is None
-    peer = _Peer(reset)
     protocol._peers[peer], protocol._connections[1] = _Sender(LineBuffer(HOST_BYTES), "", 0.0, worker=1), peer
     server._connections[peer] = None
     server._perform([(peer, b"news\n")])
     assert server._connections == {}
-    assert protocol.state.lost == why_lost
+    lost = None if says_goodbye else "host 1 is gone: its connection broke in phase 'connected'"
+    assert protocol.state.lost == lost

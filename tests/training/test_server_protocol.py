@@ -21,9 +21,10 @@ from training.distributed.server_protocol import (
 )
 
 
-def state_of(hosts: int) -> BarrierState:
-    state = BarrierState(Identity("run", 0, hosts))
-    for worker in range(hosts):
+def state_of(hosts: int, connected: int | None = None, attempt: int = 0) -> BarrierState:
+    """A state of some hosts, of which all or the first few have connected."""
+    state = BarrierState(Identity("run", attempt, hosts))
+    for worker in range(hosts if connected is None else connected):
         assert state.connect(worker, state.identity, 0.0) is None
     return state
 
@@ -38,18 +39,14 @@ def test_a_repeated_arrival_counts_once_with_its_first_payload() -> None:
 
 
 def test_the_time_out_names_missing_hosts_and_their_last_phases() -> None:
-    state = BarrierState(Identity("run", 0, 3))
-    for worker in (0, 1):
-        state.connect(worker, state.identity, 0.0)
+    state = state_of(3, connected=2)
     state.set_phase(1, "step 39", 5.0)
     state.arrive(0, "checkpoint 40", None, 10, 6.0)
     assert state.check_deadlines(15.9) == []
-    messages = state.check_deadlines(16.0)
-    assert {worker for worker, _ in messages} == {0, 1}
-    message = messages[0][1]["lost"]
-    assert "'checkpoint 40'" in message
-    assert "host 1 was last heard of 11 s ago in phase 'step 39'" in message
-    assert "host 2 never connected" in message
+    (first, message), (second, _) = state.check_deadlines(16.0)
+    assert {first, second} == {0, 1}
+    missing = "host 1 was last heard of 11 s ago in phase 'step 39'; host 2 never connected"
+    assert message["lost"] == f"rendezvous 'checkpoint 40': not all hosts arrived within 10 s: {missing}"
 
 
 def test_later_arrivals_do_not_move_the_deadline_of_a_barrier() -> None:
@@ -61,15 +58,16 @@ def test_later_arrivals_do_not_move_the_deadline_of_a_barrier() -> None:
 
 
 def test_hosts_of_another_run_attempt_or_size_are_refused() -> None:
-    state = BarrierState(Identity("run", 1, 2))
-    refusal = Refusal("host 0 is in run 'run', this host in run 'other'", False)
-    assert state.connect(0, Identity("other", 1, 2), 0.0) == refusal
-    stale = state.connect(0, Identity("run", 0, 2), 0.0)
-    assert "attempt 1" in stale.reason
-    assert stale.final
-    early = state.connect(0, Identity("run", 2, 2), 0.0)
-    assert not early.final  # host 0 of that attempt may be about to start
-    assert state.connect(0, Identity("run", 1, 4), 0.0) is not None
+    state = state_of(2, connected=0, attempt=1)
+    for other, why, final in (
+        (Identity("other", 1, 2), "host 0 is in run 'run', this host in run 'other'", False),
+        (Identity("run", 0, 2), "host 0 is in attempt 1 of run 'run', this host in attempt 0", True),
+        (Identity("run", 2, 2), "attempt 1", False),  # host 0 of that attempt may be about to start
+        (Identity("run", 1, 4), "host 0 expects 2 hosts, this host was configured for 4", True),
+    ):
+        refusal = state.connect(0, other, 0.0)
+        assert why in refusal.reason
+        assert refusal.final == final
     assert state.connect(0, state.identity, 0.0) is None
     assert "already" in str(state.connect(0, state.identity, 0.0))
 
@@ -77,11 +75,9 @@ def test_hosts_of_another_run_attempt_or_size_are_refused() -> None:
 def test_a_broken_connection_ends_the_attempt_for_all() -> None:
     state = state_of(3)
     state.set_phase(2, "step 7", 1.0)
-    messages = state.disconnect(2)
-    assert [worker for worker, _ in messages] == [0, 1]
-    assert "host 2 is gone" in messages[0][1]["lost"]
-    assert "step 7" in messages[0][1]["lost"]
-    assert state.arrive(0, "later", None, 10, 2.0) == [(0, {"lost": state.lost, "code": 76})]
+    message = {"lost": "host 2 is gone: its connection broke in phase 'step 7'", "code": 76}
+    assert state.disconnect(2) == [(0, message), (1, message)]
+    assert state.arrive(0, "later", None, 10, 2.0) == [(0, message)]
     assert state.connect(2, state.identity, 3.0) is None, "a host that comes late is told why the attempt is over"
     assert "already" in str(state.connect(1, state.identity, 3.0))
 
@@ -144,8 +140,7 @@ def test_a_barrier_has_one_answer_and_a_lost_attempt_stays_lost(history: list[tu
 
 def test_many_missing_hosts_are_all_named_in_a_short_message() -> None:
     """It goes to every host and into every log."""
-    state = BarrierState(Identity("run", 0, 512))
-    state.connect(0, state.identity, 0.0)
+    state = state_of(512, connected=1)
     state.arrive(0, "start", None, 10, 0.0)
     [(_, message)] = state.check_deadlines(10.0)
     assert "host 1 never connected; host 2 never connected" in message["lost"]
@@ -154,16 +149,16 @@ def test_many_missing_hosts_are_all_named_in_a_short_message() -> None:
 
 
 OWN = HostCredentials(Identity("run", 1, 3), b"the secret of the attempt")
+ARRIVAL = {"arrive": "start", "payload": None, "seconds": 10}
 
 
 class Meeting:
-    """Host 0's side, with the bytes sent on each connection."""
+    """Host 0's side, with the bytes sent on each connection. `hosts`: the connections of those that joined first."""
 
-    def __init__(self, own: HostCredentials = OWN) -> None:
-        self.own = own
-        self.server = ServerProtocol(own)
-        self.sent: dict[int, list[bytes | HandOver | None]] = {}
-        self._opened = 0
+    def __init__(self, own: HostCredentials = OWN, joined: int = 0) -> None:
+        self.own, self.server = own, ServerProtocol(own)
+        self.sent: list[list[bytes | HandOver | None]] = []
+        self.hosts = [self.join(worker)[0] for worker in range(joined)]
 
     def perform(self, actions: Actions) -> Actions:
         for connection, data in actions:
@@ -171,14 +166,17 @@ class Meeting:
         return actions
 
     def open(self, now: float = 0.0) -> int:
-        connection, self._opened = self._opened, self._opened + 1
-        self.sent[connection] = []
-        self.perform(self.server.opened(connection, now))
-        return connection
+        self.sent.append([])
+        self.perform(self.server.opened(len(self.sent) - 1, now))
+        return len(self.sent) - 1
 
     def send(self, connection: int, *posts: Any, now: float = 0.0) -> Actions:
         data = b"".join(post if isinstance(post, bytes) else encode(post) for post in posts)
         return self.perform(self.server.received(connection, data, now))
+
+    def hello(self, connection: int) -> bytes:
+        """Returns the hello of host 1 on an open connection."""
+        return ClientHandshake(OWN, 1, make_nonce()).answer_challenge(self.line(connection, 0))
 
     def join(self, worker: int, own: HostCredentials | None = None) -> tuple[int, Refusal | None]:
         """Opens a connection and performs the handshake. Returns the connection and host 0's refusal, if any."""
@@ -201,11 +199,11 @@ class Meeting:
         return [json.loads(data) for data in self.sent[connection][2:] if isinstance(data, bytes)]
 
 
-@pytest.mark.parametrize("other", [{"secret": b"another attempt's"}, {"secret": b""}])
-def test_a_peer_with_another_secret_gets_no_answer(other: dict[str, Any]) -> None:
+@pytest.mark.parametrize("secret", [b"another attempt's", b""])
+def test_a_peer_with_another_secret_gets_no_answer(secret: bytes) -> None:
     meeting = Meeting()
     with pytest.raises(Malformed, match="closed"):
-        meeting.join(1, replace(OWN, **other))
+        meeting.join(1, replace(OWN, secret=secret))
     assert meeting.server.state.members == {}
     assert meeting.join(1)[1] is None, "the seat is still free"
 
@@ -221,13 +219,14 @@ def test_a_connection_of_the_gradient_exchange_is_handed_over_and_is_no_host() -
     assert meeting.join(1, replace(own, identity=Identity("run", 0, 3, exchange=True)))[1].final
 
 
-@pytest.mark.parametrize("field", ["hello", "run_id", "attempt", "hosts", "exchange", "nonce"])
+CHANGES = {"hello": 2, "run_id": "other", "attempt": 2, "hosts": 4, "exchange": True, "nonce": "0" * 64}
+
+
+@pytest.mark.parametrize("field", CHANGES)
 def test_a_changed_hello_is_rejected(field: str) -> None:
     meeting = Meeting()
     connection = meeting.open()
-    hello = json.loads(ClientHandshake(OWN, 1, make_nonce()).answer_challenge(meeting.line(connection, 0)))
-    hello[field] = {"hello": 2, "run_id": "other", "attempt": 2, "hosts": 4, "exchange": True, "nonce": "0" * 64}[field]
-    meeting.send(connection, hello)
+    meeting.send(connection, {**json.loads(meeting.hello(connection)), field: CHANGES[field]})
     assert meeting.is_closed(connection)
     assert meeting.server.state.members == {}
 
@@ -235,33 +234,30 @@ def test_a_changed_hello_is_rejected(field: str) -> None:
 def test_a_hello_replayed_on_another_connection_is_rejected() -> None:
     meeting = Meeting()
     first, second = meeting.open(), meeting.open()
-    hello = ClientHandshake(OWN, 1, make_nonce()).answer_challenge(meeting.line(first, 0))
-    meeting.send(second, hello)
+    meeting.send(second, meeting.hello(first))
     assert meeting.is_closed(second)
 
 
-def test_an_impostor_of_host_0_is_rejected() -> None:
-    """It may send the host's own proof back, or replay host 0's answer to another host."""
-    meeting = Meeting()
-    connection, _ = meeting.join(1)
-    overheard = meeting.line(connection, 1)
+@pytest.mark.parametrize("forgery", ["host 0's answer to another host", "the host's own proof", "a refusal"])
+def test_an_impostor_of_host_0_is_rejected(forgery: str) -> None:
+    meeting = Meeting(joined=1)
     handshake = ClientHandshake(OWN, 2, make_nonce())
     hello = json.loads(handshake.answer_challenge(encode({"challenge": "0" * 64}).strip()))
-    for answer in (overheard, encode({"welcome": True, "proof": hello["proof"]}).strip()):
-        with pytest.raises(Malformed, match="does not know the secret"):
-            handshake.check_answer(answer)
+    answer = {
+        "host 0's answer to another host": meeting.line(meeting.hosts[0], 1),
+        "the host's own proof": encode({"welcome": True, "proof": hello["proof"]}).strip(),
+        "a refusal": encode({"refused": "go away", "final": True, "proof": "0" * 64}).strip(),
+    }[forgery]
+    with pytest.raises(Malformed, match="does not know the secret"):
+        handshake.check_answer(answer)
 
 
-def test_only_host_0_can_refuse_a_host() -> None:
+def test_a_refused_host_is_told_why_and_closed() -> None:
     meeting = Meeting()
     connection, refused = meeting.join(1, replace(OWN, identity=Identity("run", 0, 3)))
     assert refused.final
     assert "host 0 is in attempt 1 of run 'run', this host in attempt 0" in refused.reason
     assert meeting.is_closed(connection)
-    handshake = ClientHandshake(OWN, 2, make_nonce())
-    handshake.answer_challenge(encode({"challenge": "0" * 64}).strip())
-    with pytest.raises(Malformed, match="does not know the secret"):
-        handshake.check_answer(encode({"refused": "go away", "final": True, "proof": "0" * 64}).strip())
 
 
 NOISE = {
@@ -287,7 +283,7 @@ def test_noise_before_the_handshake_closes_only_its_connection(noise: bytes) -> 
     assert meeting.is_closed(connection)
     hosts = [meeting.join(worker)[0] for worker in range(3)]
     for host in hosts:
-        meeting.send(host, {"arrive": "start", "payload": None, "seconds": 10})
+        meeting.send(host, ARRIVAL)
     assert all(meeting.read(host) == [{"complete": "start", "payloads": [None] * 3}] for host in hosts)
 
 
@@ -307,47 +303,41 @@ def test_noise_before_the_handshake_closes_only_its_connection(noise: bytes) -> 
     ],
 )
 def test_noise_of_an_accepted_host_ends_the_attempt_and_names_it(noise: bytes) -> None:
-    meeting = Meeting()
-    hosts = [meeting.join(worker)[0] for worker in range(2)]
-    meeting.send(hosts[1], noise)
-    assert meeting.is_closed(hosts[1])
-    for host in (hosts[0], meeting.join(2)[0]):  # one that comes later is told at once
+    meeting = Meeting(joined=2)
+    meeting.send(meeting.hosts[1], noise)
+    assert meeting.is_closed(meeting.hosts[1])
+    for host in (meeting.hosts[0], meeting.join(2)[0]):  # one that comes later is told at once
         [message] = meeting.read(host)
         assert message["lost"].startswith("host 1 is gone")
 
 
 def test_host_0_can_send_on_what_it_accepts_however_deep() -> None:
     for depth in range(600, 1000):  # the limit is Python's for recursion
-        meeting = Meeting()
-        hosts = [meeting.join(worker)[0] for worker in range(3)]
-        for host, payload in zip(hosts, (b"[" * depth + b"]" * depth, b"0", b"0"), strict=True):
+        meeting = Meeting(joined=3)
+        for host, payload in zip(meeting.hosts, (b"[" * depth + b"]" * depth, b"0", b"0"), strict=True):
             meeting.send(host, b'{"arrive": "p", "payload": %b, "seconds": 1}\n' % payload)
-        assert [meeting.is_closed(host) for host in hosts[1:]] == [False, False]
+        assert [meeting.is_closed(host) for host in meeting.hosts[1:]] == [False, False]
 
 
 def test_messages_before_noise_count() -> None:
     """The barrier is complete, though the last host to arrive is lost."""
-    meeting = Meeting()
-    hosts = [meeting.join(worker)[0] for worker in range(3)]
-    arrival = {"arrive": "checkpoint 1", "payload": None, "seconds": 10}
-    meeting.send(hosts[0], arrival)
-    meeting.send(hosts[1], arrival)
-    meeting.send(hosts[2], arrival, b"noise\n")
-    assert [next(iter(message)) for message in meeting.read(hosts[0])] == ["complete", "lost"]
+    meeting = Meeting(joined=3)
+    for host, noise in zip(meeting.hosts, (b"", b"", b"noise\n"), strict=True):
+        meeting.send(host, ARRIVAL, noise)
+    assert [next(iter(message)) for message in meeting.read(meeting.hosts[0])] == ["complete", "lost"]
 
 
 def test_nothing_may_follow_a_hello_before_its_answer() -> None:
     meeting = Meeting()
     connection = meeting.open()
-    hello = ClientHandshake(OWN, 1, make_nonce()).answer_challenge(meeting.line(connection, 0))
-    meeting.send(connection, hello, {"phase": "in"})
+    meeting.send(connection, meeting.hello(connection), {"phase": "in"})
     assert meeting.is_closed(connection)
 
 
 def test_a_silent_connection_is_closed_after_its_time_and_a_slow_host_is_not() -> None:
     meeting = Meeting()
     silent, slow = meeting.open(now=0.0), meeting.open(now=0.0)
-    hello = ClientHandshake(OWN, 1, make_nonce()).answer_challenge(meeting.line(slow, 0))
+    hello = meeting.hello(slow)
     for place in range(0, len(hello), 50):
         meeting.send(slow, hello[place : place + 50], now=HANDSHAKE_SECONDS / 2)
     meeting.perform(meeting.server.tick(HANDSHAKE_SECONDS - 0.01))
@@ -358,36 +348,36 @@ def test_a_silent_connection_is_closed_after_its_time_and_a_slow_host_is_not() -
 
 
 def test_too_many_pending_connections_close_the_oldest() -> None:
-    meeting = Meeting()
-    hosts = [meeting.join(worker)[0] for worker in range(2)]
+    meeting = Meeting(joined=2)
     pending = [meeting.open() for _ in range(1000)]
     assert len(meeting.server.pending) == OWN.identity.hosts + SPARE_CONNECTIONS
     assert meeting.is_closed(pending[0])
     assert not meeting.is_closed(pending[-1])
-    assert not any(meeting.is_closed(host) for host in hosts)
+    assert not any(meeting.is_closed(host) for host in meeting.hosts)
     assert meeting.join(2)[1] is None, "there is room for a host at any time"
 
 
-def test_a_message_to_all_hosts_is_encoded_once() -> None:
-    meeting = Meeting(replace(OWN, identity=Identity("run", 1, 512)))
-    hosts = [meeting.join(worker)[0] for worker in range(512)]
-    for worker, host in enumerate(hosts):
-        meeting.send(host, {"arrive": "parts", "payload": {"name": worker}, "seconds": 10})
-    answers = [meeting.sent[host][-1] for host in hosts]
+@pytest.fixture
+def crowd() -> Meeting:
+    return Meeting(replace(OWN, identity=Identity("run", 1, 512)), joined=512)
+
+
+def test_a_message_to_all_hosts_is_encoded_once(crowd: Meeting) -> None:
+    for worker, host in enumerate(crowd.hosts):
+        crowd.send(host, {**ARRIVAL, "payload": {"name": worker}})
+    answers = [crowd.sent[host][-1] for host in crowd.hosts]
     assert all(answer is answers[0] for answer in answers)
     assert len(json.loads(answers[0] or b"")["payloads"]) == 512
 
 
-def test_news_are_bounded_for_any_number_of_hosts() -> None:
-    meeting = Meeting(replace(OWN, identity=Identity("run", 1, 512)))
-    hosts = [meeting.join(worker)[0] for worker in range(512)]
-    for worker, host in enumerate(hosts):
-        meeting.send(host, {"phase": f"step {worker}"})  # no two alike
-    news = [data for _, data in meeting.server.tick(10.0)]
+def test_news_are_bounded_for_any_number_of_hosts(crowd: Meeting) -> None:
+    for worker, host in enumerate(crowd.hosts):
+        crowd.send(host, {"phase": f"step {worker}"})  # no two alike
+    news = [data for _, data in crowd.server.tick(10.0)]
     assert len(news) == 512
     assert all(data is news[0] for data in news)
     assert len(news[0] or b"") < 2200
-    assert meeting.server.tick(10.1) == []
+    assert crowd.server.tick(10.1) == []
 
 
 def test_a_summary_names_the_rarest_phase_first() -> None:
