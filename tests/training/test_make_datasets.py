@@ -2,26 +2,26 @@
 
 import json
 import shutil
-from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from tests.packed_datasets import pack_rows
 from tests.training import test_labelled_rows as labelled
+from tests.training.mlm_rows import PLAN, join, mlm_batches, require_alike_on_hosts, unmask
 from training.cli.main import tpu_train
-from training.data.formats.dataset import Dataset
 from training.data.formats.open_dataset import check_dataset, open_dataset
-from training.data.loading.batches import MlmBatches, labelled_evaluation
+from training.data.loading.batches import labelled_evaluation
 from training.data.loading.record_source import HostSlice
 from training.data.prepare import make_datasets as procedure
-from training.data.prepare.dataset_writer import DatasetPlan, write_mixture
+from training.data.prepare.dataset_writer import write_mixture
 from training.data.prepare.make_datasets import DatasetOptions, make_datasets, parse_lengths
-from training.data.sampling.masking import Masking, SpecialTokens
+from training.data.sampling.masking import SpecialTokens
 from training.data.tokenizer import Tokenizer
 from training.errors import BadInput
 
@@ -77,10 +77,6 @@ def test_classes_are_numbered_in_the_order_of_their_names_or_of_a_file(tmp_path:
         [result] = make_datasets(options(tmp_path / str(number), task="classification", **corpora, **changes))
         assert result.dataset.manifest.labels == names
         assert {shard.length for shard in result.dataset.shards} == {8, 32}
-        counts = np.zeros(3, np.int64)
-        for batch in labelled_evaluation(result.dataset, HostSlice(TOKENS, 8)):
-            counts += np.bincount(batch.labels[batch.weights > 0], minlength=3)
-        assert counts.sum() == result.dataset.records
 
 
 @pytest.mark.parametrize(
@@ -88,20 +84,18 @@ def test_classes_are_numbered_in_the_order_of_their_names_or_of_a_file(tmp_path:
     [
         ({"task": "regression", "layout": "recipe"}, "--task regression has the compact layout only"),
         ({"task": "regression", "labels": "x.json"}, "--labels lists the names of classes"),
-        ({"task": "classification", "lengths": "8,16"}, "--lengths 8,16: expected ascending numbers that end in"),
+        ({"lengths": "8,16"}, "--lengths 8,16: expected ascending numbers that end in"),
+        ({"labels": "{"}, "not JSON"),
+        ({"labels": '["a", "a"]'}, "a JSON list of different strings"),
+        ({"labels": "[]"}, "a JSON list"),
     ],
 )
-def test_options_that_do_not_fit_together_are_refused(tmp_path: Path, changes: Any, message: str) -> None:
+def test_options_that_do_not_fit_together_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, message: str
+) -> None:
+    monkeypatch.setattr("training.storage.read", lambda names: names)  # a file of labels
     with pytest.raises(BadInput, match=message):
-        list(make_datasets(options(tmp_path, **changes)))
-
-
-def test_a_file_of_labels_is_a_list_of_different_names(tmp_path: Path) -> None:
-    cases = {"{": "not JSON", '["a", "a"]': "a JSON list of different strings", "[]": "a JSON list"}
-    for content, message in cases.items():
-        (tmp_path / "names.json").write_text(content)
-        with pytest.raises(BadInput, match=message):
-            list(make_datasets(options(tmp_path, task="classification", labels=str(tmp_path / "names.json"))))
+        list(make_datasets(options(tmp_path, **{"task": "classification", **changes})))
 
 
 def test_lengths_default_to_halves_and_are_checked() -> None:
@@ -112,84 +106,56 @@ def test_lengths_default_to_halves_and_are_checked() -> None:
             parse_lengths(lengths, 64)
 
 
-LENGTH = 12
+def packed(folder: Path | str, count: int, first: int) -> str:
+    """Writes rows of the ids first + row number."""
+    plan = replace(PLAN, records_per_shard=7)
+    pack_rows(folder, plan, np.repeat(first + np.arange(count, dtype=np.int32)[:, None], PLAN.length, axis=1))
+    return str(folder)
 
 
-def packed(folder: Path | str, count: int, first: int, **changes: str) -> Dataset:
-    """Rows of the ids first + row number."""
-    plan = DatasetPlan("train", LENGTH, "t", labelled.TOKENS.vocabulary, 7, **changes)
-    return pack_rows(folder, plan, np.repeat(first + np.arange(count, dtype=np.int32)[:, None], LENGTH, axis=1))
+def mix(out: str, *parts: str) -> Result:
+    return CliRunner().invoke(tpu_train, ["dataset", "mix", *(f"--part={part}" for part in parts), f"--out={out}"])
 
 
-def rows(dataset: Dataset, steps: range, host: int = 0, hosts: int = 1) -> list[list[tuple[int, ...]]]:
-    """Records, ids and labels of each step's rows of one host."""
-    batches = MlmBatches(dataset, HostSlice(labelled.TOKENS, 8, host, hosts), Masking(), 5)
-    found = []
-    for step in steps:
-        batch = batches.batch(step)
-        columns = (batch.records, *batch.input_ids.T, *batch.labels.T)
-        found.append([tuple(map(int, row)) for row in zip(*columns, strict=True)])
-    batches.close()
-    return found
-
-
-def test_an_epoch_has_each_record_as_often_as_the_mixture_says(tmp_path: Path) -> None:
-    parts = {"web": (20, 20, 1), "books": (12, 60, 3)}
-    for name, (count, first, _) in parts.items():
-        packed(tmp_path / name, count, first)
-    given = [f"--part={tmp_path / name}={times}" for name, (_, _, times) in parts.items()]
-    command = ["dataset", "mix", *given, f"--out={tmp_path / 'mixed'}"]
-    told = CliRunner().invoke(tpu_train, command, catch_exceptions=False)
-    assert "20 records, 1 times, 35.7% of an epoch" in told.output
-    assert CliRunner().invoke(tpu_train, command).output == told.output, "the same mixture again changes nothing"
-    mixed = check_dataset(str(tmp_path / "mixed"), rows="packed", tokenizer=None)
-    epoch = rows(mixed, range(7))  # of 56 records
-    labels = Counter(row[-1] for step in epoch for row in step)
-    assert labels == {first + n: times for count, first, times in parts.values() for n in range(count)}
-    assert len({row[0] for step in epoch for row in step}) == mixed.records == 56
-    halves = [rows(mixed, range(3, 9), host, 2) for host in (0, 1)]
-    again = rows(mixed, range(3, 9))
-    assert [first + second for first, second in zip(*halves, strict=True)] == again, "on any number of hosts"
-    assert again[:4] == epoch[3:], "whatever was read before"
-
-
-def test_parts_in_a_bucket_are_mixed_and_read_from_there(tmp_path: Path, gcs: object) -> None:
-    sizes = {"web": (20, 20, 1), "books": (12, 60, 3)}
-    read = []
-    for root in (str(tmp_path), "gs://bucket/data"):
-        for name, (count, first, _) in sizes.items():
-            packed(f"{root}/{name}", count, first)
-        mixed = write_mixture(f"{root}/mixed", {f"{root}/{name}": times for name, (_, _, times) in sizes.items()})
-        assert open_dataset(f"{root}/mixed") == mixed
-        read.append(rows(mixed, range(7)))
-    assert read[0] == read[1]
-    assert all(shard.folder.startswith("gs://bucket/data/") for shard in mixed.shards)
+@pytest.mark.parametrize("place", ["local", "gs://bucket"])
+def test_an_epoch_has_each_record_as_often_as_the_mixture_says(tmp_path: Path, gcs: object, place: str) -> None:
+    root = str(tmp_path) if place == "local" else place
+    parts = [f"{packed(f'{root}/web', 20, 20)}=1", f"{packed(f'{root}/books', 12, 60)}=3"]
+    told = mix(f"{root}/mixed", *parts).output
+    assert "20 records, 1 times, 35.7% of an epoch" in told
+    assert mix(f"{root}/mixed", *parts).output == told, "the same mixture again changes nothing"
+    mixed = check_dataset(f"{root}/mixed", rows="packed", tokenizer=None)
+    assert {shard.folder for shard in mixed.shards} == {f"{root}/web", f"{root}/books"}
+    open_batches = partial(mlm_batches, mixed, global_batch_size=8)
+    epoch = join(map(open_batches().batch, range(7)))  # of 56 records
+    assert sorted(epoch.records.tolist()) == list(range(mixed.records)) == list(range(56))
+    assert sorted(unmask(epoch)[:, 0].tolist()) == sorted([*range(20, 40), *[*range(60, 72)] * 3])
+    require_alike_on_hosts(open_batches, 2, range(3, 9))
 
 
 def test_labelled_rows_are_mixed_too_and_a_missing_shard_is_named(tmp_path: Path) -> None:
-    for name, count in (("one", 30), ("two", 20)):
-        labelled.make(tmp_path / name, count)
-    mixed = write_mixture(str(tmp_path / "mixed"), {str(tmp_path / "one"): 2, str(tmp_path / "two"): 1})
+    one, two = (labelled.make(tmp_path / name, count).url for name, count in (("one", 30), ("two", 20)))
+    mixed = write_mixture(str(tmp_path / "mixed"), {one: 2, two: 1})
     expected = labelled.expected(30) + labelled.expected(30) + labelled.expected(20)
-    parts = list(labelled.labelled_evaluation(mixed, HostSlice(labelled.TOKENS, 8)))
-    assert labelled.contents(parts) == expected
-    shard = tmp_path / "two" / mixed.shards[-1].name
+    assert labelled.contents(list(labelled_evaluation(mixed, HostSlice(TOKENS, 8)))) == expected
+    shard = Path(two) / mixed.shards[-1].name
     shard.unlink()
     with pytest.raises(BadInput, match=f"{shard} is missing"):
-        labelled.batches(open_dataset(str(tmp_path / "mixed")))
+        labelled.batches(open_dataset(mixed.url))
 
 
 def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    packed(tmp_path / "plain", 10, 20)
-    labelled.make(tmp_path / "labelled", 10)
-    plain = str(tmp_path / "plain")
-    for other, message in (({"labelled": 1}, "differ in rows"), ({}, "at least two different parts")):
+    plain, copy, mixed = packed(tmp_path / "plain", 10, 20), str(tmp_path / "copy"), str(tmp_path / "mixed")
+    other = labelled.make(tmp_path / "labelled", 10).url
+    shutil.copytree(plain, copy)
+    write_mixture(mixed, {plain: 1, copy: 1})
+    for parts, message in (
+        ({plain: 1, other: 1}, "differ in rows"),
+        ({plain: 1}, "at least two different parts"),
+        ({plain: 2, copy: 1}, "holds another dataset"),
+    ):
         with pytest.raises(BadInput, match=message):
-            write_mixture(str(tmp_path / "mixed"), {plain: 1, **{str(tmp_path / name): n for name, n in other.items()}})
-    shutil.copytree(plain, tmp_path / "copy")
-    write_mixture(str(tmp_path / "mixed"), {plain: 1, str(tmp_path / "copy"): 1})
-    with pytest.raises(BadInput, match="holds another dataset"):
-        write_mixture(str(tmp_path / "mixed"), {plain: 2, str(tmp_path / "copy"): 1})
+            write_mixture(mixed, parts)
     for wrong in ("plain", "plain=0", "plain=x", "=2"):
-        told = CliRunner().invoke(tpu_train, ["dataset", "mix", f"--part={wrong}", f"--out={tmp_path / 'other'}"])
+        told = mix(str(tmp_path / "other"), wrong)
         assert "expected FOLDER=TIMES" in str(told.exception or told.output)

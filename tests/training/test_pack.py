@@ -1,11 +1,14 @@
 """Writing datasets: nothing is lost, the same input gives the same bytes, and an interrupted run is taken up."""
 
+import contextlib
 import random
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.packed_datasets import pack_documents
+from tests.training.mlm_rows import require_alike_on_hosts
 from training import storage
 from training.data.formats.open_dataset import check_dataset
 from training.data.loading.batches import DocumentBatches, document_evaluation
@@ -20,15 +24,12 @@ from training.data.loading.record_source import FixedShards, HostSlice
 from training.data.prepare import dataset_writer, pack
 from training.data.prepare.dataset_writer import DatasetPlan, WrittenDataset
 from training.data.prepare.pack import WholeDocuments, best_fit
-from training.data.sampling.masking import SpecialTokens, special_tokens
+from training.data.sampling.masking import SpecialTokens
 from training.data.tokenizer import Tokenizer
 from training.errors import BadInput
 
 LENGTH = 8
-
-
-def plan(**changes: Any) -> DatasetPlan:
-    return replace(DatasetPlan("train", LENGTH, "t", vocabulary=1000, records_per_shard=5), **changes)
+PLAN = DatasetPlan("train", LENGTH, "t", vocabulary=1000, records_per_shard=5)
 
 
 def corpus(count: int, seed: int = 0) -> list[str]:
@@ -41,12 +42,18 @@ def encode(texts: list[str]) -> list[Any]:
     return [np.array([int(word) for word in text.split()], np.int32) for text in texts]
 
 
-def content(url: str) -> dict[str, bytes]:
-    return {stat.url.removeprefix(url): storage.read(stat.url) for stat in storage.listing(url)}
+DOCUMENTS = corpus(30)
 
 
-def rows(made: WrittenDataset) -> Any:
-    return FixedShards(made.dataset).read(0, made.dataset.records, made.dataset.records)["input_ids"]
+def make(
+    url: Path | str, documents: Iterable[str] = DOCUMENTS, encode: Any = encode, overwrite: bool = False, **changes: Any
+) -> WrittenDataset:
+    """Packs documents into rows of eight ids, five in a shard. `changes`: of the plan."""
+    return pack_documents(str(url), replace(PLAN, **changes), lambda: documents, encode, overwrite=overwrite)
+
+
+def content(url: Path | str) -> dict[str, bytes]:
+    return {stat.url.removeprefix(str(url)): storage.read(stat.url) for stat in storage.listing(str(url))}
 
 
 @settings(max_examples=30)
@@ -60,149 +67,122 @@ def test_only_the_last_tail_of_a_split_is_dropped(
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pack, "BATCH_DOCUMENTS", batch)
-        url = str(tmp_path_factory.mktemp("d"))
-        made = pack_documents(url, plan(records_per_shard=per_shard), lambda: documents, encode)
-    assert rows(made).reshape(-1).tolist() == stream[: len(stream) // LENGTH * LENGTH].tolist()
+        made = make(tmp_path_factory.mktemp("d"), documents, records_per_shard=per_shard)
+    rows = FixedShards(made.dataset).read(0, made.dataset.records, made.dataset.records)["input_ids"]
+    assert rows.reshape(-1).tolist() == stream[: len(stream) // LENGTH * LENGTH].tolist()
     assert made.note == f"from {count} documents; {len(stream) % LENGTH} tokens at the end fill no row"
     assert all(shard.records == per_shard for shard in made.dataset.shards[:-1])
+
+
+class Killed(BaseException):
+    pass
 
 
 @pytest.mark.parametrize("place", ["local", "gs://bucket/data"])
 def test_killed_runs_end_in_same_bytes(tmp_path: Path, gcs: Any, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     monkeypatch.setattr(pack, "BATCH_DOCUMENTS", 3)
-    documents = corpus(30)
-    pack_documents(str(tmp_path / "undisturbed"), plan(), lambda: documents, encode)
-    expected = content(str(tmp_path / "undisturbed"))
-    write = storage.write
-
-    class Killed(BaseException):
-        pass
-
+    make(tmp_path / "undisturbed")
     for number in range(40):
-        url = str(tmp_path / f"killed-{number}") if place == "local" else f"gs://bucket/data/killed-{number}"
-        writes = iter(range(number))
-
-        def write_or_die(*arguments: Any, writes: Iterator[int] = writes, **options: Any) -> Any:
-            if next(writes, None) is None:
-                raise Killed
-            return write(*arguments, **options)
-
-        monkeypatch.setattr(storage, "write", write_or_die)
-        try:
-            pack_documents(url, plan(), lambda: documents, encode)
-            finished = True
-        except Killed:
-            finished = False
-        monkeypatch.setattr(storage, "write", write)
-        encoded = [0]
-
-        def counted(texts: list[str], encoded: list[int] = encoded) -> list[Any]:
-            encoded[0] += len(texts)
-            return encode(texts)
-
-        assert pack_documents(url, plan(), lambda: documents, counted).reused is finished
-        assert content(url) == expected
-        if finished:
+        url = f"{tmp_path if place == 'local' else place}/killed-{number}"
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            dying = Mock(wraps=storage.write, side_effect=[*repeat(DEFAULT, number), *repeat(Killed, 100)])
+            patch.setattr(storage, "write", dying)
+            make(url)
+        counted = Mock(wraps=encode)
+        again = make(url, encode=counted)
+        assert content(url) == content(tmp_path / "undisturbed")
+        if again.reused:
             break
-        if number > 20:
-            assert encoded[0] < len(documents), "what is in a shard is not tokenized again"
-    assert finished
+        encoded = sum(len(call.args[0]) for call in counted.call_args_list)
+        assert number <= 20 or encoded < len(DOCUMENTS), "what is in a shard is not tokenized again"
+    assert again.reused
 
 
-def test_a_half_written_shard_of_a_killed_run_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run that was killed before it wrote the manifest."""
     monkeypatch.setattr(pack, "BATCH_DOCUMENTS", 3)
-    documents = corpus(30)
-    pack_documents(str(tmp_path / "undisturbed"), plan(), lambda: documents, encode)
-    with monkeypatch.context() as patch:
-        patch.setattr(dataset_writer, "finish_dataset", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            pack_documents(str(tmp_path / "x"), plan(), lambda: documents, encode)
-    (tmp_path / "x" / "train-00002.tfrecord").write_bytes(b"half")
-    pack_documents(str(tmp_path / "x"), plan(), lambda: documents, encode)
-    assert content(str(tmp_path / "x")) == content(str(tmp_path / "undisturbed"))
+    with monkeypatch.context() as patch, contextlib.suppress(Killed):
+        patch.setattr(dataset_writer, "finish_dataset", Mock(side_effect=Killed))
+        make(tmp_path / "x")
+    return tmp_path / "x"
+
+
+def test_a_half_written_shard_of_a_killed_run_is_made_again(unfinished: Path, tmp_path: Path) -> None:
+    (unfinished / "train-00002.tfrecord").write_bytes(b"half")
+    make(unfinished)
+    make(tmp_path / "undisturbed")
+    assert content(unfinished) == content(tmp_path / "undisturbed")
+
+
+def test_the_beginning_of_another_dataset_is_not_mixed_in(unfinished: Path) -> None:
+    with pytest.raises(BadInput, match="holds the beginning of another dataset"):
+        make(unfinished, tokenizer_hash="u")
+    assert make(unfinished, tokenizer_hash="u", overwrite=True).dataset.manifest.tokenizer_hash == "u"
 
 
 def test_a_finished_dataset_is_left_alone_and_another_one_is_not_overwritten(tmp_path: Path) -> None:
-    url, documents = str(tmp_path / "x"), corpus(30)
-    first = pack_documents(url, plan(), lambda: documents, encode)
-    before = content(url)
-    again = pack_documents(url, plan(), lambda: 1 / 0, encode)
-    assert again.reused
-    assert again.dataset == first.dataset
-    for other in (plan(length=4), plan(tokenizer_hash="u"), plan(origin={"corpus": "y"})):
-        why = rf"{url} holds another dataset \(\d+ records of 8 tokens\): use another --out, or --overwrite"
+    first, before = make(tmp_path), content(tmp_path)
+    again = make(tmp_path, documents=Mock(side_effect=Killed))
+    assert (again.reused, again.dataset) == (True, first.dataset)
+    for other in ({"length": 4}, {"tokenizer_hash": "u"}, {"origin": {"corpus": "y"}}):
+        why = rf"{tmp_path} holds another dataset \(\d+ records of 8 tokens\): use another --out, or --overwrite"
         with pytest.raises(BadInput, match=why):
-            pack_documents(url, other, lambda: documents, encode)
-    assert content(url) == before
-    made = pack_documents(url, plan(length=4, records_per_shard=50), lambda: documents, encode, overwrite=True)
+            make(tmp_path, **other)
+    assert content(tmp_path) == before
+    made = make(tmp_path, length=4, records_per_shard=50, overwrite=True)
     assert made.dataset.sequence_length == 4
-    assert set(content(url)) == {"/dataset.json", *(f"/train-0000{shard}.tfrecord" for shard in range(3))}
-
-
-def test_the_beginning_of_another_dataset_is_not_mixed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url, documents = str(tmp_path), corpus(30)
-    with monkeypatch.context() as patch:
-        patch.setattr(dataset_writer, "finish_dataset", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            pack_documents(url, plan(), lambda: documents, encode)
-    with pytest.raises(BadInput, match="holds the beginning of another dataset"):
-        pack_documents(url, plan(tokenizer_hash="u"), lambda: documents, encode)
-    replaced = pack_documents(url, plan(tokenizer_hash="u"), lambda: documents, encode, overwrite=True)
-    assert replaced.dataset.manifest.tokenizer_hash == "u"
+    assert set(content(tmp_path)) == {"/dataset.json", *(f"/train-0000{shard}.tfrecord" for shard in range(3))}
 
 
 def test_a_folder_with_other_files_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    pack_documents(str(tmp_path / "other"), plan(), lambda: corpus(30), encode)
-    other = content(str(tmp_path / "other"))
+    make(tmp_path / "other")
+    other = content(tmp_path / "other")
     with pytest.raises(BadInput, match=r"is not empty \(.*\) and not a dataset"):
-        pack_documents(str(tmp_path), plan(), lambda: corpus(30), encode)
-    made = pack_documents(str(tmp_path), plan(), lambda: corpus(30), encode, overwrite=True)
+        make(tmp_path)
+    made = make(tmp_path, overwrite=True)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
-    assert content(str(tmp_path / "other")) == other
+    assert content(tmp_path / "other") == other
     for shard in made.dataset.shards:
         (tmp_path / shard.name).unlink()
     with pytest.raises(BadInput, match="is missing"):  # those of the other dataset are not taken for them
         check_dataset(str(tmp_path), rows="packed", tokenizer=None)
 
 
-def test_too_little_text_for_a_row_is_said(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"the train split has 3 tokens in 1 documents, less than one row of 8"):
-        pack_documents(str(tmp_path), plan(), lambda: ["1 2 3"], encode)
+@pytest.mark.parametrize(
+    ("text", "vocabulary", "message"),
+    [
+        ("1 2 3", 1000, "the train split has 3 tokens in 1 documents, less than one row of 8"),
+        ("999 " * 50, 10, "the tokenizer gave id 999, beyond its own vocabulary of 10"),
+    ],
+)
+def test_what_makes_no_rows_is_said(tmp_path: Path, text: str, vocabulary: int, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        make(tmp_path, [text], vocabulary=vocabulary)
 
 
-def test_ids_beyond_the_vocabulary_are_never_written(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="the tokenizer gave id 999, beyond its own vocabulary of 10"):
-        pack_documents(str(tmp_path), plan(vocabulary=10), lambda: ["999 " * 50], encode)
-
-
-def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """20 MB of text pass through batches and shards of a few hundred kB; Python's own peak stays below 8 MB."""
-    text = " ".join(str(number % 1000) for number in range(20_000))
-
-    def documents() -> Iterator[str]:
-        for _ in range(250):
-            yield text
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pack, "BATCH_CHARACTERS", 1 << 16)
-        tracemalloc.start()
-        ids = np.arange(20_000, dtype=np.int32) % 1000
-        made = pack_documents(str(tmp_path), plan(records_per_shard=5000), documents, lambda texts: [ids] * len(texts))
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+    monkeypatch.setattr(pack, "BATCH_CHARACTERS", 1 << 16)
+    ids = np.arange(20_000, dtype=np.int32) % 1000
+    text = " ".join(map(str, ids.tolist()))
+    tracemalloc.start()
+    made = make(tmp_path, repeat(text, 250), lambda texts: [ids] * len(texts), records_per_shard=5000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     assert made.dataset.records == 625_000
     assert peak < 8e6
 
 
 ROW_LENGTH, END = 16, 999
 TOKENS = SpecialTokens(-1, END, frozenset({END}), 1000, END)
-TOKENIZER = Tokenizer("t", b"", "t", TOKENS)
-PLAN = DatasetPlan("train", ROW_LENGTH, "t", vocabulary=1000, records_per_shard=4)
+ROW_PLAN = replace(PLAN, length=ROW_LENGTH, records_per_shard=4)
 
 
-def write(url: str, documents: list[str], plan: DatasetPlan = PLAN) -> Any:
-    return pack.write_rows(url, plan, lambda: documents, WholeDocuments(plan, TOKENIZER, encode)).dataset
+def write(url: Path, documents: list[str]) -> Any:
+    kind = WholeDocuments(ROW_PLAN, Tokenizer("t", b"", "t", TOKENS), encode)
+    return pack.write_rows(str(url), ROW_PLAN, lambda: documents, kind).dataset
 
 
 @given(st.lists(st.integers(1, 20), max_size=60))
@@ -218,7 +198,7 @@ def test_best_fit_places_each_document_once_and_fills_rows_well(lengths: list[in
 @given(st.integers(1, 40), st.integers(0, 1000))
 def test_positions_and_labels_are_by_document(tmp_path_factory: pytest.TempPathFactory, count: int, seed: int) -> None:
     documents = corpus(count, seed)
-    dataset = write(str(tmp_path_factory.mktemp("rows")), documents)
+    dataset = write(tmp_path_factory.mktemp("rows"), documents)
     assert check_dataset(dataset.url, rows="documents", tokenizer=None).records == dataset.records
     expected = []
     for ids in encode(documents):
@@ -242,22 +222,11 @@ def test_positions_and_labels_are_by_document(tmp_path_factory: pytest.TempPathF
     assert sorted(piece for piece in found if len(piece) > 1) == long
 
 
-def test_batches_do_not_depend_on_the_number_of_hosts(tmp_path: Path) -> None:
-    dataset = write(str(tmp_path / "rows"), corpus(60))
-    whole, *halves = (DocumentBatches(dataset, replace(HostSlice(TOKENS, 4), host=host, hosts=hosts), seed=3)
-                      for host, hosts in ((0, 1), (0, 2), (1, 2)))  # fmt: skip
-    for step in (0, 5):
-        expected, parts = whole.batch(step), [half.batch(step) for half in halves]
-        for name, values in vars(expected).items():
-            np.testing.assert_array_equal(np.concatenate([getattr(part, name) for part in parts]), values)
-    for source in (whole, *halves):
-        source.close()
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_batches_do_not_depend_on_the_number_of_hosts(tmp_path: Path, hosts: int) -> None:
+    dataset = write(tmp_path / "rows", corpus(60))
 
+    def open_batches(**host: int) -> DocumentBatches:
+        return DocumentBatches(dataset, HostSlice(TOKENS, 4, **host), seed=3)
 
-def test_rows_of_documents_need_an_end_and_no_mask() -> None:
-    content = {"added_tokens": [{"id": 1, "content": "<|endoftext|>", "special": True}], "model": {"vocab": {"a": 0}}}
-    assert special_tokens(content, "t", "documents") == SpecialTokens(-1, 1, frozenset({1}), 2, 1)
-    with pytest.raises(BadInput, match=r"^t: the tokenizer has no mask token"):
-        special_tokens(content, "t")
-    with pytest.raises(BadInput, match=r"^t: the tokenizer has no end-of-text token \(one of <stop>\)"):
-        special_tokens(content, "t", "documents", "<stop>")
+    require_alike_on_hosts(open_batches, hosts, (5, 0))

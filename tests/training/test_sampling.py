@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,16 @@ from hypothesis.strategies import integers
 from benchmarks.read_amplification import blocks_of_hosts
 from tests.packed_datasets import batch_records
 from tests.processes import wait_until
-from tests.training.mlm_rows import TOKENS, mlm_batches, unmask
-from training.data.formats.dataset import Dataset
-from training.data.loading.batches import MlmBatch, MlmBatches, mlm_evaluation
+from tests.training.mlm_rows import (
+    TOKENS,
+    join,
+    make_samples,
+    mlm_batches,
+    require_alike_on_hosts,
+    require_equal,
+    unmask,
+)
+from training.data.loading.batches import mlm_evaluation
 from training.data.loading.reader import prefetch
 from training.data.loading.record_source import HostSlice
 from training.data.sampling import order, random_bits
@@ -43,7 +51,7 @@ def test_splitmix64_gives_its_published_numbers() -> None:
     assert random_bits.mix_int(1234567 + random_bits.GOLDEN) == expected[0]
 
 
-@given(integers(1, 8), integers(2, 80), integers(1, 100), integers(0, 2**63), integers(-1, 50), integers(0, 9))
+@given(integers(0, 8), integers(2, 80), integers(1, 100), integers(0, 2**63), integers(-1, 50), integers(0, 9))
 def test_labels_restore_the_row(count: int, length: int, percent: int, seed: int, epoch: int, data: int) -> None:
     ids = rows(count, length, data)
     masked = Masker(Masking(percent), WIDE_TOKENS, seed)(ids, epoch, np.arange(count))
@@ -63,8 +71,7 @@ def test_a_row_is_masked_alike_in_any_company(place: int, seed: int) -> None:
     ids, masker = rows(21, 32), Masker(Masking(), WIDE_TOKENS, seed)
     together = masker(ids, np.arange(21) % 3, np.arange(100, 121))
     alone = masker(ids[place : place + 1], place % 3, np.array([100 + place]))
-    for one, other in zip(vars(together).values(), vars(alone).values(), strict=True):
-        assert np.array_equal(one[place], other[0])
+    require_equal(type(alone)(*(values[place : place + 1] for values in vars(together).values())), alone)
 
 
 def test_80_percent_mask_10_percent_random_10_percent_kept() -> None:
@@ -85,11 +92,6 @@ def test_each_position_is_as_likely_as_any_other() -> None:
     assert ((counts - expected) ** 2 / expected).sum() < 80  # chi-squared with 39 degrees: p < 0.0001 above
 
 
-def test_no_rows_are_no_rows() -> None:
-    masked = Masker(Masking(), WIDE_TOKENS, 3)(np.zeros((0, 16), np.int32), 0, np.zeros(0, np.int64))
-    assert masked.positions.shape == (0, 3)
-
-
 def test_special_tokens_come_from_tokenizer_json() -> None:
     names = ["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]"]
     added = [{"id": number, "content": name, "special": True} for number, name in enumerate(names)]
@@ -100,27 +102,10 @@ def test_special_tokens_come_from_tokenizer_json() -> None:
     content["added_tokens"] = added[:4]
     with pytest.raises(BadInput, match=r"gs://b/t: the tokenizer has no mask token \(one of \[MASK\], <mask>\)"):
         special_tokens(content, "gs://b/t")
-
-
-MASKING = Masking()
-
-
-def batches(dataset: Dataset, **how: Any) -> MlmBatches:
-    return mlm_batches(dataset, global_batch_size=24, **how)
-
-
-def equal(one: MlmBatch, other: MlmBatch) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(vars(one).values(), vars(other).values(), strict=True))
-
-
-def joined(parts: list[MlmBatch]) -> MlmBatch:
-    return MlmBatch(*(np.concatenate(values) for values in zip(*(vars(part).values() for part in parts), strict=True)))
-
-
-def small(records: int, block: int, depth: int, seed: int, batch: int) -> TrainingOrder:
-    """An order small enough to have many blocks, lanes and windows."""
-    divisors = [count for count in range(1, batch + 1) if batch % count == 0]
-    return TrainingOrder(records, block, divisors[seed % len(divisors)], depth % 4 + 1, seed, batch)
+    content = {"added_tokens": [{"id": 1, "content": "<|endoftext|>", "special": True}], "model": {"vocab": {"a": 0}}}
+    assert special_tokens(content, "t", "documents") == SpecialTokens(-1, 1, frozenset({1}), 2, 1)
+    with pytest.raises(BadInput, match=r"^t: the tokenizer has no end-of-text token \(one of <stop>\)"):
+        special_tokens(content, "t", "documents", "<stop>")
 
 
 def of_rows(records: int, *, seed: int, batch: int) -> TrainingOrder:
@@ -128,9 +113,10 @@ def of_rows(records: int, *, seed: int, batch: int) -> TrainingOrder:
     return order.training_order(records, 298, seed=seed, batch=batch)
 
 
-@given(st.integers(1, 400), st.integers(1, 9), st.integers(1, 40), st.integers(1, 70), st.integers(0, 2**64))
+@given(integers(1, 400), integers(1, 9), integers(1, 40), integers(1, 70), integers(0, 2**64))
 def test_batches_drop_and_repeat_nothing(records: int, block: int, depth: int, batch: int, seed: int) -> None:
-    shuffled = small(records, block, depth, seed, batch)
+    divisors = [count for count in range(1, batch + 1) if batch % count == 0]
+    shuffled = TrainingOrder(records, block, divisors[seed % len(divisors)], depth % 4 + 1, seed, batch)
     steps = -(-3 * records // batch)
     epochs, seen = map(np.concatenate, zip(*(batch_records(shuffled, k) for k in range(steps)), strict=True))
     assert epochs.tolist() == [place // records for place in range(steps * batch)]
@@ -171,64 +157,55 @@ def test_neighbours_are_spread_over_batches(batch: int) -> None:
 @settings(max_examples=25)
 @given(st.data())
 def test_batches_do_not_depend_on_the_number_of_hosts(
-    samples: Any, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    count = data.draw(st.integers(1, 150))
-    dataset = samples.make(tmp_path_factory.mktemp("dataset"), count, per_shard=data.draw(st.integers(1, 60)))
-    seed = data.draw(st.integers(0, 2**63))
-    alone = batches(dataset, seed=seed)
+    count, per_shard, seed = (data.draw(integers(1, most)) for most in (150, 60, 2**63))
+    dataset = make_samples(tmp_path_factory.mktemp("dataset"), count, per_shard=per_shard)
     for hosts in (2, 3, 4, 8):
-        several = [batches(dataset, seed=seed, host=host, hosts=hosts) for host in range(hosts)]
-        for k in data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=4)):
-            assert equal(joined([host.batch(k) for host in several]), alone.batch(k))
+        steps = data.draw(st.lists(integers(0, 30), min_size=1, max_size=4))
+        require_alike_on_hosts(partial(mlm_batches, dataset, global_batch_size=24, seed=seed), hosts, steps)
 
 
 @pytest.mark.parametrize(("records", "batch", "hosts"), [(50, 24, 1), (50, 24, 3), (48, 24, 2), (1, 8, 8), (23, 24, 4)])
-def test_evaluation_covers_each_record_once(samples: Any, tmp_path: Path, records: int, batch: int, hosts: int) -> None:
-    dataset = samples.make(tmp_path, records)
-    parts = [list(mlm_evaluation(dataset, HostSlice(TOKENS, batch, host, hosts), MASKING)) for host in range(hosts)]
-    whole = [joined(list(parts_of_hosts)) for parts_of_hosts in zip(*parts, strict=True)]
+def test_evaluation_covers_each_record_once(tmp_path: Path, records: int, batch: int, hosts: int) -> None:
+    dataset = make_samples(tmp_path, records)
+    parts = (mlm_evaluation(dataset, HostSlice(TOKENS, batch, host, hosts), Masking()) for host in range(hosts))
+    whole = list(map(join, zip(*parts, strict=True)))
     assert {len(step_batch.records) for step_batch in whole} == {batch}
     seen = np.concatenate([step_batch.records for step_batch in whole])
     assert seen.tolist() == [*range(records), *[-1] * (len(whole) * batch - records)]
     assert all((step_batch.weights[step_batch.records < 0] == 0).all() for step_batch in whole)
-    again = list(mlm_evaluation(dataset, HostSlice(TOKENS, batch), MASKING))
-    assert all(equal(one, other) for one, other in zip(whole, again, strict=True))
+    again = mlm_evaluation(dataset, HostSlice(TOKENS, batch), Masking())
+    for one, other in zip(whole, again, strict=True):
+        require_equal(one, other)
 
 
-def test_a_batch_size_that_hosts_can_not_share_is_refused(samples: Any, tmp_path: Path) -> None:
+def test_a_batch_size_that_hosts_can_not_share_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="global batch size 24 can't be divided among 5 hosts"):
-        batches(samples.make(tmp_path, 50), host=0, hosts=5)
+        mlm_batches(make_samples(tmp_path, 50), global_batch_size=24, hosts=5)
 
 
-def test_prefetch_gives_values_in_order_and_computes_ahead() -> None:
+def test_prefetch_gives_values_and_exceptions_in_order_and_computes_ahead() -> None:
     computed: list[int] = []
-    ahead = prefetch(lambda k: computed.append(k) or k, 5, 3)
+
+    def compute(k: int) -> int:
+        computed.append(k)
+        if k == 9:
+            raise BadInput("record 9")
+        return k
+
+    ahead = prefetch(compute, 5, 3)
     assert [next(ahead) for _ in range(4)] == [5, 6, 7, 8]
     wait_until(lambda: len(computed) >= 7)
     assert computed[:7] == list(range(5, 12))
-    ahead.close()
-
-
-def test_prefetch_delivers_an_exception_in_its_turn() -> None:
-    def fail(k: int) -> int:
-        if k == 2:
-            raise BadInput("record 2")
-        return k
-
-    ahead = prefetch(fail, 0, 8)
-    assert [next(ahead), next(ahead)] == [0, 1]
-    with pytest.raises(BadInput, match="record 2"):
+    with pytest.raises(BadInput, match="record 9"):
         next(ahead)
-
-
-LARGE = {"records": 4_000_000, "record_bytes": 298}  # 1.2 GB of rows of 128 tokens
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 8, 64, 512])
 def test_a_block_is_read_by_one_host_except_in_the_uneven_window(hosts: int) -> None:
     """64 hosts read 1.01 times an epoch, 512 hosts 1.06 times, at most."""
-    shuffled = order.training_order(**LARGE, seed=1, batch=4096)
+    shuffled = of_rows(4_000_000, seed=1, batch=4096)
     uneven = shuffled.uneven_window(0)
     for number in ((uneven + 1) % shuffled.windows, uneven):
         counts, cells = blocks_of_hosts(shuffled, 4096, 0, number, hosts), shuffled.bounds(0, number)[1]
@@ -250,8 +227,7 @@ def test_the_blocks_are_permuted_once_an_epoch_for_all_its_windows(monkeypatch: 
     stream = order.stream
 
     def count(seed: int, purpose: str, *numbers: int) -> UInts:
-        if purpose == "blocks":
-            counts.append(numbers[1])
+        counts.extend(numbers[1:2] if purpose == "blocks" else ())
         return stream(seed, purpose, *numbers)
 
     monkeypatch.setattr(order, "stream", count)
