@@ -12,6 +12,7 @@ schema is used. To make them again: python -m tests.kubernetes.schemas FOLDER-WI
 import functools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,30 +58,29 @@ def _builtin(document: dict[str, Any]) -> list[str]:
 @functools.cache
 def custom() -> dict[tuple[str, str, str], dict[str, Any]]:
     """The kept schemas by group, version and kind."""
-    found = {}
-    for name in CUSTOM:
-        for version in json.loads((HERE / f"{name}.json").read_text()):
-            found[version["group"], version["version"], version["kind"]] = version["schema"]
-    return found
+    kept = [version for name in CUSTOM for version in json.loads((HERE / f"{name}.json").read_text())]
+    return {(version["group"], version["version"], version["kind"]): version["schema"] for version in kept}
 
 
 def _custom(document: dict[str, Any], schema: dict[str, Any]) -> list[str]:
-    validator = jsonschema.Draft7Validator(strict(schema))
+    validator = jsonschema.Draft7Validator(_mapped(schema, _closed))
     return [f"{'.'.join(map(str, error.path))}: {error.message}" for error in validator.iter_errors(document)]
 
 
-def strict(schema: Any) -> Any:
-    """An OpenAPI schema as JSON schema in which unnamed fields are errors, as in the API server's strict validation."""
+def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Applies a change to every object in a schema, inner ones first."""
     if isinstance(schema, list):
-        return [strict(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    result = {key: strict(value) for key, value in schema.items()}
-    properties = schema.get("properties")
-    is_open = schema.get("x-kubernetes-preserve-unknown-fields")
-    if isinstance(properties, dict) and schema.get("type") == "object" and not is_open:
-        result.setdefault("additionalProperties", False)
-    return result
+        return [_mapped(each, change) for each in schema]
+    return (
+        change({key: _mapped(value, change) for key, value in schema.items()}) if isinstance(schema, dict) else schema
+    )
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Makes unnamed fields errors, as the API server's strict validation does."""
+    is_open = schema.get("x-kubernetes-preserve-unknown-fields") or schema.get("type") != "object"
+    has_names = isinstance(schema.get("properties"), dict) and not is_open
+    return {"additionalProperties": False, **schema} if has_names else schema
 
 
 def _versions(path: Path) -> list[dict[str, Any]]:
@@ -100,26 +100,18 @@ def _versions(path: Path) -> list[dict[str, Any]]:
 
 def reduce(versions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What is kept of a definition."""
-    kept = [{**version, "schema": _without_prose(version["schema"])} for version in versions]
+    kept = [{**version, "schema": _mapped(version["schema"], _without_prose)} for version in versions]
     for version in kept:
         if version["kind"] == "JobSet":
             jobs = version["schema"]["properties"]["spec"]["properties"]["replicatedJobs"]
-            template = jobs["items"]["properties"]["template"]
-            template["properties"]["spec"] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-            template["properties"]["metadata"] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+            template = jobs["items"]["properties"]["template"]["properties"]
+            template["spec"] = template["metadata"] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     return kept
 
 
-def _without_prose(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_without_prose(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: _without_prose(value)
-        for key, value in schema.items()
-        if not (key == "description" and isinstance(value, str)) and key != "x-kubernetes-validations"
-    }
+def _without_prose(schema: dict[str, Any]) -> dict[str, Any]:
+    left_out = {"x-kubernetes-validations", *(["description"] if isinstance(schema.get("description"), str) else [])}
+    return {key: value for key, value in schema.items() if key not in left_out}
 
 
 if __name__ == "__main__":

@@ -65,47 +65,47 @@ class Api:
             return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [self._group(group) for group in groups]}
         if path == "/version":
             return {"major": "1", "minor": "32", "gitVersion": "v1.32.4"}
+        served = {
+            f"api{'s' if each.group else ''}/{each.api_version}": each.api_version for each in self.resources().values()
+        }
         if path == "/openapi/v3":
-            paths = {
-                f"api{'s/' if group else '/'}{version}": group
-                for group, version in self._versions()
-                for version in [f"{group}/{version}".strip("/")]
-            }
-            return {"paths": {each: {"serverRelativeURL": f"/openapi/v3/{each}?hash=1"} for each in paths}}
-        for group, version in self._versions():
-            base = f"/apis/{group}/{version}" if group else f"/api/{version}"
-            if path == base:
-                about = {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": base.split("/", 2)[2]}
-                return {**about, "resources": self._listed(group)}
-            if path == f"/openapi/v3{base}":
-                return self._openapi(group, base)
-        return None
-
-    def _versions(self) -> list[tuple[str, str]]:
-        return sorted({(each.group, each.version) for each in self.resources().values()})
+            return {"paths": {each: {"serverRelativeURL": f"/openapi/v3/{each}?hash=1"} for each in sorted(served)}}
+        version = served.get(path.removeprefix("/openapi/v3").lstrip("/"))
+        if version is None:
+            return None
+        kinds = {name: each for name, each in self.resources().items() if each.api_version == version}
+        return self._openapi(path, kinds) if path.startswith("/openapi") else self._listed(version, kinds)
 
     def _group(self, group: str) -> Object:
         version = next(each.version for each in self.resources().values() if each.group == group)
         only = {"groupVersion": f"{group}/{version}", "version": version}
         return {"name": group, "versions": [only], "preferredVersion": only}
 
-    def _listed(self, group: str) -> list[Object]:
-        found = []
-        for name, each in self.resources().items():
-            if each.group == group:
-                found.append(_resource(name, each.kind.lower(), each.namespaced, each.kind, _VERBS))
-        return found if group else [*found, _resource("pods/log", "", True, "Pod", ["get"])]
+    def _listed(self, version: str, kinds: dict[str, Resource]) -> Object:
+        found = [
+            {
+                "name": name,
+                "singularName": each.kind.lower(),
+                "namespaced": each.namespaced,
+                "kind": each.kind,
+                "verbs": _VERBS,
+            }
+            for name, each in kinds.items()
+        ]
+        log = {"name": "pods/log", "singularName": "", "namespaced": True, "kind": "Pod", "verbs": ["get"]}
+        about = {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version}
+        return {**about, "resources": [*found, *([log] if "pods" in kinds else [])]}
 
-    def _openapi(self, group: str, base: str) -> Object:
+    def _openapi(self, path: str, kinds: dict[str, Resource]) -> Object:
         """Returns the OpenAPI document that announces strict validation of every kind."""
         parameters = [{"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}]
         same = {"parameters": parameters, "responses": {"200": {"description": "OK"}}}
+        base = path.removeprefix("/openapi/v3")
         paths = {}
-        for name, each in self.resources().items():
-            if each.group == group:
-                kind = {"group": each.group, "version": each.version, "kind": each.kind}
-                operation = {"x-kubernetes-group-version-kind": kind, **same}
-                paths[f"{base}/namespaces/{{namespace}}/{name}/{{name}}"] = {"patch": operation}
+        for name, each in kinds.items():
+            kind = {"group": each.group, "version": each.version, "kind": each.kind}
+            operation = {"x-kubernetes-group-version-kind": kind, **same}
+            paths[f"{base}/namespaces/{{namespace}}/{name}/{{name}}"] = {"patch": operation}
         return {"openapi": "3.0.0", "info": {"title": "Kubernetes", "version": "v1.32.4"}, "paths": paths}
 
     # -- objects
@@ -149,18 +149,9 @@ class Api:
         return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
 
 
-def _resource(name: str, singular: str, namespaced: bool, kind: str, verbs: list[str]) -> Object:
-    return {"name": name, "singularName": singular, "namespaced": namespaced, "kind": kind, "verbs": verbs}
-
-
-def serve(api: Api, address: str = "127.0.0.1") -> ThreadingHTTPServer:
-    """Starts an API server at a free port. Stop it with `shutdown` and `server_close`."""
-
-    class Handler(_Handler):
-        pass
-
-    Handler.api = api
-    server = ThreadingHTTPServer((address, 0), Handler)
+def serve(api: Api) -> ThreadingHTTPServer:
+    """Starts an API server at a free port of this machine. Stop it with `shutdown` and `server_close`."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"api": api}))
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server

@@ -6,6 +6,7 @@ private network with the names that its Service gives it. A node has a CPU inste
 """
 
 import json
+import re
 import subprocess
 import tempfile
 import threading
@@ -79,8 +80,7 @@ class Nodes:
                 self._aside(self._live, pod)
 
     def close(self) -> None:
-        left = self.engine("ps", "--all", "--quiet", "--filter", f"label={self.label}").split()
-        if left:
+        if left := self.engine("ps", "--all", "--quiet", "--filter", f"label={self.label}").split():
             self.engine("rm", "--force", *left)
         self.engine("network", "rm", self.network, check=False)
         self._folder.cleanup()
@@ -142,9 +142,8 @@ class Nodes:
             self._update(name, lambda each: each["spec"].update(nodeName=free[0]["metadata"]["name"]))
             self._update(name, lambda each: set_condition(each, "PodScheduled", "", ""))
             return
-        why = f"{len(nodes) - len(matching)} node(s) didn't match Pod's node affinity/selector"
-        if matching:
-            why = f"{len(matching)} Insufficient {CONTAINER_DEVICES}"
+        mismatch = f"{len(nodes) - len(matching)} node(s) didn't match Pod's node affinity/selector"
+        why = f"{len(matching)} Insufficient {CONTAINER_DEVICES}" if matching else mismatch
         message = f"0/{len(nodes)} nodes are available: {why}." if nodes else "no nodes available to schedule pods"
         self._update(name, lambda each: set_condition(each, "PodScheduled", "Unschedulable", message, status="False"))
 
@@ -156,7 +155,7 @@ class Nodes:
         try:
             self.engine("create", "--name", name, *self._arguments(pod))
         except CanNotStart as error:
-            self._waiting(pod, error.reason, str(error))
+            self._status(pod, "Pending", {"waiting": {"reason": error.reason, "message": str(error)}})
             return
         started = subprocess.run([self.docker, "start", name], capture_output=True, text=True, timeout=120)
         if started.returncode:
@@ -186,14 +185,11 @@ class Nodes:
             arguments += ["--network-alias", f"{spec['hostname']}.{spec['subdomain']}"]
         security = {**spec.get("securityContext", {}), **container.get("securityContext", {})}
         assert not security.get("privileged")
-        user = [str(security[key]) for key in ("runAsUser", "runAsGroup") if key in security]
-        if user:
+        if user := [str(security[key]) for key in ("runAsUser", "runAsGroup") if key in security]:
             arguments += ["--user", ":".join(user)]
-        for capability in security.get("capabilities", {}).get("drop", []):
-            arguments += ["--cap-drop", capability]
-        for capability in security.get("capabilities", {}).get("add", []):
-            if capability != "SYS_RESOURCE" or _may_raise_limits():
-                arguments += ["--cap-add", capability]
+        for change, capabilities in security.get("capabilities", {}).items():
+            allowed = [each for each in capabilities if each != "SYS_RESOURCE" or _may_raise_limits()]
+            arguments += [f"--cap-{change}={each}" for each in allowed]
         if security.get("allowPrivilegeEscalation") is False:
             arguments += ["--security-opt", "no-new-privileges"]
         arguments += self._volumes(spec, container)
@@ -230,9 +226,8 @@ class Nodes:
         for each in container.get("env", []):
             source = each.get("valueFrom", {})
             if "fieldRef" in source:
-                path = source["fieldRef"]["fieldPath"]
-                assert path.startswith("metadata.labels['")
-                found[each["name"]] = pod["metadata"]["labels"].get(path[len("metadata.labels['") : -2], "")
+                label = re.fullmatch(r"metadata\.labels\['(.*)'\]", source["fieldRef"]["fieldPath"])
+                found[each["name"]] = pod["metadata"]["labels"].get(label[1], "")
             elif "secretKeyRef" in source:
                 reference = source["secretKeyRef"]
                 secret = self.store.get("secrets", reference["name"])
@@ -242,9 +237,6 @@ class Nodes:
             else:
                 found[each["name"]] = expand(each["value"], found)
         return found
-
-    def _waiting(self, pod: Object, reason: str, message: str) -> None:
-        self._status(pod, "Pending", {"waiting": {"reason": reason, "message": message}})
 
     def _status(self, pod: Object, phase: str, state: dict[str, Any]) -> None:
         container = pod["spec"]["containers"][0]
@@ -286,25 +278,10 @@ def _may_raise_limits() -> bool:
 def expand(text: str, variables: Mapping[str, str]) -> str:
     """Returns what a kubelet makes of a word: `$(NAME)` is the value of a variable that there is, `$$` is `$`.
 
-    A transcription of `Expand` in k8s.io/kubernetes/third_party/forked/golang/expansion/expand.go.
+    As `Expand` in k8s.io/kubernetes/third_party/forked/golang/expansion/expand.go.
     """
-    written, cursor, checkpoint = "", 0, 0
-    while cursor < len(text):
-        if text[cursor] == "$" and cursor + 1 < len(text):
-            written += text[checkpoint:cursor]
-            read, is_variable, advance = _read_name(text[cursor + 1 :])
-            written += variables.get(read, f"$({read})") if is_variable else read
-            cursor += advance
-            checkpoint = cursor + 1
-        cursor += 1
-    return written + text[checkpoint:]
 
+    def value(found: re.Match[str]) -> str:
+        return "$" if found[1] is None else variables.get(found[1], found[0])
 
-def _read_name(text: str) -> tuple[str, bool, int]:
-    """Parses what follows a `$`: returns a name or the text that replaces it, which of both it is, and the length."""
-    if text[0] == "$":
-        return "$", False, 1
-    if text[0] == "(":
-        end = text.find(")", 1)
-        return (text[1:end], True, end + 1) if end > 0 else ("$(", False, 1)
-    return f"${text[0]}", False, 1
+    return re.sub(r"\$(?:\$|\(([^)]*)\))", value, text)
