@@ -18,7 +18,7 @@ from tests.simulation.scheduler import Killed, Scheduler
 from training.storage import AlreadyExists, Changed, NotFound, Stat, StorageError, name_of
 
 READ, WRITE, DELETE, LIST = "read", "write", "delete", "list"
-Effect = Callable[[], Any]  # what an operation does to the bucket, and returns
+Effect = Callable[[bool], Any]  # what an operation does to the bucket, with a wrong byte or without, and returns
 
 
 @dataclass
@@ -80,43 +80,41 @@ class HostStorage:
         self._bucket, self._host = bucket, host
 
     def stat(self, url: str) -> Stat | None:
-        return self._call(READ, url, lambda: self._stat(url))
+        return self._call(READ, url, lambda _: self._stat(url))
 
     def listing(self, folder: str) -> list[Stat]:
         prefix = folder.rstrip("/") + "/"
         objects = self._bucket.objects
-        return self._call(LIST, folder, lambda: [self._stat(url) for url in sorted(objects) if url.startswith(prefix)])
+        return self._call(
+            LIST, folder, lambda _: [self._stat(url) for url in sorted(objects) if url.startswith(prefix)]
+        )
 
     def read(self, url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
-        mask = [0]
-
-        def effect() -> bytes:
-            stored = self._get(url)
+        def effect(flips: bool) -> bytes:
+            if url not in self._bucket.objects:
+                raise NotFound(f"{url} does not exist")
+            stored = self._bucket.objects[url]
             if generation is not None and stored.generation != generation:
                 raise Changed(f"{url} was replaced while it was in use: start again")
             data = stored.data[start:end]
-            return data[:-1] + bytes([data[-1] ^ mask[0]])
+            return _flip_last_bit(data) if flips else data
 
-        return self._call(READ, url, effect, flip=lambda: mask.append(mask.pop() ^ 1))
+        return self._call(READ, url, effect)
 
     def write(self, url: str, data: bytes | memoryview, *, create_only: bool = False) -> Stat:
         content = bytes(data)  # a copy: the caller may reuse its memory afterwards
-        kept = [content]
 
-        def effect() -> Stat:
+        def effect(flips: bool) -> Stat:
             if create_only and url in self._bucket.objects:
                 self._bucket.refused(url, self._host)
                 raise AlreadyExists(f"{url} already exists")
-            stored = self._bucket.put(url, kept[0], self._host)
-            return Stat(url, len(content), stored.generation, stored.crc32c)
+            self._bucket.put(url, _flip_last_bit(content) if flips else content, self._host)
+            return self._stat(url)
 
-        def flip() -> None:
-            kept[0] = content[:-1] + bytes([content[-1] ^ 1])
-
-        return self._call(WRITE, url, effect, len(content), flip)
+        return self._call(WRITE, url, effect, len(content))
 
     def delete(self, url: str) -> None:
-        self._call(DELETE, url, lambda: self._bucket.remove(url, self._host))
+        self._call(DELETE, url, lambda _: self._bucket.remove(url, self._host))
 
     def remove_partial_files(self, folder: str, abandoned: Callable[[str], bool]) -> None:
         pass
@@ -124,26 +122,20 @@ class HostStorage:
     def append(self, path: str, data: bytes) -> None:
         raise AssertionError(path)
 
-    def _get(self, url: str) -> Stored:
-        if url not in self._bucket.objects:
-            raise NotFound(f"{url} does not exist")
-        return self._bucket.objects[url]
-
     def _stat(self, url: str) -> Stat | None:
         stored = self._bucket.objects.get(url)
         return None if stored is None else Stat(url, len(stored.data), stored.generation, stored.crc32c)
 
-    def _call(self, kind: str, url: str, effect: Effect, size: int = 0, flip: Effect | None = None) -> Any:
+    def _call(self, kind: str, url: str, effect: Effect, size: int = 0) -> Any:
         """Carries out an operation with the delays and failures that the world decides."""
         scheduler = self._bucket.scheduler
         scheduler.check_alive()
         treatment = self._bucket.treat(Request(self._host, kind, url, name_of(url), size))
-        if treatment.flips and flip:
-            flip()
+        failure = StorageError(f"{url}: {kind} failed for {treatment.before + treatment.after:.0f} s; last: 503")
         if treatment.fails == "before":
             scheduler.sleep(treatment.before + treatment.after)
             scheduler.note(f"{kind} {url}: fails, and nothing was done")
-            raise StorageError(f"{url}: {kind} failed for {treatment.before + treatment.after:.0f} s; last: 503")
+            raise failure
         result: list[Any] = []
         try:
             scheduler.sleep(treatment.before)
@@ -151,20 +143,24 @@ class HostStorage:
             # The request is on its way: it may take effect after its process has ended.
             if kind in (WRITE, DELETE) and self._bucket.randomness.random() < 0.5:
                 when = scheduler.now + treatment.after * self._bucket.randomness.random() * 2
-                scheduler.call_at(when, lambda: _ignore_errors(effect))
+                scheduler.call_at(when, lambda: _ignore_errors(effect, treatment.flips))
             raise
         try:
-            result.append(effect())
+            result.append(effect(treatment.flips))
         finally:
             if scheduler.trace is not None and kind != READ:
                 scheduler.note(f"{kind} {url}{' (' + str(len(result[0])) + ' objects)' if kind == LIST else ''}")
             scheduler.sleep(treatment.after)
         if treatment.fails == "after":
             scheduler.note(f"{kind} {url}: was done, and the answer is lost")
-            raise StorageError(f"{url}: {kind} failed for {treatment.before + treatment.after:.0f} s; last: 503")
+            raise failure
         return result[0]
 
 
-def _ignore_errors(effect: Effect) -> None:
+def _flip_last_bit(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def _ignore_errors(effect: Effect, flips: bool) -> None:
     with contextlib.suppress(StorageError):
-        effect()
+        effect(flips)

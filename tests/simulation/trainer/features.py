@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tests.simulation.trainer.plan import REQUESTER, Fault, Plan
+from tests.simulation.trainer.plan import Fault, Plan
 from training.checkpoint.format import Manifest
 from training.checkpoint.reader import checkpoint_name
 from training.checkpoint.tensors import decode
@@ -50,7 +50,7 @@ def _skip(rng: random.Random, plan: Plan) -> Plan:
     """Skips steps that are not finite: only a save notices such a state, and each checkpoint stays usable."""
     faults = tuple(replace(fault, kind="nan") if fault.kind == "poison" else fault for fault in plan.faults)
     if rng.random() < 0.5:
-        nan = Fault("nan", rng.uniform(0.5, 4.0), None, "before", 0, 0.0, 1.0)
+        nan = Fault("nan", rng.uniform(0.5, 4.0), worker=0)
         faults = (nan,) if rng.random() < 0.7 else (*faults, nan)
         plan = replace(plan, every_steps=rng.randint(1, 3), hosts=max(2, plan.hosts), background=True)
     return replace(plan, skip=True, skipped=rng.choice(_SKIPPED), faults=faults)
@@ -60,16 +60,20 @@ def _export(rng: random.Random, plan: Plan) -> Plan:
     if rng.random() < 0.5:
         kind, number = rng.choice(("kill", "freeze", "sigterm", "storm", "second start")), rng.randint(1, 2)
         name, moment = rng.choice((CONFIG, WEIGHTS, "vocab.txt")), rng.choice(("before", "after"))
-        fault = Fault(kind, 0.0, ("write", name, number), moment, REQUESTER, rng.uniform(2, 30), 0.3)
-        plan = replace(plan, faults=(*plan.faults, fault))
+        request, seconds = ("write", name, number), rng.uniform(2, 30)
+        plan = plan.also(Fault(kind, request=request, moment=moment, seconds=seconds, rate=0.3))
     elif rng.random() < 0.6:  # it takes minutes, and hosts are asked to stop meanwhile
         plan = replace(plan, hosts=rng.randint(2, 4), faults=(), keep_last=2, export=True)
-        slow = [Fault("slow request", 0.0, ("write", name, 1), rng.choice(("before", "after")), REQUESTER,
-                      rng.uniform(30.0, 80.0), 1.0) for name in (CONFIG, WEIGHTS)]  # fmt: skip
+        slow = [_slow_request(rng, ("write", name, 1), 30.0, 80.0) for name in (CONFIG, WEIGHTS)]
         kind = rng.choice(("sigterm", "sigterm all"))
-        stop = Fault(kind, 0.0, ("write", CONFIG, 1), "before", rng.randrange(4), 0, 1.0)
-        plan = replace(plan, faults=(*slow, stop) if rng.random() < 0.8 else tuple(slow))
+        stop = Fault(kind, request=("write", CONFIG, 1), worker=rng.randrange(4))
+        plan = plan.also(*slow, *([stop] if rng.random() < 0.8 else []))
     return replace(plan, export=True)
+
+
+def _slow_request(rng: random.Random, request: tuple[str, str, int], least: float, most: float) -> Fault:
+    moment = rng.choice(("before", "after"))
+    return Fault("slow request", request=request, moment=moment, seconds=rng.uniform(least, most))
 
 
 def _strangers(rng: random.Random, plan: Plan) -> Plan:
@@ -79,13 +83,13 @@ def _strangers(rng: random.Random, plan: Plan) -> Plan:
 
 def _drift(rng: random.Random, plan: Plan) -> Plan:
     """The weights of a host differ after the last save."""
-    drift = Fault("drift", rng.uniform(0.0, 9.0), None, "before", rng.randint(1, 3), 0, 1.0)
-    return replace(plan, hosts=max(2, plan.hosts), faults=(*plan.faults, drift))
+    drift = Fault("drift", rng.uniform(0.0, 9.0), worker=rng.randint(1, 3))
+    return replace(plan, hosts=max(2, plan.hosts)).also(drift)
 
 
 def _block(rng: random.Random, plan: Plan) -> Plan:
     """The collectives of the first attempt never return, from its first step on."""
-    return replace(plan, faults=(Fault("block", 0.1, None, "before", 0, 0.0, 1.0),), step_seconds=0.5)
+    return replace(plan, faults=(Fault("block", 0.1, worker=0),), step_seconds=0.5)
 
 
 def _push(rng: random.Random, plan: Plan) -> Plan:
@@ -94,23 +98,17 @@ def _push(rng: random.Random, plan: Plan) -> Plan:
 
 def _slow_storage(rng: random.Random, plan: Plan) -> Plan:
     """Makes a request nearly as slow as storage may be, which must not make hosts lose each other."""
-    request = rng.choice(_SLOW)
-    fault = Fault(
-        "slow request", 0.0, (*request, rng.randint(1, 3)), rng.choice(("before", "after")), REQUESTER,
-        rng.uniform(0.4, 1.0) * _LONGEST_WRITE, 1.0,
-    )  # fmt: skip
-    alone = rng.random() < 0.8
-    return replace(
-        plan, faults=(fault,) if alone else (*plan.faults, fault), hosts=max(2, plan.hosts), jitter=0.2,
-        export=plan.export or request[1] == WEIGHTS,
-    )  # fmt: skip
+    request = (*rng.choice(_SLOW), rng.randint(1, 3))
+    fault = _slow_request(rng, request, 0.4 * _LONGEST_WRITE, _LONGEST_WRITE)
+    others = () if rng.random() < 0.8 else plan.faults
+    export = plan.export or request[1] == WEIGHTS
+    return replace(plan, faults=(*others, fault), hosts=max(2, plan.hosts), jitter=0.2, export=export)
 
 
 def _stop_twice(rng: random.Random, plan: Plan) -> Plan:
     """Requests a stop twice: the engines of all hosts and the launcher do, or the user presses Ctrl-C again."""
     kind = rng.choice(("sigterm all twice", "sigterm all twice", "interrupt twice"))
-    fault = Fault(kind, rng.uniform(1.0, 25.0), None, "before", 0, rng.uniform(0.1, 13.0), 1.0)
-    return replace(plan, faults=(*plan.faults, fault))
+    return plan.also(Fault(kind, rng.uniform(1.0, 25.0), worker=0, seconds=rng.uniform(0.1, 13.0)))
 
 
 @dataclass

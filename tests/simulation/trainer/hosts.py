@@ -6,6 +6,7 @@ computation below it are simulated.
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from functools import partial
@@ -93,8 +94,8 @@ class Host:
         self.clock = SimulatedClock(self.scheduler, started=-1000 * world.random.random(), wall=1.8e9 + skew)
         self.machine = Machine(
             clock=self.clock,
-            threads=SimulatedThreads(self.scheduler),  # type: ignore[arg-type]
-            network=HostNetwork(world.wire, self.address, self.process),  # type: ignore[arg-type]
+            threads=SimulatedThreads(self.scheduler),
+            network=HostNetwork(world.wire, self.address, self.process),
             random=world.random,
             exit=self.exit,
         )
@@ -127,14 +128,14 @@ class Host:
         dependencies = Dependencies(
             machine=machine,
             storage=HostStorage(world.bucket, self.name),
-            open_task=lambda *_: SimulatedTask(self),  # type: ignore[arg-type, return-value]
-            open_backend=self._open_backend,  # type: ignore[arg-type]
+            open_task=lambda *_: SimulatedTask(self),
+            open_backend=self._open_backend,
             trackers=("jsonl",),
             push=partial(world.hub.push, self),
             profiles=lambda _: None,
         )
         with ending_process(rendezvous, machine):
-            train(config, cluster, rendezvous, shutdown, timer, dependencies)  # type: ignore[arg-type]
+            train(config, cluster, rendezvous, shutdown, timer, dependencies)
 
     def _open_backend(self, *_: object) -> SimulatedBackend:
         self.backend = SimulatedBackend(self)
@@ -163,25 +164,25 @@ class Host:
     def sigterm(self) -> None:
         """Sends SIGTERM, as the engine or the launcher does."""
         self.stops.append(self.scheduler.now)
-        self.group.asked_to_stop = True
-        if self.code is None and self.shutdown is not None:
-            self.scheduler.note(f"SIGTERM for {self.name}")
-            self.scheduler.spawn(self.shutdown.request, name="signals", process=self.process)
-            limit = self.world.plan.stop_seconds + STOP_MARGIN
-            self.scheduler.call_at(
-                self.scheduler.now + limit, partial(self.world.promises.a_stop_takes_no_longer_than_it_may, self)
-            )
-        elif self.code is None:
-            self._end(143)  # no handler yet
+        if self._signal("SIGTERM"):
+            limit = self.scheduler.now + self.world.plan.stop_seconds + STOP_MARGIN
+            self.scheduler.call_at(limit, partial(self.world.promises.a_stop_takes_no_longer_than_it_may, self))
 
     def interrupt(self) -> None:
         """Sends SIGINT, as a user's Ctrl-C does."""
-        self.group.asked_to_stop = self.interrupted = True
-        if self.code is None and self.shutdown is not None:
-            self.scheduler.note(f"Ctrl-C for {self.name}")
-            self.scheduler.spawn(self.shutdown.request, signal.SIGINT, name="signals", process=self.process)
+        self.interrupted = True
+        self._signal("Ctrl-C", signal.SIGINT)
+
+    def _signal(self, name: str, *number: int) -> bool:
+        """Asks the process to stop, or ends it before it has a handler. Returns whether it was asked."""
+        self.group.asked_to_stop = True
+        if self.code is None and self.shutdown is None:
+            self._end(143)
         elif self.code is None:
-            self._end(143)  # no handler yet
+            self.scheduler.note(f"{name} for {self.name}")
+            self.scheduler.spawn(self.shutdown.request, *number, name="signals", process=self.process)
+            return True
+        return False
 
     def freeze(self) -> None:
         """Freezes the machine: neither its process nor its network answers."""
@@ -200,22 +201,19 @@ class Host:
 
     def thaw(self) -> None:
         """Ends a freeze or a hang."""
-        if self.hanging and not self.frozen:
-            self.scheduler.note(f"{self.name} runs on")
+        if self.hanging or self.frozen:
+            self.scheduler.note(f"{self.name} {'wakes up' if self.frozen else 'runs on'}")
+            if self.frozen:
+                self.world.wire.restore(self.address)
             self.scheduler.thaw(self.process)
-        self.hanging = False
-        if self.frozen:
-            self.frozen = False
-            self.scheduler.note(f"{self.name} wakes up")
-            self.world.wire.restore(self.address)
-            self.scheduler.thaw(self.process)
+        self.hanging = self.frozen = False
 
     def pass_time(self, purpose: str, seconds: float) -> None:
         """Waits about so many seconds."""
         self.scheduler.sleep(seconds * (0.5 + self.world.random.random()))
 
 
-class Output:
+class Output(io.TextIOBase):
     """Standard output and error of all processes: each line belongs to the host that prints it."""
 
     def __init__(self, world: World) -> None:
@@ -225,16 +223,10 @@ class Output:
         task = self._world.scheduler.current
         host = self._world.host_of(task.process) if task else None
         if host is None:
-            return sys.__stdout__.write(text) if sys.__stdout__ else 0
-        host.lines += [line for line in text.splitlines() if line]
-        host.group.world.promises.damage_is_told(text)
-        if self._world.scheduler.trace is not None:
-            for line in filter(None, text.splitlines()):
-                self._world.scheduler.note(f"| {line[:300]}")
+            return sys.__stdout__.write(text)
+        lines = [line for line in text.splitlines() if line]
+        host.lines += lines
+        self._world.promises.damage_is_told(text)
+        for line in lines:
+            self._world.scheduler.note(f"| {line[:300]}")
         return len(text)
-
-    def flush(self) -> None:
-        pass
-
-    def isatty(self) -> bool:
-        return False

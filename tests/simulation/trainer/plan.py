@@ -21,12 +21,12 @@ class Fault:
     """A fault. Its kind decides which fields are used."""
 
     kind: str
-    at: float  # seconds, for faults that strike at a time
-    request: tuple[str, str, int] | None  # (operation, part of the name, number of the match) that triggers it
-    moment: str  # "before" or "after" the request takes effect
-    worker: int  # of the newest group; or REQUESTER
-    seconds: float  # duration
-    rate: float  # probability, for faults that strike repeatedly
+    at: float = 0.0  # seconds, for faults that strike at a time
+    request: tuple[str, str, int] | None = None  # (operation, part of the name, number of the match) that triggers it
+    moment: str = "before"  # or "after" the request takes effect
+    worker: int = REQUESTER  # or one of the newest group
+    seconds: float = 0.0  # duration
+    rate: float = 1.0  # probability, for faults that strike repeatedly
 
     def __str__(self) -> str:
         when = " ".join(map(str, (self.moment, *self.request))) if self.request else f"{self.at:.1f} s"
@@ -84,7 +84,6 @@ class Plan:
     step_seconds: float
     compile_seconds: float
     stop_seconds: float
-    rendezvous_seconds: float
     launcher_patience: float  # seconds that a launcher waits for unreachable hosts
     faults: tuple[Fault, ...]
     later_hosts: tuple[int, ...]  # of attempts 1, 2, 3, ...; they repeat
@@ -96,6 +95,10 @@ class Plan:
     strangers: bool = False  # the run's folder has records of another program
     hub: str = ""  # uploads: at the "end", or also of each "checkpoint"
     hub_fault: str = ""  # the fault of the Hub, or of the uploading processes
+
+    def also(self, *faults: Fault) -> Plan:
+        """Returns the plan with more faults."""
+        return replace(self, faults=(*self.faults, *faults))
 
     def leave_out(self, numbers: frozenset[int]) -> Plan:
         """Returns the plan without some faults."""
@@ -125,7 +128,6 @@ def draw(seed: int) -> Plan:
         step_seconds=rng.choice((0.5, 1.0, 3.0)) if rng.random() < 0.99 else 170.0,
         compile_seconds=rng.choice((0.5, 5.0)),
         stop_seconds=rng.choice((15.0, 25.0)),
-        rendezvous_seconds=30.0,
         launcher_patience=rng.choice((5.0, 40.0)),
         faults=faults,
         later_hosts=tuple(rng.choices((1, 2, 3, 4), k=4)) if rng.random() < 0.15 else (hosts,) * 4,
@@ -171,20 +173,15 @@ def add_scenario(plan: Plan) -> Plan:
     return rng.choice(_SCENARIOS)(rng, plan)
 
 
-def _with(plan: Plan, *faults: Fault) -> Plan:
-    return replace(plan, faults=(*plan.faults, *faults))
-
-
 def _fault(kind: str, request: _Request, number: int, moment: str = "before", seconds: float = 0.0) -> Fault:
-    return Fault(kind, 0.0, (*request, number), moment, REQUESTER, seconds, 1.0)
+    return Fault(kind, request=(*request, number), moment=moment, seconds=seconds)
 
 
 def _late_commit(rng: random.Random, plan: Plan) -> Plan:
     """After the fence's check host 0's write takes effect late, or it freezes; meanwhile the run starts again."""
     number = rng.randint(1, 3)
     kind = rng.choice(("late", "late", "late", "freeze", "hang"))
-    return _with(
-        plan,
+    return plan.also(
         _fault(kind, _MANIFEST, number, rng.choice(("before", "before", "before", "after")), rng.uniform(3.0, 30.0)),
         _fault("second start", _MANIFEST, number),
     )
@@ -192,31 +189,28 @@ def _late_commit(rng: random.Random, plan: Plan) -> Plan:
 
 def _several_starts(rng: random.Random, plan: Plan) -> Plan:
     """Two starts at the same moment, so that neither sees the claim of the other; perhaps a third that sees one."""
-    plan = _with(plan, _fault("late", _CLAIM, 1, "before", rng.uniform(4.0, 25.0)), _fault("second start", _CLAIM, 1))
+    plan = plan.also(_fault("late", _CLAIM, 1, "before", rng.uniform(4.0, 25.0)), _fault("second start", _CLAIM, 1))
     if rng.random() < 0.6:
-        plan = _with(replace(plan, jitter=0.2, steps=14), _fault("second start", _CLAIM, 2, "after"))
+        plan = replace(plan, jitter=0.2, steps=14).also(_fault("second start", _CLAIM, 2, "after"))
     return plan
 
 
 def _late_listing(rng: random.Random, plan: Plan) -> Plan:
     """The hosts of a start list the checkpoints at different times while an older start commits one."""
     number = rng.randint(1, 3)
-    plan = _with(
-        replace(plan, hosts=rng.randint(2, 3)),
-        _fault("late", _MANIFEST, number, "before", rng.uniform(3.0, 10.0)),
-        _fault("second start", _MANIFEST, number),
+    plan = replace(plan, hosts=rng.randint(2, 3)).also(
+        _fault("late", _MANIFEST, number, "before", rng.uniform(3.0, 10.0)), _fault("second start", _MANIFEST, number)
     )
     # Each commit of the older start lists checkpoints, too, and each of its hosts did at its beginning.
     listing = plan.hosts + number - 1 + rng.randint(1, plan.hosts)
-    return _with(plan, _fault("late", ("list", "checkpoints"), listing, "before", rng.uniform(2.0, 9.0)))
+    return plan.also(_fault("late", ("list", "checkpoints"), listing, "before", rng.uniform(2.0, 9.0)))
 
 
 def _late_commit_of_a_passed_step(rng: random.Random, plan: Plan) -> Plan:
     """A start that was asked to stop commits, late, a step that the newer start has passed and never saves."""
     number = rng.randint(1, 2)
-    stop = Fault("sigterm all", rng.uniform(3.0, 9.0), None, "before", 0, 0.0, 1.0)
-    return _with(
-        replace(plan, every_steps=rng.randint(3, 5), steps=14, step_seconds=0.5, jitter=0.2),
+    stop = Fault("sigterm all", rng.uniform(3.0, 9.0), worker=0)
+    return replace(plan, every_steps=rng.randint(3, 5), steps=14, step_seconds=0.5, jitter=0.2).also(
         stop,
         _fault("late", _MANIFEST, number, "before", rng.uniform(8.0, 20.0)),
         _fault("second start", _MANIFEST, number),
@@ -226,43 +220,45 @@ def _late_commit_of_a_passed_step(rng: random.Random, plan: Plan) -> Plan:
 def _hang(rng: random.Random, plan: Plan) -> Plan:
     """A process hangs while its kernel still answers."""
     plan = replace(plan, hosts=rng.randint(2, 4), jitter=0.2)
-    return _with(plan, _fault("hang", rng.choice(_HANGS), rng.randint(1, 5), "before", rng.uniform(60.0, 200.0)))
+    return plan.also(_fault("hang", rng.choice(_HANGS), rng.randint(1, 5), "before", rng.uniform(60.0, 200.0)))
 
 
 def _rot(rng: random.Random, plan: Plan) -> Plan:
     """The newest checkpoint is damaged, and the run starts again."""
     number = rng.randint(2, 5)
     plan = replace(plan, keep_last=rng.choice((2, 3)), jitter=0.2)
-    return _with(plan, _fault("rot", _MANIFEST, number, "after"), _fault("power", _MANIFEST, number, "after"))
+    return plan.also(_fault("rot", _MANIFEST, number, "after"), _fault("power", _MANIFEST, number, "after"))
 
 
 def _wrong_read(rng: random.Random, plan: Plan) -> Plan:
     """All hosts end, and later one of them reads a wrong byte of the checkpoint, once."""
     number = rng.randint(1, 3)
     request = rng.choice((("read", "manifest.json"), ("read", "part-")))
-    wrong = Fault("wrong read", 0.0, (*request, rng.randint(1, 4)), "before", REQUESTER, 0.0, 1.0)
-    return _with(replace(plan, faults=(), jitter=0.2), _fault("power", _MANIFEST, number, "after"), wrong)
+    faults = (_fault("power", _MANIFEST, number, "after"), _fault("wrong read", request, rng.randint(1, 4)))
+    return replace(plan, faults=faults, jitter=0.2)
 
 
 def _early_stop(rng: random.Random, plan: Plan) -> Plan:
     """A host is asked to stop while others wait for one that starts late."""
     late, asked = rng.uniform(16.0, 40.0), rng.uniform(9.0, 14.0)
-    faults = (("late host", 0.4, late), ("power", 0.5, 0.0), ("sigterm", asked, 0.0))
-    timed = tuple(Fault(kind, at, None, "before", 1, seconds, 1.0) for kind, at, seconds in faults)
-    return replace(plan, hosts=4, later_hosts=(4,), faults=timed, jitter=0.2)
+    faults = (
+        Fault("late host", 0.4, worker=1, seconds=late),
+        Fault("power", 0.5, worker=1),
+        Fault("sigterm", asked, worker=1),
+    )
+    return replace(plan, hosts=4, later_hosts=(4,), faults=faults, jitter=0.2)
 
 
 def _late_stop(rng: random.Random, plan: Plan) -> Plan:
     """A host is asked to stop in a step that takes longer than a stop may."""
-    stop = Fault("sigterm", rng.uniform(4.0, 60.0), None, "before", rng.randrange(4), 0.0, 1.0)
+    stop = Fault("sigterm", rng.uniform(4.0, 60.0), worker=rng.randrange(4))
     return replace(plan, hosts=rng.randint(2, 4), faults=(stop,), step_seconds=120.0, jitter=0.2)
 
 
 def _late_record(rng: random.Random, plan: Plan) -> Plan:
     """A step is not finite, and writing its record is slow."""
-    return _with(
-        replace(plan, hosts=rng.randint(2, 4), jitter=0.2),
-        Fault("nan", rng.uniform(0.5, 3.0), None, "before", 0, 0.0, 1.0),
+    return replace(plan, hosts=rng.randint(2, 4), jitter=0.2).also(
+        Fault("nan", rng.uniform(0.5, 3.0), worker=0),
         _fault("late", ("write", ".nonfinite.json"), 1, "before", rng.uniform(1.0, 9.0)),
     )
 

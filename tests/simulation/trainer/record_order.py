@@ -1,10 +1,11 @@
-"""The order of records, stated a second time: plain Python, without the trainer's code, for datasets of one window.
+"""The order of records, stated a second time: plain Python, for datasets of one window. Only SplitMix64 is
+the trainer's: tests/training/test_sampling.py holds it to its published numbers.
 
 An epoch has one permutation of all records, drawn by (seed, epoch). Places are counted through all epochs; place p is
 row p % batch of step p // batch. The permutation fills the epoch's places row by row, and in a row step by step.
 """
 
-_ALL, _GOLDEN = 2**64 - 1, 0x9E3779B97F4A7C15
+from training.data.sampling.random_bits import GOLDEN, mix_int
 
 
 def batches(records: int, batch: int, steps: int, seed: int) -> list[list[int]]:
@@ -20,14 +21,7 @@ def batches(records: int, batch: int, steps: int, seed: int) -> list[list[int]]:
 
 def _permutation(records: int, seed: int, epoch: int) -> list[int]:
     """Sorts records by the outputs of SplitMix64, started at a key of (seed, "lanes", epoch, window 0)."""
-    state = _mix(seed + _GOLDEN)
+    state = mix_int(seed + GOLDEN)
     for number in (int.from_bytes(b"lanes", "little"), epoch, 0):
-        state = _mix(state + _mix(number + _GOLDEN))
-    return sorted(range(records), key=lambda record: _mix(state + (record + 1) * _GOLDEN))
-
-
-def _mix(z: int) -> int:
-    z &= _ALL
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _ALL
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _ALL
-    return z ^ (z >> 31)
+        state = mix_int(state + mix_int(number + GOLDEN))
+    return sorted(range(records), key=lambda record: mix_int(state + (record + 1) * GOLDEN))

@@ -12,7 +12,7 @@ from tests.simulation.scheduler import Stuck
 from tests.simulation.trainer.bucket import DELETE, WRITE
 from tests.simulation.trainer.features import add_features
 from tests.simulation.trainer.hosts import Output
-from tests.simulation.trainer.plan import REQUESTER, Fault, Plan, add_scenario, draw
+from tests.simulation.trainer.plan import Fault, Plan, add_scenario, draw
 from tests.simulation.trainer.world import World
 from training import progress
 
@@ -39,8 +39,7 @@ def kill_at_every_write(plan: Plan) -> Iterator[Plan]:
     for operation in (WRITE, DELETE):
         for number in range(sum(f" {operation} gs://" in line for line in trace)):
             for kind, moment in itertools.product(("kill", "power"), ("before", "after")):
-                fault = Fault(kind, 0.0, (operation, "", number + 1), moment, REQUESTER, 0.0, 1.0)
-                yield replace(quiet, faults=(fault,))
+                yield quiet.also(Fault(kind, request=(operation, "", number + 1), moment=moment))
 
 
 def simulate_plan(plan: Plan, *, trace: bool = False) -> Result:

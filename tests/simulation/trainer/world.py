@@ -39,7 +39,7 @@ def config_of(plan: Plan) -> TrainerConfig:
             "train": {**train, "on_nonfinite": "skip" if plan.skip else "stop"},
             "evaluation": {"every": plan.evaluate_every},
             "checkpoint": checkpoint,
-            "rendezvous": {"start_seconds": 60.0, "seconds": plan.rendezvous_seconds, "lost_seconds": 4.0},
+            "rendezvous": {"start_seconds": 60.0, "seconds": 30.0, "lost_seconds": 4.0},
             "export": {"at_end": plan.export},
             "output": "gs://bucket/runs",
         }
