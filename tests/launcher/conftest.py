@@ -46,4 +46,4 @@ def cloud() -> Cloud:
 
 @pytest.fixture
 def work(tmp_path: Path) -> Workstation:
-    return Workstation(tmp_path, Hosts([0] * 9))
+    return Workstation(tmp_path, Hosts())

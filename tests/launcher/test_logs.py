@@ -30,7 +30,7 @@ def stamp(milliseconds: int) -> str:
 
 
 def engine_log(history: list[LogLine], since: str | None) -> list[LogLine]:
-    """What the engine returns: the lines from a time on, inclusive, in the order in which they were written."""
+    """Returns the lines from a time on, inclusive, in the order in which they were written."""
     return [line for line in history if since is None or line.timestamp >= since]
 
 
@@ -49,9 +49,7 @@ def test_reading_goes_on_at_the_offset_and_leaves_an_unfinished_line(tmp_path: P
     st.sampled_from(["", f"{stamp(0)} unfinished" * 9]),
 )
 def test_a_log_is_read_in_pieces_and_repaired(
-    tmp_path_factory,  # type: ignore[no-untyped-def]
-    history: list[LogLine],
-    unfinished: str,
+    tmp_path_factory: pytest.TempPathFactory, history: list[LogLine], unfinished: str
 ) -> None:
     path: Path = tmp_path_factory.mktemp("log") / "host-0.log"
     path.write_text("".join(f"{line.timestamp} {line.text}\n" for line in history) + unfinished)
@@ -59,16 +57,21 @@ def test_a_log_is_read_in_pieces_and_repaired(
         patch.setattr(logs, "_BLOCK_BYTES", 30)
         HostLog(path)
         patch.setattr(logs, "_PIECE_BYTES", 50)
-        read: list[LogLine] = []
-        offset = 0
-        while True:
-            lines, offset = read_from(path, offset)
+        (lines, offset), read = read_from(path, 0), list[LogLine]()
+        while lines:
             assert sum(len(f"{line.timestamp} {line.text}\n") for line in lines[:-1]) <= 100
-            if not lines:
-                break
             read += lines
+            lines, offset = read_from(path, offset)
     assert read == history
     assert offset == path.stat().st_size
+
+
+FULL = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+
+
+def write_half(file: FileIO, data: bytes) -> None:
+    file.write(data[: len(data) // 2])
+    FULL()
 
 
 def test_lines_that_do_not_fit_on_the_disk_stay_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,11 +79,6 @@ def test_lines_that_do_not_fit_on_the_disk_stay_new(tmp_path: Path, monkeypatch:
     history = [LogLine(stamp(number), f"line {number}") for number in range(6)]
     assert log.append_new(history[:2], None) == history[:2]
     asked = log.cursor.since
-
-    def write_half(file: FileIO, data: bytes) -> None:
-        file.write(data[: len(data) // 2])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as full:
         full.setattr(logs, "write_whole", write_half)
         with pytest.raises(OSError, match="No space"):
@@ -97,40 +95,27 @@ def test_a_line_that_ends_on_a_full_disk_comes_once_later(tmp_path: Path, monkey
     log = HostLog(tmp_path / "host-0.log")
     long, later, last = LogLine(stamp(0), "long"), LogLine(stamp(5000), "later"), LogLine(stamp(9000), "last")
     log.append_new([later], None, open=[long.timestamp])
-    fail = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with monkeypatch.context() as full:
-        full.setattr(logs, "write_whole", fail)
+        full.setattr(logs, "write_whole", FULL)
         with pytest.raises(OSError, match="No space"):
             log.append_new([long, later], log.cursor.since)
+    log = HostLog(log.path)
     with monkeypatch.context() as full:  # there is room for the lines, but not for the times of open ones
-        log = HostLog(log.path)
-        full.setattr(logs, "write_private", fail)
+        full.setattr(logs, "write_private", FULL)
         assert log.append_new(engine_log([later, long], log.cursor.since), log.cursor.since) == [long]
     log = HostLog(log.path)
     assert log.append_new(engine_log([later, long, last], log.cursor.since), log.cursor.since) == [last]
     assert [line.text for line in read_from(log.path, 0)[0]] == ["later", "long", "last"]
 
 
-def test_bytes_that_are_not_text_survive(tmp_path: Path) -> None:
-    log = HostLog(tmp_path / "host-0.log")
-    line = LogLine(stamp(0), b"\xff\xfe".decode(errors="surrogateescape"))
-    log.append_new([line])
-    assert read_from(log.path, 0)[0] == [line]
-
-
 # Steps of a host's log: milliseconds since the line before, how far the clock steps back then, and the text.
-texts = st.sampled_from(["a", "b", "step 1", ""])
-stepping_clocks = st.lists(
-    st.tuples(st.integers(0, 900), st.sampled_from([0, 0, 0, 0, 2_500, 60_000]), texts), max_size=60
-)
+TEXTS = st.sampled_from(["a", "b", "step 1", "", b"\xff\xfe".decode(errors="surrogateescape")])
+STEPS = st.lists(st.tuples(st.integers(0, 900), st.sampled_from([0, 0, 0, 0, 2_500, 60_000]), TEXTS), max_size=60)
 
 
-@given(stepping_clocks, st.integers(1, 4), st.booleans())
+@given(STEPS, st.integers(1, 4), st.booleans())
 def test_lines_are_delivered_once_and_in_order_although_the_hosts_clock_steps_back(
-    tmp_path_factory,  # type: ignore[no-untyped-def]
-    steps: list[tuple[int, int, str]],
-    lines_a_look: int,
-    restarts: bool,
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int, str]], lines_a_look: int, restarts: bool
 ) -> None:
     """A host whose clock is behind what was asked for gives its last lines, as observe.sh does."""
     tail, clock, history = 8, 100_000_000, []
@@ -156,9 +141,8 @@ def test_a_page_that_ends_between_two_equal_lines_repeats_none() -> None:
     twice = [LogLine(at, "line"), LogLine(at, "line")]
     assert cursor.advance(twice[:1], open=[at]) == twice[:1]
     assert cursor.advance([LogLine(at, "li" + CUT)]) == [], "a shorter page shows less of it"
-    assert cursor.advance([*twice, LogLine("2026-01-01T00:00:03.5Z", "line")]) == [
-        twice[1], LogLine("2026-01-01T00:00:03.5Z", "line")
-    ]  # fmt: skip
+    later = LogLine("2026-01-01T00:00:03.5Z", "line")
+    assert cursor.advance([*twice, later]) == [twice[1], later]
 
 
 def test_a_look_without_the_last_line_adds_what_comes_more_often_and_nothing_old() -> None:
@@ -187,9 +171,10 @@ class Docker:
             data = rest + data[PART:]
         self.buffers[stream] = data
 
-    def close(self, stream: int) -> None:
-        if self.buffers[stream]:
-            self._store(stream, self.buffers[stream], ends=False)
+    def close(self) -> None:
+        for stream, rest in enumerate(self.buffers):
+            if rest:
+                self._store(stream, rest, ends=False)
 
     def _store(self, stream: int, content: bytes, *, ends: bool) -> None:
         self.now += 1
@@ -238,8 +223,8 @@ def read_all(docker: Docker, log: HostLog, status: str) -> None:
 
 
 @given(WRITES, st.integers(2, 9), st.sampled_from([(80, 400), (1 << 20, 1 << 22)]))
-def test_lines_of_two_streams_in_parts_are_delivered_once(  # type: ignore[no-untyped-def]
-    tmp_path_factory, writes: list[tuple[int, list[bytes], int, bool, bool]], tail: int, limits: tuple[int, int]
+def test_lines_of_two_streams_in_parts_are_delivered_once(
+    tmp_path_factory: pytest.TempPathFactory, writes: list[Any], tail: int, limits: tuple[int, int]
 ) -> None:
     docker, log = Docker(), HostLog(tmp_path_factory.mktemp("log") / "host-0.log")
     with pytest.MonkeyPatch.context() as patch:
@@ -254,8 +239,7 @@ def test_lines_of_two_streams_in_parts_are_delivered_once(  # type: ignore[no-un
             log = HostLog(log.path) if restart else log
             if look:
                 read_all(docker, log, "running")
-        docker.close(0)
-        docker.close(1)
+        docker.close()
         read_all(docker, log, "exited")
         read_all(docker, HostLog(log.path), "exited")
     expected = Counter[str]()

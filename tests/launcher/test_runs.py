@@ -3,8 +3,6 @@
 Everything but the provider and the clock is real: folders, locks, ledgers, supervision.
 """
 
-import contextlib
-import dataclasses
 import itertools
 import os
 import tarfile
@@ -12,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -57,7 +56,7 @@ HOSTS = range(2)
 class Hosts:
     """Two hosts, which outlive launchers: their containers, and the attempts that they were given."""
 
-    exits: list[int | None]  # exit code of each attempt's containers; None: they run until `end`
+    exits: list[int | None] = field(default_factory=lambda: [0] * 9)  # of attempts; None: they run until `end`
     attempts: list[Attempt] = field(default_factory=list)
     state: dict[str, ContainerState] = field(default_factory=dict)
     busy: str = ""  # another run that is on the hosts
@@ -105,20 +104,16 @@ class FakeProvider:
     def __init__(self, config: Config, hosts: Hosts) -> None:
         self.config, self.hosts = config, hosts
 
-    def connect(self) -> None:
-        pass
+    def connect(self) -> None: ...
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
     def describe(self) -> SliceState | None:
         self.hosts.call("describe")
-        if self.hosts.slice_state is None:
-            return None
-        created, address = self.identity()
+        (created, address), state = self.identity(), self.hosts.slice_state
         addresses = (address, "10.0.0.2")
-        state, health = self.hosts.slice_state, self.hosts.health
-        return SliceState(self.config.slice.name, state, health, "v4-16", addresses, created=created)
+        name, health = self.config.slice.name, self.hosts.health
+        return state and SliceState(name, state, health, "v4-16", addresses, created=created)
 
     def identity(self) -> tuple[str, str]:
         return self.hosts.created, self.hosts.address
@@ -154,27 +149,22 @@ class FakeProvider:
         self.hosts.call("started")
         return [HostReport(worker, True, attempt.image) for worker in HOSTS]
 
-    def observe(
-        self, worker: int, container: str, since: str | None, *, patience: float = 0.0, progress: bool = False
-    ) -> Observation:
+    def observe(self, worker: int, container: str, since: str | None, *, progress=False, **_: Any) -> Observation:
         self.hosts.call("observe")
         if worker in self.hosts.silent:
             return Observation(worker, None, problem="timed out")
         state = self.hosts.state.get(container, ContainerState("absent"))
         if worker in self.hosts.only_created and state.running:
             state = ContainerState("created")
-        lines = () if self.hosts.quiet else (LogLine("2026-01-01T00:00:00.000000000Z", self.hosts.line),)
-        told = self.hosts.progress.get(worker, ()) if progress else ()
         if self.hosts.log_problem:
             return Observation(worker, state, problem=self.hosts.log_problem)
-        return Observation(worker, state, lines, progress=told)
+        lines = () if self.hosts.quiet else (LogLine("2026-01-01T00:00:00.000000000Z", self.hosts.line),)
+        return Observation(worker, state, lines, progress=self.hosts.progress.get(worker, ()) if progress else ())
 
     def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:
         return Observation(worker, self.hosts.state.get(container, ContainerState("absent")))
 
-    def stop(
-        self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
-    ) -> list[HostReport]:
+    def stop(self, container: str, *, grace, remove: bool, workers: Sequence[int] | None = None) -> list[HostReport]:
         self.hosts.call("stop")
         if remove:
             self.hosts.state.pop(container, None)
@@ -183,21 +173,13 @@ class FakeProvider:
         return [HostReport(worker, worker not in self.hosts.silent, "") for worker in workers or HOSTS]
 
     def execute(
-        self,
-        container: str,
-        command: Sequence[str],
-        workers: Sequence[int],
-        *,
-        seconds: float,
-        on_line: Callable[[int, str], None],
+        self, container: str, command: Sequence[str], workers: Sequence[int], *, seconds, on_line: Callable
     ) -> list[CommandReport]:
-        reports = []
-        for worker in workers:
-            code, lines = self.hosts.execute(command)
+        answers = {worker: self.hosts.execute(command) for worker in workers}
+        for worker, (_, lines) in answers.items():
             for line in lines:
                 on_line(worker, line)
-            reports.append(CommandReport(worker, code, 0.0))
-        return reports
+        return [CommandReport(worker, code, 0.0) for worker, (code, _) in answers.items()]
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
         return {}
@@ -263,25 +245,23 @@ def detach(work: Workstation, config: Config, environment: dict[str, str] | None
             work.run(config, environment, **options)
 
 
+def write_overlay(work: Workstation, text: str) -> str:
+    """Writes a folder of code. Returns the option that puts it over /opt/code."""
+    (work.folder / "code").mkdir(exist_ok=True)
+    (work.folder / "code" / "loop.py").write_text(text)
+    return f"{work.folder}/code=/opt/code"
+
+
 def start_and_lose_sight(work: Workstation) -> None:
     """Starts a run with everything that a command line can add; its launcher is gone, and its attempt runs."""
     work.hosts.exits[0] = None
-    overlay = work.folder / "code"
-    overlay.mkdir()
-    (overlay / "loop.py").write_text("of the start\n")
     env_file = work.folder / "some.env"
     env_file.write_text("FROM_FILE=plain\n")
-    config = work.config(
-        "run.secrets=[HF_TOKEN]", "run.environment={SETTING: of the start}", command=["python", "train.py", "--lr=1e-4"]
-    )
-
-    detach(work, config, {"HF_TOKEN": "s3cret"}, env_file=env_file, overlay=f"{overlay}=/opt/code")
-    (overlay / "loop.py").write_text("changed since\n")
+    settings = ("run.secrets=[HF_TOKEN]", "run.environment={SETTING: of the start}")
+    config = work.config(*settings, command=["python", "train.py", "--lr=1e-4"])
+    detach(work, config, {"HF_TOKEN": "s3cret"}, env_file=env_file, overlay=write_overlay(work, "of the start\n"))
+    write_overlay(work, "changed since\n")
     env_file.unlink()
-
-
-def without_number(attempt: Attempt) -> dict[str, object]:
-    return {key: value for key, value in vars(attempt).items() if key not in ("number", "host_secret")}
 
 
 def test_the_attempt_after_an_attach_is_what_was_started_whatever_the_file_says_now(work: Workstation) -> None:
@@ -292,7 +272,7 @@ def test_the_attempt_after_an_attach_is_what_was_started_whatever_the_file_says_
     outcome = work.attach(work.config(setting="changed"), HF_TOKEN="s3cret", FROM_FILE="plain")
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
     first, second = work.hosts.attempts
-    assert without_number(second) == without_number(first)
+    assert replace(second, number=0, host_secret=first.host_secret) == first
     assert second.host_secret != first.host_secret, "a host of the first attempt can't meet those of the second"
     assert second.command == ("python", "train.py", "--lr=1e-4")
     assert second.environment == {"SETTING": "of the start"}
@@ -323,19 +303,10 @@ def test_an_env_file_is_for_the_command_and_not_for_the_launcher(work: Workstati
     """With PATH=/app/bin in the launcher's own environment, gcloud would not be found."""
     path = work.folder / "some.env"
     path.write_text("PATH=/app/bin\nHOME=/app\n")
-    before = dict(os.environ)
-    seen: list[dict[str, str]] = []
-
-    class Watching(FakeProvider):
-        def start(self, attempt: Attempt, clock: Clock | None = None) -> list[HostReport]:
-            seen.append(dict(os.environ))
-            return super().start(attempt, clock)
-
-    config = work.config()
-    context = dataclasses.replace(work.context(), make_provider=lambda config: Watching(config, work.hosts))
-    launch.run(launch.RunRequest(config, env_file=path), context)
-    assert seen == [before]
-    assert dict(os.environ) == before
+    before, seen = dict(os.environ), list[dict[str, str]]()
+    work.hosts.hooks["start"] = [lambda: seen.append(dict(os.environ))]
+    work.run(work.config(), env_file=path)
+    assert [*seen, dict(os.environ)] == [before, before]
     assert work.hosts.attempts[0].secrets == {"PATH": "/app/bin", "HOME": "/app"}
 
 
@@ -345,11 +316,7 @@ def test_what_is_kept_of_a_failure_masks_its_secrets(work: Workstation, monkeypa
     env_file.write_text("TOKEN=s3cret-of-the-start\n")
     detach(work, work.config(), env_file=env_file)
     work.hosts.end(1)
-
-    def change_file() -> None:
-        env_file.write_text("no value\n")
-
-    work.hosts.hooks["stop"] = [change_file]
+    work.hosts.hooks["stop"] = [lambda: env_file.write_text("no value\n")]
     monkeypatch.setattr(FakeProvider, "evidence", lambda *_: {"host-0.txt": "it is s3cret-of-the-start"})
     work.hosts.line = "it was s3cret-of-the-start"
     outcome = work.attach(work.config())
@@ -357,8 +324,7 @@ def test_what_is_kept_of_a_failure_masks_its_secrets(work: Workstation, monkeypa
     assert "s3cret" not in (work.ledger.folder / "events.jsonl").read_text()
     with tarfile.open(work.ledger.folder / "post-mortem-0.tar.gz") as archive:
         (name,) = (name for name in archive.getnames() if name.endswith("host-0.txt"))
-        kept = archive.extractfile(name)
-        assert kept.read() == b"it is ***"
+        assert archive.extractfile(name).read() == b"it is ***"
 
 
 def test_no_file_of_the_runs_folder_holds_a_secret(work: Workstation) -> None:
@@ -405,16 +371,12 @@ def test_a_container_waits_for_secrets_for_a_time_and_writes_no_line_before(
     assert not _may_lack_secrets(session, answer, container)
 
 
-@pytest.mark.parametrize(
-    ("state", "code"), [("PREEMPTED", Exit.PREEMPTED), ("CREATING", Exit.CONFLICT), ("READY", None)]
-)
-def test_a_run_starts_only_on_a_slice_that_is_ready(tmp_path: Path, state: str, code: Exit | None) -> None:
-    provider = Mock()
-    provider.describe.return_value = SliceState("demo", state, "", "v4-16", ())
-    expected = contextlib.nullcontext() if code is None else pytest.raises(LaunchError, match=f"demo is {state}")
-    with expected as caught:
-        require_ready(load_text(tmp_path, FILE), provider)
-    assert code is None or caught.value.exit_code == code
+@pytest.mark.parametrize(("state", "code"), [("PREEMPTED", Exit.PREEMPTED), ("CREATING", Exit.CONFLICT)])
+def test_a_run_starts_only_on_a_slice_that_is_ready(work: Workstation, state: str, code: Exit) -> None:
+    work.hosts.slice_state = state
+    with pytest.raises(LaunchError, match=f"demo is {state}") as caught:
+        require_ready(work.config(), FakeProvider(work.config(), work.hosts))
+    assert caught.value.exit_code == code
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -491,15 +453,11 @@ def test_a_kept_overlay_stays_over_its_image_in_recoveries(work: Workstation, mo
     numbers = itertools.count()
     monkeypatch.setattr(local, "image", lambda config, say: Image(f"image-{next(numbers)}"))
     work.hosts.exits[:3] = [75, 3, 3]
-    overlay = work.folder / "code"
-    overlay.mkdir()
-    (overlay / "loop.py").write_text("of the start\n")
-    work.run(work.config(), overlay=f"{overlay}=/opt/code")
+    work.run(work.config(), overlay=write_overlay(work, "of the start\n"))
     assert specification.read(work.ledger.folder).image == "image-0"
     work.run(work.config())
-    (overlay / "loop.py").write_text("changed since\n")
     for new in (False, True):
-        work.run(work.config(), overlay=f"{overlay}=/opt/code", new=new)
+        work.run(work.config(), overlay=write_overlay(work, "changed since\n"), new=new)
     assert [attempt.image for attempt in work.hosts.attempts] == ["image-0"] * 5
     first, *others = [attempt.overlay.digest for attempt in work.hosts.attempts]
     assert [digest == first for digest in others] == [True, True, False, False]
