@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -28,7 +27,7 @@ from launcher.tpu_vm.connections import ConnectionPool
 from launcher.tpu_vm.execution import Execution
 from launcher.workstation import Address, ConnectionFailed
 from tests.launcher.script_host import ScriptHost, write_program
-from tests.launcher.test_runs import Hosts, Workstation, detach
+from tests.launcher.test_runs import Workstation, detach
 from tests.processes import wait_until
 from training.machine import Clock
 
@@ -81,15 +80,14 @@ def host(tmp_path: Path) -> ScriptHost:
     return host
 
 
-def run(host: ScriptHost, *command: str, seconds: float = 20, shell: str = "sh") -> tuple[list[str], CommandReport]:
-    """Runs a command on one host. Returns its lines, and how it ended."""
+def run(host: ScriptHost, *command: str, seconds: float = 20, shell: str = "sh") -> tuple[list[str], int | None, str]:
+    """Runs a command on one host. Returns its lines, its exit code, and the problem."""
     machine = replace(this_machine(), connect=lambda address: Connected(host, shell))
     pool = ConnectionPool([Address(0, "h", "me", "key", "known", "h")], machine)
-    lines: list[str] = []
-    connections: Any = SimpleNamespace(open_pool=lambda: pool, gcloud_only=False)
-    show = lambda _worker, line: lines.append(line)  # noqa: E731
-    (report,) = Execution(connections, machine, "demo-0", command, seconds=seconds, on_line=show).run([0])
-    return lines, report
+    connections: Any = Mock(open_pool=lambda: pool, gcloud_only=False)
+    on_line = Mock()
+    (report,) = Execution(connections, machine, "demo-0", command, seconds=seconds, on_line=on_line).run([0])
+    return [call.args[1] for call in on_line.call_args_list], report.exit_code, report.problem
 
 
 def wait_until_gone(word: str) -> None:
@@ -100,26 +98,22 @@ def wait_until_gone(word: str) -> None:
 
 def test_lines_and_the_exit_code_come_as_the_command_wrote_them(host: ScriptHost, shell: str) -> None:
     script = 'printf "%s\n" "$1"; echo error >&2; cat; printf "no end"; exit 255'
-    lines, report = run(host, "sh", "-c", script, "sh", 'it\'s "$HOME"', shell=shell)
-    assert lines == ['it\'s "$HOME"', "error", "no end"]
-    assert (report.exit_code, report.problem) == (255, "")
+    word = 'it\'s "$HOME"'
+    assert run(host, "sh", "-c", script, "sh", word, shell=shell) == ([word, "error", "no end"], 255, "")
 
 
 @pytest.mark.parametrize("begin", ["setsid sleep 5432.1 & sleep 5432.2 & echo cut; wait",
                                    "trap '' TERM; echo cut; sleep 5432.1; sleep 5432.2"])  # fmt: skip
 def test_a_command_ends_with_its_connection_whatever_it_has_started(host: ScriptHost, shell: str, begin: str) -> None:
-    lines, report = run(host, "sh", "-c", begin, shell=shell)
-    assert lines == ["cut"]
-    assert (report.exit_code, report.problem) == (None, "the cable was pulled")
+    assert run(host, "sh", "-c", begin, shell=shell) == (["cut"], None, "the cable was pulled")
     wait_until_gone("sleep 5432.")  # by SIGKILL after 3 s, if it ignores SIGTERM
 
 
 def test_a_command_is_ended_after_its_time_and_that_is_told(host: ScriptHost) -> None:
-    lines, report = run(host, "sh", "-c", "echo begun; sleep 5434.1", seconds=1)
-    assert lines == ["begun"]
-    assert (report.exit_code, report.problem) == (None, "not done within 1 s: it was ended")
+    ended = run(host, "sh", "-c", "echo begun; sleep 5434.1", seconds=1)
+    assert ended == (["begun"], None, "not done within 1 s: it was ended")
     wait_until_gone("sleep 5434.")
-    assert run(host, "sh", "-c", "exit 124")[1].exit_code == 124, "it ended by itself"
+    assert run(host, "sh", "-c", "exit 124")[1] == 124, "it ended by itself"
 
 
 @pytest.fixture
@@ -188,25 +182,22 @@ def test_words_reach_a_host_as_they_are_and_once(mark: str, monkeypatch: pytest.
     assert "the connection broke after the command had begun" in again.stderr
 
 
-def report(worker: int, code: int | None, ended: float) -> CommandReport:
-    return CommandReport(worker, code, ended, "" if code is not None else "gone")
-
-
 @pytest.mark.parametrize(
-    ("reports", "code"),
+    ("codes", "ended", "code"),
     [
-        ([report(0, 0, 1.0), report(1, 0, 2.0)], 0),
-        ([report(0, 3, 2.0), report(1, 4, 1.0)], 4),
-        ([report(0, 0, 0.5), report(1, None, 1.0), report(2, 7, 2.0)], Exit.CLOUD_ERROR),
-        ([report(0, 7, 0.5), report(1, None, 1.0)], 7),
+        ([0, 0], [1.0, 2.0], 0),
+        ([3, 4], [2.0, 1.0], 4),
+        ([0, None, 7], [0.5, 1.0, 2.0], Exit.CLOUD_ERROR),
+        ([7, None], [0.5, 1.0], 7),
     ],
 )
-def test_the_exit_code_is_that_of_the_host_that_failed_first(reports: list[CommandReport], code: int) -> None:
-    assert execution.exit_code(reports) == code
+def test_the_exit_code_is_that_of_the_host_that_failed_first(
+    codes: list[int | None], ended: list[float], code: int
+) -> None:
+    assert execution.exit_code(list(map(CommandReport, (0, 1, 2), codes, ended))) == code
 
 
-def test_a_run_that_is_over_is_refused_and_so_is_a_host_that_is_not_there(tmp_path: Path) -> None:
-    work = Workstation(tmp_path, Hosts([0]))
+def test_a_run_that_is_over_is_refused_and_so_is_a_host_that_is_not_there(work: Workstation) -> None:
     work.run(work.config())
     with pytest.raises(BadInput, match="is not running: its last attempt ended with 'finished'"):
         execution.execute(work.config(), work.context(), None, ["true"], host=None, seconds=5)
@@ -217,9 +208,9 @@ def test_a_run_that_is_over_is_refused_and_so_is_a_host_that_is_not_there(tmp_pa
         live._parse_host(Mock(), Mock(), "²")
 
 
-def test_secrets_are_masked_in_the_lines_of_every_host(tmp_path: Path) -> None:
-    work, shown = Workstation(tmp_path, Hosts([None])), []
-    config = work.config("run.secrets=[TOKEN]")
+def test_secrets_are_masked_in_the_lines_of_every_host(work: Workstation) -> None:
+    shown, config = [], work.config("run.secrets=[TOKEN]")
+    work.hosts.exits[0] = None
     detach(work, config, {"TOKEN": "s3cret-value"})
     work.hosts.execute = lambda command: (0, ["key s3cret-value"])
     context = work.context(TOKEN="s3cret-value")
@@ -240,11 +231,11 @@ echo "[I 10:00:01 ServerApp]     http://127.0.0.1:8889/lab?token=0123456789abcde
 """
 
 
-def start(folder: Path, program: str | None, *overrides: str) -> execution.Jupyter:
+def start(work: Workstation, program: str | None, *overrides: str) -> execution.Jupyter:
     """Jupyter on host 1 of a live run, whose image has this program for it."""
-    work = Workstation(folder, Hosts([None]), clock=Clock())  # type: ignore[arg-type]
+    work.clock, work.hosts.exits[0] = Clock(), None
     detach(work, work.config(*overrides))
-    programs = folder / "programs"
+    programs = work.folder / "programs"
     if program is not None:
         write_program(programs, "jupyter-lab", program)
 
@@ -258,32 +249,36 @@ def start(folder: Path, program: str | None, *overrides: str) -> execution.Jupyt
         return execution.start_jupyter(session, 1, 8888)
 
 
-def test_the_port_and_the_token_are_those_that_jupyter_says(tmp_path: Path) -> None:
-    jupyter = start(tmp_path, JUPYTER)
+def test_the_port_and_the_token_are_those_that_jupyter_says(work: Workstation) -> None:
+    jupyter = start(work, JUPYTER)
     assert (jupyter.port, jupyter.token) == (8889, "0123456789abcdef")
-    arguments = (tmp_path / "programs" / "jupyter-lab.arguments").read_text().split()
+    arguments = (work.folder / "programs" / "jupyter-lab.arguments").read_text().split()
     assert arguments == ["--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=8888"], "no token among them"
 
 
-def test_an_image_without_jupyter_is_told_how_to_get_it(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"has no Jupyter.*exec --host 1 -- python -m pip install notebook"):
-        start(tmp_path, None)
+@pytest.mark.parametrize(
+    ("program", "overrides", "error", "words"),
+    [
+        (None, [], BadInput, r"has no Jupyter.*exec --host 1 -- python -m pip install notebook"),
+        ("echo no place; exit 3", [], LaunchError, r"host 1 has ended: exit code 3; its last lines:\n  no place"),
+        ("sleep 3", [], LaunchError, "host 1 has not said its address within 2 s"),
+        (JUPYTER, ["run.transport=gcloud"], BadInput, "tpu-launch tunnel --port 8888"),  # lines come only at the end
+        (JUPYTER, ["slice.iap=true"], BadInput, "tpu-launch tunnel --port 8888"),
+    ],
+)
+def test_a_start_without_an_address_is_told(
+    work: Workstation,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str | None,
+    overrides: list[str],
+    error: Any,
+    words: str,
+) -> None:
+    monkeypatch.setattr(execution, "_JUPYTER_START_SECONDS", 2.0)
+    with pytest.raises(error, match=words):
+        start(work, program, *overrides)
 
 
-def test_a_server_that_ends_at_once_shows_its_last_lines(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"host 1 has ended: exit code 3; its last lines:\n  no place"):
-        start(tmp_path, "echo no place; exit 3")
+def test_a_server_whose_host_is_out_of_reach_has_no_last_lines() -> None:
     broken = execution._explain_end([CommandReport(1, None, 0.0, "no ssh")], 1, [])
     assert str(broken) == "Jupyter on host 1 has ended: no ssh; its last lines: none"
-
-
-def test_an_address_is_waited_for_in_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "_JUPYTER_START_SECONDS", 1.0)
-    with pytest.raises(LaunchError, match="host 1 has not said its address within 1 s"):
-        start(tmp_path, "sleep 3")
-
-
-@pytest.mark.parametrize("through_gcloud", ["run.transport=gcloud", "slice.iap=true"])
-def test_where_lines_come_only_at_the_end_it_is_refused(tmp_path: Path, through_gcloud: str) -> None:
-    with pytest.raises(BadInput, match="tpu-launch tunnel --port 8888"):
-        start(tmp_path, JUPYTER, through_gcloud)

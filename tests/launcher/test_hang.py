@@ -18,7 +18,7 @@ from launcher.run import events, execution
 from launcher.run.hang import Hang, blame_silent_host, explain_hang, explain_stall, find_silent_host
 from launcher.run.stack_traces import HostStacks, parse_stacks
 from launcher.run.verdict import Cause, Kind, Verdict
-from tests.launcher.test_runs import Hosts, Workstation, detach
+from tests.launcher.test_runs import Workstation, detach
 from training.telemetry.progress_line import ProgressLine
 
 SITE = "/x/site-packages"
@@ -304,15 +304,12 @@ def test_any_output_is_read(hosts: list[str]) -> None:
     assert explain(*hosts, lines={}).what
 
 
-STUCK = {worker: (ProgressLine(7, 50, "training", loss=2.5),) for worker in (0, 1)}
-STACKS = {0: dump(COLLECTIVE), 1: dump(USER) + "source /app/my_data.py:12     open('s3cret')\n"}
-
-
 @pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workstation:
+def work(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> Workstation:
     monkeypatch.setattr("launcher.run.supervise._PROGRESS_EVERY", 0.2)
-    work = Workstation(tmp_path, Hosts([None]))
-    work.hosts.progress, work.hosts.stacks = dict(STUCK), dict(STACKS)
+    work.hosts.exits[0] = None
+    work.hosts.progress = {worker: (ProgressLine(7, 50, "training", loss=2.5),) for worker in (0, 1)}
+    work.hosts.stacks = {0: dump(COLLECTIVE), 1: dump(USER) + "source /app/my_data.py:12     open('s3cret')\n"}
     return work
 
 

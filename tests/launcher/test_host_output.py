@@ -34,23 +34,17 @@ def test_reports_of_hosts_are_told_apart_although_gcloud_mixes_them() -> None:
 
 
 def summary(state: dict[str, object]) -> str:
-    return json.dumps({"state": state, "created_on": "boot-1", "boot": "boot-1", "booted": 1767225600})
+    return json.dumps({"state": state, "created_on": "boot-1", "boot": "boot-1", "booted": 1767225600}) + "\n"
 
 
 def test_an_observation_has_state_and_lines() -> None:
     state = {"Status": "exited", "ExitCode": 137, "OOMKilled": True, "FinishedAt": "2026-01-01T00:00:00Z"}
-    look, _ = parse_observation(
-        3, summary(state) + "\n2026-01-01T00:00:00.5Z hello world\n2026-01-01T00:00:00.6Z 10%\r20%\u2028x\n"
-    )
-    assert look.worker == 3
-    assert look.container == ContainerState("exited", 137, True, "", "2026-01-01T00:00:00Z")
+    log = "2026-01-01T00:00:00.5Z hello world\n2026-01-01T00:00:00.6Z 10%\r20%\u2028x\n"
+    look, _ = parse_observation(3, summary(state) + log)
+    assert (look.worker, look.container) == (3, ContainerState("exited", 137, True, "", "2026-01-01T00:00:00Z"))
     assert [line.text for line in look.lines] == ["hello world", "10%\r20%\u2028x"]
-
-
-def test_a_running_container_has_no_exit_code_and_an_absent_one_is_absent() -> None:
-    state = {"Status": "running", "ExitCode": 0, "FinishedAt": "0001-01-01T00:00:00Z"}
-    running, _ = parse_observation(0, summary(state) + "\n")
-    assert running.container.exit_code is None
+    running = summary({"Status": "running", "ExitCode": 0, "FinishedAt": "0001-01-01T00:00:00Z"})
+    assert parse_observation(0, running)[0].container.exit_code is None
     assert parse_observation(0, "absent\n")[0].container == ContainerState("absent")
 
 
@@ -58,7 +52,7 @@ def test_a_running_container_has_no_exit_code_and_an_absent_one_is_absent() -> N
 def test_a_look_that_was_cut_short_keeps_only_whole_lines(status: str) -> None:
     line = "2026-01-01T00:00:00.5Z " + "x" * 70 + "\n"
     log = line * (LOG_BYTES // len(line) + 1)
-    look, _ = parse_observation(0, summary({"Status": status}) + "\n" + log[:LOG_BYTES])
+    look, _ = parse_observation(0, summary({"Status": status}) + log[:LOG_BYTES])
     assert look.more
     assert len(look.lines) == LOG_BYTES // len(line)
 
@@ -82,7 +76,7 @@ def test_a_log_is_read_again_where_its_last_lines_do_not_reach_back(
 ) -> None:
     """Unless the host's clock went back, so that no line is new."""
     first, last = (f"2026-01-01T00:00:{second}.5Z x" for second in (seconds[:2], seconds[2:]))
-    output = f"{summary({'Status': 'running'})}\n{first}\n{last}" + ("x" * LOG_BYTES if more else "\n")
+    output = f"{summary({'Status': 'running'})}{first}\n{last}" + ("x" * LOG_BYTES if more else "\n")
     provider, asked = TpuVm(load_text(tmp_path, SLICE), print, this_machine()), list[str]()
     run = Mock(side_effect=lambda worker, script, **_: asked.append(script) or HostResult(worker, 0, output))
     monkeypatch.setattr(provider._connections, "run", run)
@@ -97,7 +91,7 @@ def test_a_log_is_read_again_where_its_last_lines_do_not_reach_back(
 @pytest.mark.parametrize(("status", "kept"), [("running", True), ("exited", False)])
 def test_an_unread_log_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, kept: bool) -> None:
     """But the end of its container waits for its lines."""
-    seen = HostResult(0, 0, f"{summary({'Status': status})}\n2026-01-01T00:00:13.5Z x\n")
+    seen = HostResult(0, 0, f"{summary({'Status': status})}2026-01-01T00:00:13.5Z x\n")
     provider = TpuVm(load_text(tmp_path, SLICE), print, this_machine())
     answers = iter([seen, HostResult(0, None, problem="Connection timed out")])
     monkeypatch.setattr(provider._connections, "run", lambda *_, **__: next(answers))
@@ -107,29 +101,30 @@ def test_an_unread_log_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (look.container is not None) == kept
 
 
+def sh(script: str, *arguments: object) -> str:
+    command = ["sh", "-c", script, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120).stdout
+
+
 @pytest.mark.parametrize("end", ["", "\n", "\nmore\n"])
 def test_the_newest_line_of_each_process_is_read_whatever_ends_it(tmp_path: Path, end: str) -> None:
-    file = tmp_path / "progress"
-    file.write_text('{"step": 3}' + end)
-    (tmp_path / "progress.1").write_text('{"step": 2}' + end)
-    (tmp_path / "progress.new").write_text('{"step": 9}')
-    command = ["sh", "-c", READ_PROGRESS, str(file)]
-    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    for name, text in ("", '{"step": 3}' + end), (".1", '{"step": 2}' + end), (".new", '{"step": 9}'):
+        (tmp_path / f"progress{name}").write_text(text)
     log = "2026-01-01T00:00:00Z a line\n"
-    assert split_progress(output + log) == ((ProgressLine(3), ProgressLine(2)), log)
+    lines = (ProgressLine(3), ProgressLine(2))
+    assert split_progress(sh(READ_PROGRESS, tmp_path / "progress") + log) == (lines, log)
 
 
 def test_a_program_without_a_file_tells_nothing_and_a_huge_one_is_cut(tmp_path: Path) -> None:
-    command = ["sh", "-c", READ_PROGRESS, str(tmp_path / "progress")]
-    assert subprocess.run(command, capture_output=True, text=True, check=False).stdout == ""
+    assert sh(READ_PROGRESS, tmp_path / "progress") == ""
     (tmp_path / "progress").write_text('{"step": 3, "phase": "' + "x" * 100_000)
-    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    output = sh(READ_PROGRESS, tmp_path / "progress")
     assert len(output) < 4100
     assert split_progress(output) == ((), "")
 
 
 def test_every_python_process_is_listed_with_its_state_also_without_py_spy() -> None:
-    output = subprocess.run(["sh", "-c", DUMP_STACKS], capture_output=True, text=True, check=False, timeout=120).stdout
+    output = sh(DUMP_STACKS)
     stacks = parse_stacks(output)
     assert any("pytest" in process.command for process in stacks.processes)
     assert {process.state for process in stacks.processes} <= set("RSDTZtI")

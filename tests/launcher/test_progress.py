@@ -25,6 +25,7 @@ from launcher.run.progress import (
 )
 from training.telemetry.progress_line import ProgressLine
 
+Slow = dict[int, tuple[str, float]]
 LINE = ProgressLine(10, phase="training", step_seconds=1.0)
 
 
@@ -128,7 +129,7 @@ def test_the_plan_tells_the_default() -> None:
 
 
 class Hosts:
-    """Hosts that take a second a step; `slow` adds seconds in a part on a host."""
+    """Hosts that take a second a step."""
 
     def __init__(self, count: int) -> None:
         self.step, self.ledger = 0, Mock()
@@ -140,39 +141,33 @@ class Hosts:
         """Returns kind, host and part of each event."""
         return [f"{event.kind} {event.host} {event.part}" for ((event, _), _) in self.ledger.note.call_args_list]
 
-    def window(self, slow: dict[int, tuple[str, float]] | None = None, noise: float = 0.0) -> None:
-        self.step += 30
-        rng = random.Random(self.step)
-        for worker, seconds in enumerate(self.seconds):
-            part, more = (slow or {}).get(worker, ("dispatch", 0.0))
-            own = {"data_wait": 0.2, "dispatch": 0.3}
-            own[part] += more
-            for name, amount in own.items():
-                seconds[name] += 30 * amount * (1 + rng.uniform(-noise, noise))
-            seconds["result"] += 0 if more else 30 * 0.5
-            self.progress.views[worker] = update(None, ProgressLine(self.step, seconds=dict(seconds)), 0.0)
-        self.progress._end_window(float(self.step))
+    def windows(self, *slow: Slow, noise: float = 0.0) -> list[str]:
+        """Goes through windows, in each of which hosts take more seconds for a part. Returns what is told by then."""
+        for hosts in slow:
+            self.step += 30
+            rng = random.Random(self.step)
+            for worker, seconds in enumerate(self.seconds):
+                part, more = hosts.get(worker, ("dispatch", 0.0))
+                own = {"data_wait": 0.2, "dispatch": 0.3}
+                own[part] += more
+                for name, amount in own.items():
+                    seconds[name] += 30 * amount * (1 + rng.uniform(-noise, noise))
+                seconds["result"] += 0 if more else 30 * 0.5
+                self.progress.views[worker] = update(None, ProgressLine(self.step, seconds=dict(seconds)), 0.0)
+            self.progress._end_window(float(self.step))
+        return self.told
 
 
 def test_a_straggler_is_told_once_when_it_begins_and_once_when_it_ends() -> None:
-    hosts = Hosts(4)
-    for _ in range(4):
-        hosts.window()
-    for _ in range(WINDOWS - 1):
-        hosts.window({2: ("data_wait", 0.4)})
-    assert hosts.told == []
-    for number in range(20):
-        hosts.window({2: ("data_wait", 0.4)} if number % WINDOWS < WINDOWS - 1 else {})
-    assert hosts.told == ["straggler 2 data_wait"], "a window without it does not end it"
-    for _ in range(20):
-        hosts.window()
-    assert hosts.told == ["straggler 2 data_wait", "no straggler 2 data_wait"]
+    hosts, slow, begun = Hosts(4), {2: ("data_wait", 0.4)}, "straggler 2 data_wait"
+    assert hosts.windows(*[{}] * 4, *[slow] * (WINDOWS - 1)) == []
+    assert hosts.windows(*[*[slow] * (WINDOWS - 1), {}] * 5) == [begun], "a window without it does not end it"
+    assert hosts.windows(*[{}] * 20) == [begun, f"no {begun}"]
 
 
 def test_a_run_that_stands_still_ends_no_straggler() -> None:
     hosts = Hosts(2)
-    for _ in range(WINDOWS + 1):
-        hosts.window({1: ("dispatch", 3.0)})
+    assert hosts.windows(*[{1: ("dispatch", 3.0)}] * (WINDOWS + 1)) == ["straggler 1 dispatch"]
     progress = hosts.progress
     window, begun, views = progress._window, progress._window_begun, dict(progress.views)
     for number in range(1, 2 * WINDOWS):
@@ -187,10 +182,13 @@ def test_a_run_that_stands_still_ends_no_straggler() -> None:
 
 
 def test_a_straggler_is_one_host_in_several_windows_from_the_first_on() -> None:
-    hosts = Hosts(4)
-    for slow in [{}, *[{1: ("dispatch", 3.0)}] * (WINDOWS - 1), *({worker: ("dispatch", 3.0)} for worker in (0, 2, 3))]:
-        hosts.window(slow)
-        assert hosts.told == []
+    one, others = {1: ("dispatch", 3.0)}, ({worker: ("dispatch", 3.0)} for worker in (0, 2, 3))
+    assert Hosts(4).windows({}, *[one] * (WINDOWS - 1), *others) == []
+
+
+def test_hosts_that_differ_by_a_third_or_for_one_window_are_no_stragglers() -> None:
+    windows = ({number % 8: ("dispatch", 0.5)} if number % 5 == 0 else {} for number in range(60))
+    assert Hosts(8).windows(*windows, noise=0.15) == []
 
 
 def test_a_straggler_takes_half_as_long_again_as_the_others_and_a_tenth_of_the_step_more() -> None:
@@ -203,13 +201,6 @@ def test_a_straggler_takes_half_as_long_again_as_the_others_and_a_tenth_of_the_s
     assert find(4.0, 6.0) == Straggler(1, "save", 1.5, 18)
     assert find(0.0, 6.0) == Straggler(1, "save", 1000.0, 18)
     assert find(3.0, 4.4) is find(0.3, 0.8) is None
-
-
-def test_hosts_that_differ_by_a_third_or_for_one_window_are_no_stragglers() -> None:
-    hosts = Hosts(8)
-    for number in range(60):
-        hosts.window({number % 8: ("dispatch", 0.5)} if number % 5 == 0 else {}, noise=0.15)
-    assert hosts.told == []
 
 
 def test_hosts_that_do_not_step_or_started_again_make_no_window() -> None:
@@ -249,6 +240,5 @@ def test_only_hosts_that_made_steps_since_have_seconds_a_step() -> None:
     now |= {2: ProgressLine(20, seconds={"dispatch": 1.0}), 3: before[3], 4: waits}  # started again, stands still, new
     assert seconds_a_step(before, now) == {0: {"dispatch": 0.5, "result": 2.0}, 1: {"dispatch": 2.5}}
     hosts = Hosts(2)
-    for _ in range(2):
-        hosts.window()
+    hosts.windows({}, {})
     assert hosts.ledger.keep_hosts.call_args.args == (0, 60, {0: 0.5, 1: 0.5}), "without waits for results"

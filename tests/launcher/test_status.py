@@ -29,7 +29,7 @@ from launcher.run.status import (
 )
 from launcher.run.verdict import Cause
 from launcher.tpu_vm.host_scripts import has_reports
-from tests.launcher.test_runs import FakeProvider, Hosts, Workstation, detach
+from tests.launcher.test_runs import FakeProvider, Workstation, detach
 from training.machine import Clock
 from training.telemetry.progress_line import ProgressLine, parse
 
@@ -141,11 +141,9 @@ VIEW = View(
 def test_a_frame_shows_the_run_its_curve_its_hosts_and_its_cost(columns: int) -> None:
     text = "\n".join(render(VIEW, columns))
     assert text.index("10:45:00Z\n") == columns - 9
-    for words in ("attempt 1, running", "READY", "$6.44", "step 1,200/5,000   24%", "loss 5.04762", "812.3 examples/s"):
-        assert words in text
-    for words in ("data wait 7%", "1:17:52 left", "12.3/188 GiB", "result 42 s", "?", "not reachable"):
-        assert words in text
-    for words in ("7.591", "5.048", "attempt 1: started"):
+    head = ("attempt 1, running", "READY", "$6.44", "step 1,200/5,000   24%", "loss 5.04762", "812.3 examples/s")
+    of_hosts = ("data wait 7%", "1:17:52 left", "12.3/188 GiB", "result 42 s", "?", "not reachable")
+    for words in (*head, *of_hosts, "7.591", "5.048", "attempt 1: started"):
         assert words in text
     for words in ("10.0.0.1", "21.5/32 GiB", "7.0 GiB"):
         assert (words in text) == (columns == 120), "where there is room"
@@ -210,8 +208,8 @@ def test_hostile_lines_are_read_in_linear_time() -> None:
     assert time.process_time() - begun < 5.0
 
 
-def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest(tmp_path: Path) -> None:
-    work = Workstation(tmp_path, Hosts([75, None, None]))
+def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest(work: Workstation) -> None:
+    work.hosts.exits = [75, None, None]
     detach(work, work.config())
     ledger = work.ledger
     ledger.append(events.Ended(0, "saved", None))
