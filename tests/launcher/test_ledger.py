@@ -150,29 +150,29 @@ def test_a_full_disk_does_not_hide_who_supervises_a_run(run: Ledger) -> None:
     assert not run.supervised()
 
 
-@pytest.mark.parametrize(
-    "event",
-    [{"event": "from the future", "attempt": 3}, {"event": "started"}, {"event": "started", "attempt": 1, "x": 1}],
+EVENTS_OF_OTHERS = (
+    {"event": "from the future", "attempt": 3},
+    {"event": "started"},
+    {"event": "started", "attempt": 1, "x": 1},
 )
-def test_a_run_of_another_version_does_not_keep_others_from_running(
-    tmp_path: Path, run: Ledger, event: dict[str, object]
-) -> None:
-    other = begin(tmp_path)
-    (other.folder / "events.jsonl").write_text(json.dumps({"time": "2026-01-01T00:00:00Z", **event}) + "\n")
-    assert [ledger.run_id for ledger in list_runs(tmp_path, this_machine())] == [run.run_id]
-    with pytest.raises(BadInput, match=r"events\.jsonl: an event of another version"):
-        find_run(tmp_path, this_machine(), other.run_id)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"run_id": "r"}'])
-def test_a_damaged_record_is_no_run_and_a_clear_message_for_who_names_it(
-    tmp_path: Path, run: Ledger, text: str
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        *(("events.jsonl", json.dumps({"time": "2026-01-01T00:00:00Z", **event}) + "\n") for event in EVENTS_OF_OTHERS),
+        *(("run.json", text) for text in ("", "{", "[]", "{}", '{"run_id": "r"}')),
+    ],
+)
+def test_a_run_that_is_damaged_or_of_another_version_hides_no_other_and_is_told_to_who_names_it(
+    tmp_path: Path, run: Ledger, file: str, text: str
 ) -> None:
     bad = begin(tmp_path)
-    (bad.folder / "run.json").write_text(text)
+    (bad.folder / file).write_text(text)
     assert [ledger.run_id for ledger in list_runs(tmp_path, this_machine())] == [run.run_id]
     assert find_run(tmp_path, this_machine(), None).run_id == run.run_id
-    with pytest.raises(BadInput, match=r"run\.json is damaged"):
+    message = r"run\.json is damaged" if file == "run.json" else r"events\.jsonl: an event of another version"
+    with pytest.raises(BadInput, match=message):
         find_run(tmp_path, this_machine(), bad.run_id)
 
 

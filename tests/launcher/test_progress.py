@@ -11,18 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.run.progress import (
-    WINDOWS,
-    HostsProgress,
-    ProgressView,
-    Straggler,
-    describe_limits,
-    draw_hosts,
-    find_straggler,
-    judge_stall,
-    seconds_a_step,
-    update,
-)
+from launcher.run import progress
+from launcher.run.progress import WINDOWS, HostsProgress, ProgressView, Straggler, judge_stall, seconds_a_step, update
 from training.telemetry.progress_line import ProgressLine
 
 Slow = dict[int, tuple[str, float]]
@@ -122,10 +112,10 @@ def test_no_run_stalls_whose_steps_keep_to_the_limits(factors: list[float], ever
 
 
 def test_the_plan_tells_the_default() -> None:
-    text = " ".join(describe_limits(None))
+    text = " ".join(progress.describe_limits(None))
     assert "hangs after 5 minutes without a step (or 20 median steps, or its longest save" in text
     assert "reports no progress never hangs" in text
-    assert "hangs after 2 minutes without output" in " ".join(describe_limits(2.0))
+    assert "hangs after 2 minutes without output" in " ".join(progress.describe_limits(2.0))
 
 
 class Hosts:
@@ -196,7 +186,7 @@ def test_a_straggler_takes_half_as_long_again_as_the_others_and_a_tenth_of_the_s
         before = {worker: ProgressLine(10, seconds={"save": 7.0, "dispatch": 7.0}) for worker in range(3)}
         takes = [others, own, others, 99.0]
         now = {worker: ProgressLine(18, seconds={"save": 7.0 + takes[worker], "dispatch": 12.0}) for worker in range(4)}
-        return find_straggler(seconds_a_step(before, now), now)
+        return progress.find_straggler(seconds_a_step(before, now), now)
 
     assert find(4.0, 6.0) == Straggler(1, "save", 1.5, 18)
     assert find(0.0, 6.0) == Straggler(1, "save", 1000.0, 18)
@@ -215,7 +205,7 @@ def test_hosts_that_do_not_step_or_started_again_make_no_window() -> None:
 
 def test_the_heat_map_shows_the_slow_host_and_keeps_few_columns() -> None:
     windows = [{"step": step, "seconds": {"0": 1.0, "10": 1.0, "2": 1.0 + (step == 500)}} for step in range(1, 1001)]
-    picture = draw_hosts(windows)
+    picture = progress.draw_hosts(windows)
     assert xml.etree.ElementTree.fromstring(picture) is not None
     assert picture.count("<title>host 2,") == 200, "several windows a column"
     assert picture.index("host 2,") < picture.index("host 10,")
@@ -225,11 +215,11 @@ def test_the_heat_map_shows_the_slow_host_and_keeps_few_columns() -> None:
 def test_a_long_step_of_all_hides_no_straggler_in_the_heat_map_and_noise_is_faint() -> None:
     def strength(seconds: float) -> float:
         steps = [{"0": 1.0, "1": 1.0}, {"0": 60.0, "1": 60.0}, {"0": 1.0, "1": seconds}, {"0": 1.0, "1": 1.0}]
-        picture = draw_hosts([{"step": step, "seconds": each} for step, each in enumerate(steps)])
+        picture = progress.draw_hosts([{"step": step, "seconds": each} for step, each in enumerate(steps)])
         return float(re.findall(r'opacity="(\S+)"><title>host 1, step 2:', picture)[0])
 
     assert strength(1.8) > 0.7
-    noise = draw_hosts([{"step": 1, "seconds": {"0": 1.0, "1": 1.04}}])
+    noise = progress.draw_hosts([{"step": 1, "seconds": {"0": 1.0, "1": 1.04}}])
     assert max(map(float, re.findall(r'opacity="(\S+)"', noise))) < 0.2
 
 

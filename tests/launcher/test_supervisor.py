@@ -23,7 +23,7 @@ from launcher.run import events, launch, specification, supervisor
 from launcher.run import ledger as ledger_module
 from launcher.run.events import AttemptBegan, Ended, RunEvent, Started
 from launcher.run.ledger import Ledger
-from launcher.run.session import _folder_in_bucket, import_run, resolve_run, supervising
+from launcher.run.session import import_run, resolve_run, supervising
 from launcher.run.stop import delete_slice
 from launcher.run.supervisor import Supervisor, is_unfinished
 from launcher.run.verdict import Cause, Kind
@@ -34,7 +34,6 @@ from tests.launcher.test_runs import FakeProvider, FastClock, Workstation
 from tests.processes import wait_until
 from tests.servers import BucketServer
 from training import storage
-from training.yaml_file import Document
 
 RUNS = "gs://bucket/runs"
 RUN = {"command": ["python", "x.py"], "secrets": ["TOKEN"], "preemption_retries": 1, "failure_retries": 0, "budget": 5}
@@ -336,31 +335,27 @@ def test_commands_take_a_run_of_a_bucket_on_any_machine(work: Workstation, capsy
     assert not bucket.read_lease().holder, "looking takes no lease"
 
 
-@pytest.mark.parametrize("output", [RUNS, "/data/runs"])
-def test_a_run_that_another_machine_may_supervise_names_its_user(work: Workstation, output: str) -> None:
+def test_the_ledger_is_in_the_bucket_if_the_output_is_and_this_account_may_write_there(
+    work: Workstation, server: BucketServer
+) -> None:
     spec = specification.read(begin(work, "other").folder)
-    config: Any = replace(spec.config(), trainer=SimpleNamespace(output=output))
-    record = resolve_run(config, work.context(), spec, None, run_id=None, new=True).record
-    assert bool(record.bucket) == bool(record.user) == bool(record.account) == (output == RUNS)
 
+    def is_shared(output: str | None) -> bool:
+        config: Any = replace(spec.config(), trainer=output and SimpleNamespace(output=output))
+        record = resolve_run(config, work.context(), spec, None, run_id=None, new=True).record
+        assert record.bucket in ("", f"{RUNS}/{record.run_id}/launcher")
+        assert bool(record.bucket) == bool(record.user) == bool(record.account), "it names its user"
+        return bool(record.bucket)
 
-def test_the_ledger_is_in_the_bucket_if_the_output_is_and_this_account_may_write_there(server: BucketServer) -> None:
-    def folder(output: str | None) -> str:
-        trainer = None if output is None else SimpleNamespace(output=output)
-        config: Any = SimpleNamespace(trainer=trainer, document=Document("f.yaml", {"a": 1}, {}))
-        return _folder_in_bucket(config, "r", said.append)
-
-    said: list[str] = []
-    assert folder(f"{RUNS}/") == f"{RUNS}/r/launcher"
-    assert folder("/data/runs") == folder(None) == ""
+    assert [is_shared(output) for output in (f"{RUNS}/", "/data/runs", None)] == [True, False, False]
+    assert not work.messages
     server.fault = lambda request: HttpResponse(403)
-    assert not said
-    assert folder(RUNS) == ""
+    assert not is_shared(RUNS)
     server.fault = lambda request: HttpResponse(403) if int(request.query.get("ifGenerationMatch", 0)) else None
-    assert folder(RUNS) == "", "objects may be created there, but not replaced, as the lease must be"
-    assert len(said) == 2
-    for text in said:
-        assert "run r: only this machine can supervise it, because its events can't be kept in its bucket" in text
+    assert not is_shared(RUNS), "objects may be created there, but not replaced, as the lease must be"
+    assert len(work.messages) == 2
+    for text in work.messages:
+        assert "only this machine can supervise it, because its events can't be kept in its bucket" in text
 
 
 @pytest.mark.parametrize("command", ["supervise", "list"])

@@ -34,30 +34,27 @@ class Google(LoopbackServer):
         super().__init__()
 
     def answer(self, request: HttpRequest) -> HttpResponse:
-        code, answer = self.do(request.method, request.path.removeprefix("http://us-central1-run.test"), request.json())
-        return json_response(answer, code)
-
-    def do(self, verb: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        verb, path, body = request.method, request.path.removeprefix("http://us-central1-run.test"), request.json()
         if path.endswith(("getIamPolicy", "/iam")) and verb != "PUT":
-            return 200, {"bindings": [], "etag": "YQ=="}
+            return json_response({"bindings": [], "etag": "YQ=="})
         if "/services/" in path:
-            return 200, {"state": "ENABLED"}
+            return json_response({"state": "ENABLED"})
         if path == "/v1/projects/my-project":
-            return 200, {"projectNumber": "12345", "projectId": "my-project"}
+            return json_response({"projectNumber": "12345", "projectId": "my-project"})
         if verb == "GET" and (path in self.made or "/zones/us-central1-a" in path):
-            return 200, self.made.get(path, {})
+            return json_response(self.made.get(path, {}))
         if verb == "GET":
-            return 404, {"error": {"code": 404, "message": "not found", "status": "NOT_FOUND"}}
+            return json_response({"error": {"code": 404, "message": "not found", "status": "NOT_FOUND"}}, 404)
         self.made[path] = body
         if path.endswith("/instances"):
             place = {"targetLink": f"{self.url}{path}/x", "zone": self.url + path.removesuffix("/instances")}
-            return 200, {"name": "o", "operationType": "insert", "status": "DONE", **place}
+            return json_response({"name": "o", "operationType": "insert", "status": "DONE", **place})
         if path.endswith("/jobs"):
             body["status"] = {"observedGeneration": 1, "conditions": [{"type": "Ready", "status": "True"}]}
             self.made[f"{path}/tpu-launch-supervisor"] = {**body, "metadata": {**body["metadata"], "generation": 1}}
         if path.endswith(":run"):
-            return 200, {"metadata": {"name": "e", "namespace": "my-project"}, "spec": {}, "status": {}}
-        return 200, body.get("policy", body)
+            body = {"metadata": {"name": "e", "namespace": "my-project"}, "spec": {}, "status": {}}
+        return json_response(body.get("policy", body))
 
     def granted(self) -> dict[str, tuple[str, str]]:
         """Returns what was granted: the role and the member, by path."""
@@ -76,7 +73,7 @@ def google() -> Iterator[Google]:
 def run(script: str, google: Google, folder: Path, kubeconfig: str = "") -> None:
     names = ("COMPUTE", "IAM", "CLOUDRESOURCEMANAGER", "STORAGE", "ARTIFACTREGISTRY", "SERVICEUSAGE")
     below = {"COMPUTE": "compute/v1/", "STORAGE": "storage/v1/"}
-    environment = {
+    environment = os.environ | {
         **{f"CLOUDSDK_API_ENDPOINT_OVERRIDES_{name}": f"{google.url}/{below.get(name, '')}" for name in names},
         # gcloud puts the region before the host's name, so it reaches Cloud Run through a proxy.
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_RUN": "http://run.test/",
@@ -87,7 +84,6 @@ def run(script: str, google: Google, folder: Path, kubeconfig: str = "") -> None
         "KUBECONFIG": kubeconfig,
         "HOME": str(folder),
     }
-    environment = os.environ | environment
     done = subprocess.run(["sh"], input=script, env=environment, text=True, capture_output=True, timeout=240)
     assert done.returncode == 0, done.stderr
 
@@ -126,12 +122,10 @@ def test_cloud_run_gives_a_task_a_week_and_starts_it(google: Google, tmp_path: P
 
 def test_kubectl_applies_a_deployment_whose_pod_acts_as_the_account(google: Google, tmp_path: Path) -> None:
     store = Store()
-    nodes: Any = None
-    cluster = serve(Api(store, nodes, RULES))
-    clusters = [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{cluster.server_port}"}}]
-    contexts = [{"name": "c", "context": {"cluster": "c", "user": ""}}]
-    kubeconfig = {"apiVersion": "v1", "kind": "Config", "clusters": clusters, "contexts": contexts}
-    (tmp_path / "kube").write_text(yaml.safe_dump({**kubeconfig, "current-context": "c"}))
+    cluster = serve(Api(store, None, RULES))
+    clusters = f"clusters: [{{name: c, cluster: {{server: 'http://127.0.0.1:{cluster.server_port}'}}}}]"
+    contexts = "contexts: [{name: c, context: {cluster: c, user: ''}}], current-context: c"
+    (tmp_path / "kube").write_text(f"{{apiVersion: v1, kind: Config, {clusters}, {contexts}}}")
     try:
         run(render("gke", SUPERVISOR), google, tmp_path, str(tmp_path / "kube"))  # strict: unknown fields are refused
     finally:
