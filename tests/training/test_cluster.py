@@ -1,16 +1,16 @@
 """A host finds its place and its accelerator, and processes on TPUs get their variables."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT
 from training import one_host
 from training.accelerators import ACCELERATORS, GENERATIONS, Accelerator, Api, GkeNodes, Offer, accelerator, gke_nodes
 from training.backends.tensorflow import pod
 from training.distributed import cluster as cluster_module
 from training.distributed import torch_tpu
-from training.distributed.cluster import Cluster, discover, from_environment, parse_endpoints, tpu_environment
+from training.distributed.cluster import Cluster, discover, from_environment, tpu_environment
 from training.distributed.torch_tpu import rank_environments
 from training.errors import BadInput
 
@@ -44,7 +44,6 @@ def test_a_generation_without_the_cloud_tpu_api_is_one_entry() -> None:
     assert gke_nodes(slice_).machine_type == "tpu7x-standard-4t"
 
 
-ROOT = Path(__file__).resolve().parents[2]
 THREE_HOSTS = {"TPU_WORKER_HOSTNAMES": "a,b,c"}
 LAUNCHER = {
     "TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "10.0.0.2,10.0.0.3", "TPU_ACCELERATOR_TYPE": "v4-16",
@@ -95,13 +94,11 @@ def test_a_notebook_is_refused_a_tpu_of_several_hosts(monkeypatch: pytest.Monkey
     ("text", "addresses"),
     [
         ("worker-0:0:10.130.0.5,worker-1:1:10.130.0.6", ("10.130.0.5", "10.130.0.6")),
-        ("10.130.0.5,10.130.0.6", ("10.130.0.5", "10.130.0.6")),
         ("t1v-n-1-w-0,t1v-n-1-w-1", ("t1v-n-1-w-0", "t1v-n-1-w-1")),
         ("unknown:unknown:10.0.0.9", ("10.0.0.9",)),
     ],
 )
 def test_both_formats_of_the_metadata(text: str, addresses: tuple[str, ...]) -> None:
-    assert parse_endpoints(text) == addresses
     last = len(addresses) - 1
     known = {"worker-network-endpoints": text, "agent-worker-number": str(last), "accelerator-type": "v4-16"}
     assert from_environment(cluster_module.metadata_variables(known.get)) == Cluster(last, addresses, "v4-16")
@@ -179,11 +176,6 @@ def test_links_around_the_ends_are_those_of_googles_plugin(name: str, wrap: str 
 KNOWN = [slice_ for slice_ in ACCELERATORS.values() if slice_.generation.name in torch_tpu.GENERATIONS]
 
 
-def host(slice_: Accelerator, worker: int) -> list[dict[str, str]]:
-    addresses = tuple(f"10.{number >> 8}.{number & 255}.2" for number in range(slice_.hosts))
-    return rank_environments(Cluster(worker, addresses, slice_.name))
-
-
 def test_a_host_of_v4_16() -> None:
     last = rank_environments(Cluster(1, ("10.0.0.2", "10.0.0.3"), "v4-16", "bert", 2))[3]
     addresses = [f"10.0.0.{each}:{port}" for each in (2, 3) for port in (8470, 8471, 8474, 8476)]
@@ -201,7 +193,9 @@ def test_a_host_of_v4_16() -> None:
 @pytest.mark.parametrize("slice_", KNOWN, ids=lambda slice_: slice_.name)
 def test_ranks_count_every_chip_once_and_all_processes_agree_on_the_rest(slice_: Accelerator) -> None:
     workers = range(slice_.hosts) if slice_.hosts <= 16 else (0, 1, slice_.hosts - 1)
-    processes = [rank for worker in workers for rank in host(slice_, worker)]
+    hosts = tuple(f"10.{number >> 8}.{number & 255}.2" for number in range(slice_.hosts))
+    clusters = (Cluster(worker, hosts, slice_.name) for worker in workers)
+    processes = [rank for cluster in clusters for rank in rank_environments(cluster)]
     ranks = [int(process["RANK"]) for process in processes]
     chips = range(slice_.chips_per_host)
     assert ranks == [worker * len(chips) + chip for worker in workers for chip in chips]

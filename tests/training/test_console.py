@@ -18,24 +18,24 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_progress_stays_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
-    out = Terminal()
-    with closing(Console(True, out)) as screen:
+def shown(out: io.StringIO, *, is_first: bool = True) -> str:
+    """Returns what is written for two steps, a line and a step."""
+    with closing(Console(is_first, out)) as screen:
         screen.progress("step 1")
         screen.progress("step 2" + "x" * 30)
         screen.print("evaluation")
         screen.progress("step 3")
-    assert out.getvalue() == "step 1\r\x1b[2Kstep 2xxxxxxxxxxxxx\r\x1b[2Kevaluation\nstep 3\n"
+    return out.getvalue()
+
+
+def test_on_a_terminal_progress_stays_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    assert shown(Terminal()) == "step 1\r\x1b[2Kstep 2xxxxxxxxxxxxx\r\x1b[2Kevaluation\nstep 3\n"
 
 
 def test_elsewhere_each_progress_is_a_line_and_other_hosts_print_nothing() -> None:
-    for is_first, printed in ((True, "step 1\nevaluation\n"), (False, "")):
-        out = io.StringIO()
-        with closing(Console(is_first, out)) as screen:
-            screen.progress("step 1")
-            screen.print("evaluation")
-        assert out.getvalue() == printed
+    assert shown(io.StringIO()) == f"step 1\nstep 2{'x' * 30}\nevaluation\nstep 3\n"
+    assert shown(io.StringIO(), is_first=False) == ""
 
 
 TRAINING = """

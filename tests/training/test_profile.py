@@ -3,9 +3,8 @@
 import contextlib
 import json
 import os
-import re
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.processes import wait_until
 from training import storage
 from training.errors import BadInput, TrainError
 from training.profiler import Answer, Profiler, request
@@ -40,15 +40,13 @@ class Tracer:
 
 
 class Training:
-    """A loop of steps whose results are read `in_flight` steps later."""
+    """A loop of steps whose results are read two steps later."""
 
-    def __init__(self, folder: Path, tracer: Callable[[], Any] = Tracer, in_flight: int = 2, **options: Any) -> None:
+    def __init__(self, folder: Path, tracer: Callable[[], Any] = Tracer, **options: Any) -> None:
         self.requests, self.warnings = folder / "requests", list[str]()
         self.started = self.read = 0
-        self.in_flight, self.tracer = in_flight, tracer
-        self.profiler = Profiler(
-            self.requests, str(folder / "profiles"), 3, tracer, lambda: self.read, self.warnings.append, **options
-        )
+        places, warn = (self.requests, str(folder / "profiles"), 3), self.warnings.append
+        self.profiler = Profiler(*places, tracer, lambda: self.read, warn, **options)
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -56,37 +54,27 @@ class Training:
                 with self.profiler.scope("data wait"):
                     pass
                 self.started += 1
-                self.read = max(0, self.started - self.in_flight)
+                self.read = max(0, self.started - 2)
             self.profiler.check()
 
 
 @contextlib.contextmanager
-def asking(folder: Path, name: str, steps: int, seconds: float = 20.0) -> Iterator[list[Any]]:
-    """Asks meanwhile; the list has the answer, or the error, afterwards."""
-    ended: list[Any] = []
-
-    def ask() -> None:
-        try:
-            ended.append(request(folder, name, steps, seconds))
-        except TrainError as error:
-            ended.append(error)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    while thread.is_alive() and not (folder / "request.json").exists():
-        thread.join(0.01)
-    yield ended
-    thread.join(30)
+def asking(folder: Path, name: str, steps: int) -> Iterator[Future[Answer]]:
+    """Asks meanwhile, for the answer or an error."""
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(request, folder, name, steps, 20.0)
+        wait_until(lambda: answer.done() or (folder / "request.json").exists())
+        yield answer
 
 
 def test_the_next_steps_are_profiled_until_their_results_are_read(tmp_path: Path) -> None:
     training = Training(tmp_path)
     with training.profiler:
         training.train(4)
-        with asking(training.requests, "one", 3) as ended:
+        with asking(training.requests, "one", 3) as answer:
             training.train(20)
     file = tmp_path / "profiles" / "one" / "plugins" / "profile" / "one" / "host-3.xplane.pb"
-    assert ended == [Answer(5, 7, str(file))]
+    assert answer.result() == Answer(5, 7, str(file))
     scopes = json.loads(file.read_text())
     assert scopes == [5, "data wait", 6, "data wait", 7, "data wait", 8, "data wait", 9, "data wait"]
     assert training.warnings == []
@@ -95,10 +83,10 @@ def test_the_next_steps_are_profiled_until_their_results_are_read(tmp_path: Path
 
 def test_the_end_of_training_ends_the_profile(tmp_path: Path) -> None:
     training = Training(tmp_path)
-    with training.profiler, asking(training.requests, "short", 100) as ended:
+    with training.profiler, asking(training.requests, "short", 100) as answer:
         training.train(6)
         training.profiler.__exit__()
-    assert [(answer.first, answer.last) for answer in ended] == [(1, 4)]
+    assert (answer.result().first, answer.result().last) == (1, 4)
 
 
 def test_a_request_without_a_trainer_is_refused(tmp_path: Path) -> None:
@@ -158,12 +146,11 @@ def test_a_failure_is_told_and_ends_nothing(tmp_path: Path, part: str, error: Ex
     setattr(store if part == "write" else tracer, part, Mock(side_effect=error))
     training = Training(tmp_path, lambda: tracer, storage=store)
     with training.profiler:
-        with asking(training.requests, "bad", 2) as ended:
+        with asking(training.requests, "bad", 2) as answer:
             training.train(30)
         assert training.started == 30
-        (told,) = ended
-        assert isinstance(told, TrainError)
-        assert re.search(problem, str(told))
+        with pytest.raises(TrainError, match=problem):
+            answer.result()
     assert len(training.warnings) == 1
 
 

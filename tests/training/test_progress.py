@@ -5,7 +5,7 @@ import math
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -108,43 +108,32 @@ def test_steps_of_another_program_that_were_not_finite_do_not_count(tmp_path: Pa
     assert isinstance(history.judge(NonFinite(2, "nan"), 0), BadInput)
 
 
-class Backend:
-    """Counts what it is told to have compiled."""
-
-    def __init__(self) -> None:
-        self.count, self.seconds = 0, 0.0
-
-    def compilations(self) -> tuple[int, float]:
-        return self.count, self.seconds
-
-
 def test_each_shape_compiles_once_and_another_program_is_a_warning_or_an_error() -> None:
-    warnings: list[str] = []
-    backend: Any = Backend()
+    warnings, programs = list[str](), list[str]()
+    backend = Mock(compilations=lambda: (len(programs), 0.0))
     watch = Compilations(backend, PhaseTimer(lambda: 0.0), 2, strict=False, warn=warnings.append)
     for length in (8, 16):
-        backend.count += 1
+        programs.append("step")
         watch.check_step(0, batch(length))
     with watch.evaluation():
-        backend.count += 1  # not a training program
+        programs.append("evaluation")
     watch.check_step(1, batch(8))
     assert warnings == []
-    backend.count += 1
+    programs.append("step")
     watch.check_step(2, batch(16))
     assert warnings == ["step 2 compiled another program (training has 3 now); its arrays were input_ids [2, 16]"]
     strict = Compilations(backend, PhaseTimer(lambda: 0.0), 1, strict=True, warn=warnings.append)
     strict.check_step(0, batch(8))
-    backend.count += 1
+    programs.append("step")
     with pytest.raises(TrainError, match=r"train\.strict"):
         strict.check_step(1, batch(8))
 
 
 def test_seconds_of_compiling_are_moved_out_of_the_phase() -> None:
-    now = iter((0.0, 0.0, 10.0, 10.0))
-    backend: Any = Backend()
-    timer = PhaseTimer(lambda: next(now))
+    backend = Mock(compilations=Mock(side_effect=[(0, 0.0), (0, 4.0)]))
+    timer = PhaseTimer(iter((0.0, 0.0, 10.0, 10.0)).__next__)
     with Compilations(backend, timer, 1, strict=False, warn=print).timed("step"):
-        backend.seconds = 4.0
+        pass
     assert timer.seconds == {"step": 6.0, "compile": 4.0}
 
 

@@ -4,14 +4,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests.training.manual_clock import ManualClock
 from training.distributed.shutdown import ShutdownRequest
-from training.machine import Machine, Threads
+from training.machine import Machine
 
 PROGRAM = """
 import os, sys, time
@@ -58,15 +58,10 @@ def test_a_second_ctrl_c_ends_even_a_hanging_process(then: str) -> None:
     assert "without saving" in err
 
 
-class NoThreads(Threads):
-    def start(self, function: Callable[..., None], *arguments: Any, name: str | None = None) -> None:
-        """Starts nothing: the test's clock decides."""
-
-
 @pytest.mark.parametrize(("limit", "one_request"), [(None, 30.0), (25.0, 30.0), (600.0, 600.0)])
 def test_a_sigterm_after_the_time_to_save_ends_at_once(limit: float | None, one_request: float, capsys: Any) -> None:
     clock = ManualClock()
-    request = ShutdownRequest(Machine(clock=clock, threads=NoThreads(), exit=sys.exit))
+    request = ShutdownRequest(Machine(clock=clock, threads=Mock(), exit=sys.exit))
     if limit:
         request.limit(limit, lambda: None)
     request.request(signal.SIGTERM)

@@ -26,7 +26,6 @@ from tests.servers import LoopbackServer
 from training import storage
 from training.errors import BadInput, Exit
 from training.storage import gcs as bucket
-from training.storage import types
 
 DATA = random.Random(0).randbytes(300_000)
 
@@ -139,24 +138,29 @@ def test_a_third_of_the_requests_failing_changes_nothing(gcs: Any, status: int) 
     storage.delete("gs://bucket/0")
 
 
-@pytest.mark.parametrize("failure", ["refused", "lost answer"])
-def test_only_a_failed_chunk_is_sent_again(gcs: Any, monkeypatch: pytest.MonkeyPatch, failure: str) -> None:
-    monkeypatch.setattr("google.cloud.storage.blob._DEFAULT_CHUNKSIZE", 1 << 20)
-    failed: list[str] = []
-    content = DATA * 40  # 12 MB, 12 chunks
+def fail(gcs: Any, when: Callable[[Any], bool], *answers: HttpResponse | None) -> list[HttpResponse | None]:
+    """Answers the next such requests so; None: serves it, and loses the answer. Returns the answers that are left."""
+    left = list(answers)
 
-    def fail_once(request: Any) -> HttpResponse | None:
-        if failed or not request.headers.get("Content-Range", "").startswith("bytes 5242880-"):
+    def fault(request: Any) -> HttpResponse | None:
+        if not left or not when(request):
             return None
-        failed.append(request.headers["Content-Range"])
-        if failure == "refused":
-            return HttpResponse(503, b"busy")
+        if answer := left.pop(0):
+            return answer
         gcs.serve_storage(request)
         raise Disconnected
 
-    gcs.fault = fail_once
+    gcs.fault = fault
+    return left
+
+
+@pytest.mark.parametrize("answer", [HttpResponse(503, b"busy"), None], ids=["refused", "lost answer"])
+def test_only_a_failed_chunk_is_sent_again(gcs: Any, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    monkeypatch.setattr("google.cloud.storage.blob._DEFAULT_CHUNKSIZE", 1 << 20)
+    content = DATA * 40  # 12 MB, 12 chunks
+    left = fail(gcs, lambda request: request.headers.get("Content-Range", "").startswith("bytes 5242880-"), answer)
     stat = storage.write("gs://bucket/x", content, create_only=True)
-    assert failed
+    assert not left
     assert stat.crc32c == google_crc32c.value(content)
     assert storage.read("gs://bucket/x") == content
     assert [method for method, _, _ in gcs.requests].count("PUT") == 12 + 1
@@ -164,87 +168,67 @@ def test_only_a_failed_chunk_is_sent_again(gcs: Any, monkeypatch: pytest.MonkeyP
 
 def test_an_upload_whose_session_is_lost_begins_anew(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("google.cloud.storage.blob._DEFAULT_CHUNKSIZE", 4 << 20)
-    lost: list[int] = []
-
-    def lose(request: Any) -> HttpResponse | None:
-        if request.method == "PUT" and len(lost) < 2:
-            lost.append(1)
-            return HttpResponse(410 if len(lost) == 1 else 404, b"no such upload")
-        return None
-
-    gcs.fault = lose
+    lost = (HttpResponse(status, b"no such upload") for status in (410, 404))
+    left = fail(gcs, lambda request: request.method == "PUT", *lost)
     assert storage.write("gs://bucket/x", DATA * 40).crc32c == google_crc32c.value(DATA * 40)
-    assert len(lost) == 2
+    assert not left
 
 
 def test_a_create_only_write_whose_answer_was_lost_counts_as_written(gcs: Any) -> None:
-    lost = []
-
-    def answer_lost(request: Any) -> None:
-        if request.method == "POST" and not lost:
-            lost.append(gcs.serve_storage(request))
-            raise Disconnected
-
-    gcs.fault = answer_lost
+    left = fail(gcs, lambda request: request.method == "POST", None)
     assert storage.write("gs://bucket/x", b"data", create_only=True).size == 4
-    assert lost
-    lost.clear()
+    assert not left
+    fail(gcs, lambda request: request.method == "POST", None)
     with pytest.raises(storage.AlreadyExists):
         storage.write("gs://bucket/x", b"other", create_only=True)
 
 
-def test_a_lasting_failure_names_the_object_and_ends_at_the_deadline(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(deadline=1, first_delay=0.01, longest_delay=0.1))
+@pytest.fixture
+def one_second(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests to the bucket are given up after 0.2 s of silence or a second."""
+    quick = bucket.Timeouts(silence=0.2, deadline=1, first_delay=0.01, longest_delay=0.1)
+    monkeypatch.setattr(bucket, "timeouts", quick)
+
+
+def trickle(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # when the client gives up, or the server is closed
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        while True:
+            connection.sendall(b"x")
+            time.sleep(0.05)
+
+
+@pytest.mark.usefixtures("one_second")
+@pytest.mark.parametrize(
+    ("failure", "why"),
+    [
+        ("busy", r"reading bytes 5 to 9 of it failed for \d s, \d+ times; last: ServiceUnavailable"),
+        ("silent", r"reading bytes 5 to 9 of it failed for .* (ReadTimeout|ConnectionError)"),
+        ("trickling", "reading bytes 5 to 9 of it failed for .* bytes still trickled in"),
+    ],
+)
+def test_a_lasting_failure_names_the_object_and_ends_at_the_deadline(gcs: Any, failure: str, why: str) -> None:
     storage.write("gs://bucket/x", DATA)
-    gcs.fault = lambda request: HttpResponse(503, b"busy")
-    began = time.monotonic()
-    why = r"gs://bucket/x: reading bytes 5 to 9 of it failed for \d s, \d+ times; last: ServiceUnavailable"
-    with pytest.raises(storage.StorageError, match=why):
+    released, began = threading.Event(), time.monotonic()
+    if failure == "trickling":
+        gcs.serve = trickle
+        bucket._clients.clear()  # whose connections were accepted before
+    else:
+        gcs.fault = lambda _: HttpResponse(503, b"busy") if failure == "busy" else released.wait(20) and None
+    with pytest.raises(storage.StorageError, match=f"gs://bucket/x: {why}"):
         storage.read("gs://bucket/x", 5, 9)
-    assert time.monotonic() - began < 20
-
-
-def test_a_server_that_says_nothing_is_asked_again_and_given_up(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage.write("gs://bucket/x", b"data")
-    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(silence=0.2, deadline=5, first_delay=0.01))
-    released = threading.Event()
-    silent = [True, True]
-
-    def stall(request: Any) -> None:
-        if silent and silent.pop():
-            released.wait(20)
-
-    gcs.fault = stall
-    assert storage.read("gs://bucket/x") == b"data"
-    silent = [True] * 1000
-    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(silence=0.2, deadline=1, first_delay=0.01))
-    began = time.monotonic()
-    why = r"gs://bucket/x: reading it failed for .* (ReadTimeout|ConnectionError)"
-    with pytest.raises(storage.StorageError, match=why):
-        storage.read("gs://bucket/x")
     assert time.monotonic() - began < 20
     released.set()
 
 
-class TricklingServer(LoopbackServer):
-    def serve(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # when the client gives up, or the server is closed
-            connection.recv(65536)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
-            while True:
-                connection.sendall(b"x")
-                time.sleep(0.05)
-
-
-def test_a_server_that_trickles_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = TricklingServer()
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
-    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(silence=1, deadline=1, first_delay=0.01))
-    began = time.monotonic()
-    with pytest.raises(storage.StorageError, match=r"gs://bucket/x: reading it failed for .* bytes still trickled in"):
-        storage.read("gs://bucket/x")
-    assert time.monotonic() - began < 20
-    server.close()
+def test_a_server_that_says_nothing_is_asked_again(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage.write("gs://bucket/x", b"data")
+    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(silence=0.2, deadline=5, first_delay=0.01))
+    released, silent = threading.Event(), [20, 20]
+    gcs.fault = lambda request: silent and released.wait(silent.pop()) and None
+    assert storage.read("gs://bucket/x") == b"data"
+    released.set()
 
 
 def test_a_refusal_is_not_repeated_and_says_what_to_grant(gcs: Any) -> None:
@@ -265,72 +249,62 @@ def test_a_bucket_that_takes_no_more_says_so_and_asks_for_no_role(gcs: Any) -> N
         storage.write("gs://bucket/x", b"1")
 
 
-Answer = Callable[[], HttpResponse | None]
-
-
-class MetadataServer(LoopbackServer):
-    """A metadata server with one service account. `fault()` may return a response to send instead of the token."""
-
-    def __init__(self) -> None:
-        self.fault: Answer = lambda: None
-        self.tokens = 0
-        super().__init__()
-
-    def answer(self, request: Any) -> HttpResponse:
-        if fault := self.fault():
-            return fault
-        content: dict[str, object] = {"email": "tpu@project.iam.gserviceaccount.com", "scopes": ["storage"]}
-        if request.path.partition("?")[0].endswith("/token"):
-            self.tokens += 1
-            content = {"access_token": f"token-{self.tokens}", "expires_in": 3600, "token_type": "Bearer"}
-        return json_response(content)
-
-
 @pytest.fixture
-def metadata(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
-    """A client whose credentials are those of a VM. They ask the metadata server for a token before each request."""
-    server = MetadataServer()
+def faults(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HttpResponse]]:
+    """Gives the client the credentials of a VM, which ask the metadata server for a token before each request. Returns
+    the answers that this server will give before right ones."""
+    faults: list[HttpResponse] = []
+    account = {"email": "tpu@project.iam.gserviceaccount.com", "scopes": ["storage"]}
+    token = {"access_token": "token", "expires_in": 3600, "token_type": "Bearer"}
+
+    def answer(request: Any) -> HttpResponse:
+        is_token = request.path.partition("?")[0].endswith("/token")
+        return faults.pop() if faults else json_response(token if is_token else account)
+
+    server = LoopbackServer(answer)
     monkeypatch.setattr(compute_engine._metadata, "_GCE_METADATA_HOST", server.address)
     monkeypatch.setenv("GCE_METADATA_HOST", server.address)
-    credentials = compute_engine.Credentials(universe_domain="googleapis.com")
-    client = Client(project="project", credentials=credentials, client_options={"api_endpoint": gcs.url})
-    monkeypatch.setitem(bucket._clients, (os.getpid(), gcs.url), client)
-    yield server
+    use_credentials(gcs, monkeypatch, compute_engine.Credentials(universe_domain="googleapis.com"))
+    yield faults
     server.close()
 
 
-def test_a_metadata_server_that_answers_nonsense_for_a_moment_changes_nothing(metadata: MetadataServer) -> None:
-    hiccups = [HttpResponse(200, b"{", {"Content-Type": "application/json"}), HttpResponse(404, b"not yet")]
-    metadata.fault = lambda: hiccups.pop() if hiccups else None
+def use_credentials(gcs: Any, monkeypatch: pytest.MonkeyPatch, credentials: Credentials) -> None:
+    client = Client(project="project", credentials=credentials, client_options={"api_endpoint": gcs.url})
+    monkeypatch.setitem(bucket._clients, (os.getpid(), gcs.url), client)
+
+
+def test_a_metadata_server_that_answers_nonsense_for_a_moment_changes_nothing(faults: list[HttpResponse]) -> None:
+    faults += [HttpResponse(200, b"{", {"Content-Type": "application/json"}), HttpResponse(404, b"not yet")]
     storage.write("gs://bucket/x", b"data")
-    assert not hiccups
+    assert not faults
     assert storage.read("gs://bucket/x") == b"data"
 
 
-def test_a_lost_metadata_server_is_a_storage_error(metadata: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(deadline=1, first_delay=0.01, longest_delay=0.1))
-    metadata.fault = lambda: HttpResponse(404, b"no such service account")
+@pytest.mark.usefixtures("one_second")
+def test_a_lost_metadata_server_is_a_storage_error(faults: list[HttpResponse]) -> None:
+    faults += [HttpResponse(404, b"no such service account")] * 1000
     why = r"^gs://bucket/x: reading it failed for \d s, \d+ times; last: RefreshError.*404"
-    with pytest.raises(types.StorageError, match=why):
+    with pytest.raises(storage.StorageError, match=why):
         storage.read("gs://bucket/x")
+
+
+class Revoked(Credentials):  # type: ignore[misc]  # google.auth has no types here
+    """A user's credentials after `gcloud auth revoke`."""
+
+    refreshed = 0
+
+    def refresh(self, request: object) -> None:
+        """Fails as `google.oauth2.credentials` does."""
+        self.refreshed += 1
+        raise RefreshError("invalid_grant: Token has been expired or revoked.")
 
 
 def test_credentials_that_google_refuses_are_a_storage_error_at_once(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    refreshed = []
-
-    class Revoked(Credentials):  # type: ignore[misc]  # google.auth has no types here
-        """A user's credentials after `gcloud auth revoke`."""
-
-        def refresh(self, request: object) -> None:
-            """Fails as `google.oauth2.credentials` does."""
-            refreshed.append(request)
-            raise RefreshError("invalid_grant: Token has been expired or revoked.")
-
-    client = Client(project="project", credentials=Revoked(), client_options={"api_endpoint": gcs.url})
-    monkeypatch.setitem(bucket._clients, (os.getpid(), gcs.url), client)
-    with pytest.raises(types.StorageError, match=r"^gs://bucket/x: reading it failed because .*invalid_grant.*login"):
+    use_credentials(gcs, monkeypatch, revoked := Revoked())
+    with pytest.raises(storage.StorageError, match=r"^gs://bucket/x: reading it failed because .*invalid_grant.*login"):
         storage.read("gs://bucket/x")
-    assert len(refreshed) < 4, "trying again changes nothing"
+    assert revoked.refreshed < 4, "trying again changes nothing"
     assert bucket._bucket_exists("bucket"), "as far as is known"
 
 
@@ -355,13 +329,10 @@ def test_listing_is_recursive_sorted_and_without_partial_files(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("parts", "joined"),
     [
-        (("gs://b", "x"), "gs://b/x"),
-        (("gs://b/", "/x/", "y"), "gs://b/x/y"),
-        (("/", "x"), "/x"),
-        (("a/",), "a"),
+        (("gs://b", "x"), "gs://b/x"), (("gs://b/", "/x/", "y"), "gs://b/x/y"), (("/", "x"), "/x"), (("a/",), "a"),
         (("a", ""), "a"),
     ],
-)
+)  # fmt: skip
 def test_join(parts: tuple[str, ...], joined: str) -> None:
     assert storage.join(*parts) == joined
 

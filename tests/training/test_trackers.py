@@ -42,13 +42,14 @@ def test_an_unused_tracker_is_not_imported(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 class Service:
-    """Keeps what it gets, and fails when the test says so."""
+    """Keeps what it gets from its guarded tracker, and fails when the test says so."""
 
     def __init__(self) -> None:
-        self.lines: list[Line] = []
-        self.is_down = False
+        self.lines, self.warnings = list[Line](), list[str]()
+        self.is_down, self.opened, self.now = False, 0, 0.0
         self.failed: bool | None = None  # True or False once closed
-        self.opened = 0
+        warn, info = self.warnings.append, AttemptInfo("/runs/a", 0, 0)
+        self.tracker = GuardedTracker("wandb", self.open, info, warn=warn, clock=lambda: self.now)
 
     def open(self, info: AttemptInfo) -> Service:
         self.opened += 1
@@ -57,8 +58,6 @@ class Service:
         return self
 
     def send(self, lines: Sequence[Line]) -> None:
-        if self.is_down:
-            raise ConnectionError("gone")
         self.lines += lines
 
     def close(self, failed: bool) -> None:
@@ -70,46 +69,36 @@ def service() -> Service:
     return Service()
 
 
-class Guarded:
-    """A guarded tracker with a clock and its warnings."""
-
-    def __init__(self, service: Service) -> None:
-        self.now, self.warnings = 0.0, list[str]()
-        warn, info = self.warnings.append, AttemptInfo("/runs/a", 0, 0)
-        self.tracker = GuardedTracker("wandb", service.open, info, warn=warn, clock=lambda: self.now)
-
-
 @pytest.mark.parametrize("failed", [False, True])
 def test_values_arrive_once_under_tensorboards_names(service: Service, failed: bool) -> None:
-    guarded = Guarded(service)
-    guarded.tracker.log(10, {"loss": 2.0, "gradient_norm": float("nan"), "eval_loss": 1.5, "absent": None})
-    guarded.tracker.flush()
-    guarded.tracker.flush()
+    service.tracker.log(10, {"loss": 2.0, "gradient_norm": float("nan"), "eval_loss": 1.5, "absent": None})
+    service.tracker.flush()
+    service.tracker.flush()
     assert service.failed is None
-    guarded.tracker.finish(failed)
+    service.tracker.finish(failed)
     assert service.lines == [(10, {"train/loss": 2.0, "evaluation/loss": 1.5})]
     assert service.failed is failed
-    assert guarded.warnings == []
+    assert service.warnings == []
 
 
 def test_a_service_that_recovers_gets_all_values_after_one_warning(service: Service) -> None:
-    guarded, service.is_down = Guarded(service), True
+    service.is_down = True
     for step in (1, 2, 3):
-        guarded.tracker.log(step, {"loss": float(step)})
-        guarded.tracker.flush()
+        service.tracker.log(step, {"loss": float(step)})
+        service.tracker.flush()
     assert service.opened == 1, "it is left alone for a while"
-    assert guarded.warnings == ["wandb: no answer within 30 s; training continues, and tpu-train will try again"]
-    guarded.now, service.is_down = PAUSE_SECONDS, False
-    guarded.tracker.flush()
+    assert service.warnings == ["wandb: no answer within 30 s; training continues, and tpu-train will try again"]
+    service.now, service.is_down = PAUSE_SECONDS, False
+    service.tracker.flush()
     assert [step for step, _ in service.lines] == [1, 2, 3]
 
 
 def test_lines_that_did_not_reach_a_service_are_counted(service: Service) -> None:
-    guarded, service.is_down = Guarded(service), True
+    service.is_down = True
     for step in range(MOST_WAITING + 5):
-        guarded.tracker.log(step, {"loss": 1.0})
-    guarded.tracker.finish(False)
-    assert guarded.warnings[-1] == f"wandb: {MOST_WAITING + 5} lines of metrics did not reach it"
+        service.tracker.log(step, {"loss": 1.0})
+    service.tracker.finish(False)
+    assert service.warnings[-1] == f"wandb: {MOST_WAITING + 5} lines of metrics did not reach it"
 
 
 @pytest.mark.parametrize("names", [["wandb", "wandb"], ["comet"]])

@@ -1,10 +1,11 @@
 """Runs of the loop: evaluations, steps that are not finite, damaged records, waiting for data, and the end."""
 
+import itertools
 import json
 import math
 import re
 import weakref
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -44,63 +45,57 @@ from training.trainer import StepRate
 BATCHES = 7
 
 
-class CountingBackend:
-    """Computes nothing; knows how many batches were started and not read yet."""
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
 
-    def __init__(self, in_flight: int, stop_at: int | None = None) -> None:
-        self.in_flight, self.stop_at = in_flight, stop_at
-        self.started = self.read = self.most = 0
 
-    def evaluation_batches(self) -> Iterator[HostBatch]:
-        """Yields the batches: the double is the task as well."""
-        for number in range(BATCHES):
-            yield HostBatch({"number": np.array([number])}, np.array([number]))
+def evaluate(in_flight: int, stop_at: int | None = None) -> tuple[StepResult, list[tuple[str, int]]]:
+    """Evaluates BATCHES batches, one of whose results asks to stop. Returns the total, and all starts and reads."""
+    events: list[tuple[str, int]] = []
 
-    def evaluate(self, batch: Arrays, _signals: Signals) -> Any:
+    def start(batch: Arrays, _signals: Signals) -> Any:
         number = int(batch["number"][0])
-        self.started += 1
-        self.most = max(self.most, self.started - self.read)
+        events.append(("start", number))
 
         def result() -> StepResult:
-            assert number == self.read, "in the order in which they were started"
-            self.read += 1
-            sums = {"loss": float(number), "weight": 1.0, "correct": 0.0}
-            return StepResult(sums, Signals(stop=number == self.stop_at))
+            events.append(("read", number))
+            return StepResult({"loss": float(number), "weight": 1.0, "correct": 0.0}, Signals(stop=number == stop_at))
 
         return SimpleNamespace(result=result)
 
-
-def evaluate(backend: CountingBackend) -> StepResult:
-    return evaluate_all(cast(Any, backend), cast(Any, backend), SingleHost(), ShutdownRequest(), "evaluating")
+    numbers = map(np.atleast_1d, range(BATCHES))
+    task: Any = SimpleNamespace(evaluation_batches=lambda: (HostBatch({"number": each}, each) for each in numbers))
+    backend: Any = SimpleNamespace(in_flight=in_flight, evaluate=start)
+    return evaluate_all(task, backend, SingleHost(), ShutdownRequest(), "evaluating"), events
 
 
 @pytest.mark.parametrize("in_flight", [0, 1, 2, 20])
 def test_as_many_batches_are_in_flight_as_the_backend_allows(in_flight: int) -> None:
-    backend = CountingBackend(in_flight)
-    result = evaluate(backend)
-    assert backend.most == min(in_flight + 1, BATCHES)
-    assert backend.read == backend.started == BATCHES
+    result, events = evaluate(in_flight)
+    ahead = itertools.accumulate(1 if what == "start" else -1 for what, _ in events)
+    assert max(ahead) == min(in_flight + 1, BATCHES)
+    assert [number for what, number in events if what == "read"] == list(range(BATCHES))
     assert result.sums == {"loss": sum(range(BATCHES)), "weight": BATCHES, "correct": 0.0}
 
 
 def test_a_stop_is_seen_by_the_result_that_carries_it_and_what_is_in_flight_is_read() -> None:
-    backend = CountingBackend(in_flight=2, stop_at=1)
-    assert evaluate(backend).signals.stop
-    assert backend.started == 4  # batch 1's result is read when the third one after it would wait
-    assert backend.read == backend.started
+    result, events = evaluate(in_flight=2, stop_at=1)
+    assert result.signals.stop
+    # Batch 1's result is read when the third one after it would wait.
+    assert [[number for what, number in events if what == kind] for kind in ("start", "read")] == [[0, 1, 2, 3]] * 2
 
 
-def test_a_stop_of_the_command_evaluate_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = Runs(tmp_path)
+def test_a_stop_of_the_command_evaluate_is_no_failure(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     runs.train("r", 0, train__steps=10)
     monkeypatch.setattr("training.evaluate.open_backend", lambda config, *_: NumpyBackend(config, lambda _: None, 2.0))
     with pytest.raises(StopRequested, match="the evaluation was broken off"):
-        small_runs.evaluate_here(small_runs.document(tmp_path), str(runs.path("r")), stopping=StopAfter(1))
+        small_runs.evaluate_here(small_runs.document(runs.folder), str(runs.path("r")), stopping=StopAfter(1))
 
 
 @pytest.mark.parametrize("changes", [{}, {"checkpoint__best": {"metric": "loss", "mode": "min"}}])
-def test_an_evaluation_broken_off_does_not_count_and_is_repeated(tmp_path: Path, changes: dict[str, Any]) -> None:
-    runs, changes = Runs(tmp_path), {"train__steps": 30, "evaluation__every": 10, **changes}
+def test_an_evaluation_broken_off_does_not_count_and_is_repeated(runs: Runs, changes: dict[str, Any]) -> None:
+    changes = {"train__steps": 30, "evaluation__every": 10, **changes}
 
     def evaluated() -> list[int]:
         return [line["step"] for line in read_history(str(runs.path("r"))) if "eval_loss" in line]
@@ -118,11 +113,6 @@ def test_figures_of_nothing_finite_are_nan() -> None:
         total = StepResult({"loss": loss, "weight": 1.0, "correct": 0.0}, Signals())
         figures = MaskedLanguageModeling.figures(cast(Any, None), total)
         assert figures["perplexity"] == pytest.approx(perplexity, nan_ok=True)
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Runs:
-    return Runs(tmp_path)
 
 
 def steps(runs: Runs, run_id: str) -> list[int]:
@@ -223,24 +213,23 @@ def test_an_evaluation_that_counts_nothing_says_why(runs: Runs, capsys: Any, mon
     assert "perplexity, accuracy; all predictions of its data have weight 0" in capsys.readouterr().err
 
 
-def test_a_damaged_record_counts_once_and_evaluations_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = Runs(tmp_path)
+def test_a_damaged_record_counts_once_and_evaluations_tell(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     for split in ("train", "evaluation"):
         shard = min((runs.folder / split).glob("*.tfrecord"))
         flip(shard, shard.stat().st_size // 2)
     changes = {"train__steps": 3 * 64 // 8, "train__global_batch_size": 8, "checkpoint__every_steps": None}
     summary = runs.train("r", 0, **changes, data__on_corrupt="skip")
     assert summary["skipped_records"] == 3, "once in each of three epochs"
-    told = capsys.readouterr()
-    assert "1 damaged records of this host's part of" in told.err
-    assert "so the figures are not exact" in told.err
+    told = capsys.readouterr().err
+    assert "1 damaged records of this host's part of" in told
+    assert "so the figures are not exact" in told
 
 
 SLOW_FROM = 20  # the batch whose loading takes three times as long as a step, as do all after it
 
 
 def test_each_line_tells_the_data_wait_since_the_line_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = ManualClock()
 
@@ -253,7 +242,6 @@ def test_each_line_tells_the_data_wait_since_the_line_before(
             yield batch
 
     monkeypatch.setattr(NumpyBackend, "batches", batches)
-    runs = Runs(tmp_path)
     runs.train("slow", 0, take_a_second, timer=PhaseTimer(clock))
     lines = re.findall(r"step +(\d+)/.* (\d+)% data wait", capsys.readouterr().out)
     shown = {int(step): int(percent) / 100 for step, percent in lines}
@@ -273,28 +261,28 @@ MIB = 1 << 20
 
 
 class CountingState:
-    """A backend's state that lists the calls which copied it."""
+    """A backend's state of bytes that lists the calls which copied it. `split`: where tensors are cut."""
 
     def __init__(self, sizes: Mapping[str, int], split: StateSlices = NOT_SPLIT) -> None:
-        self.split = split
         values = np.random.default_rng(0).bytes(max(sizes.values()))
         self.tensors = {name: np.frombuffer(values[:size], np.uint8) for name, size in sizes.items()}
+        self.tensor_specs = lambda: {name: TensorSpec("U8", (size,), size) for name, size in sizes.items()}
+        self.state_slices = lambda: split
+        self.held = dict(self.tensors)
+        for name, held in split.items():
+            for box in (each.box for each in held):
+                self.held[key_in_part(name, box, (sizes[name],))] = self.tensors[name][box.offsets[0] : box.ends[0]]
         self.calls: list[list[str]] = []
-
-    def tensor_specs(self) -> dict[str, TensorSpec]:
-        return {name: TensorSpec("U8", value.shape, value.size) for name, value in self.tensors.items()}
-
-    def state_slices(self) -> StateSlices:
-        return self.split
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
         self.calls.append(list(buffers))
-        held = dict(self.tensors)
-        for name, slices in self.split.items():
-            for box in (each.box for each in slices):
-                tensor = self.tensors[name]
-                held[key_in_part(name, box, tensor.shape)] = tensor[box.offsets[0] : box.ends[0]]
-        return Snapshot((np.frombuffer(buffer, np.uint8), held[key]) for key, buffer in buffers.items())
+        return Snapshot((np.frombuffer(buffer, np.uint8), self.held[key]) for key, buffer in buffers.items())
+
+
+def compare(state: Any, other: Mapping[str, str]) -> tuple[str, int]:
+    """Compares this host's weights with another's, which replaced 3 damaged records (this one: 2)."""
+    run: Any = SimpleNamespace(rendezvous=Pair([other, 3]), cluster=Cluster(0, ("a", "b")))
+    return compare_weights(run, state, 2, 1.0)
 
 
 def test_weights_are_copied_in_few_calls_for_their_checksum() -> None:
@@ -307,12 +295,10 @@ def test_weights_are_copied_in_few_calls_for_their_checksum() -> None:
 
 def test_hosts_that_end_with_different_weights_fail() -> None:
     state: Any = CountingState({"model/w": 8})
-    same = weights_crc32c(state, 0)[""]
-    run: Any = SimpleNamespace(rendezvous=Pair([{"": same}, 3]), cluster=Cluster(0, ("a", "b")))
-    assert compare_weights(run, state, 2, 1.0) == (same, 5)
-    run.rendezvous = Pair([{"": "00000000"}, 3])
-    with pytest.raises(TrainError, match=f"different weights .crc32c by host: {same}, 00000000"):
-        compare_weights(run, state, 2, 1.0)
+    same = weights_crc32c(state, 0)
+    assert compare(state, same) == (same[""], 5)
+    with pytest.raises(TrainError, match=f"different weights .crc32c by host: {same['']}, 00000000"):
+        compare(state, {"": "00000000"})
 
 
 def test_hosts_that_hold_other_slices_compare_what_both_hold() -> None:
@@ -320,27 +306,25 @@ def test_hosts_that_hold_other_slices_compare_what_both_hold() -> None:
     state: Any = CountingState({"model/both": 8, "model/w": 8}, {"model/w": halves})
     first, second = (weights_crc32c(state, worker) for worker in (0, 1))
     assert (sorted(first), sorted(second)) == (["model/both", "model/w[0:4]"], ["model/both", "model/w[4:8]"])
-    run: Any = SimpleNamespace(rendezvous=Pair([second, 3]), cluster=Cluster(0, ("a", "b")))
-    checksum, _ = compare_weights(run, state, 2, 1.0)
-    run.rendezvous = Pair([{**second, "model/w[4:8]": "00000000"}, 3])
-    assert compare_weights(run, state, 2, 1.0)[0] != checksum, "the checksum depends on every slice"
-    run.rendezvous = Pair([{**second, "model/both": "00000000"}, 3])
+    changed = compare(state, {**second, "model/w[4:8]": "00000000"})
+    assert compare(state, second) != changed, "the checksum depends on every slice"
     with pytest.raises(TrainError, match="different weights"):
-        compare_weights(run, state, 2, 1.0)
+        compare(state, {**second, "model/both": "00000000"})
 
 
-def test_a_run_frees_its_snapshots_before_it_copies_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_frees_its_snapshots_before_it_copies_weights(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     buffers: list[weakref.ref[Any]] = []
+    make = writer._PartBuffer
 
-    class Buffer(writer._PartBuffer):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            buffers.append(weakref.ref(self))
+    def make_buffer(*arguments: Any) -> Any:
+        buffer = make(*arguments)
+        buffers.append(weakref.ref(buffer))
+        return buffer
 
     def compare(*arguments: Any) -> tuple[str, int]:
         assert [buffer() for buffer in buffers] == [None]
         return compare_weights(*arguments)
 
-    monkeypatch.setattr(writer, "_PartBuffer", Buffer)
+    monkeypatch.setattr(writer, "_PartBuffer", make_buffer)
     monkeypatch.setattr(run_end, "compare_weights", compare)
-    assert Runs(tmp_path).train("r", 0)["committed_step"] == 40
+    assert runs.train("r", 0)["committed_step"] == 40
