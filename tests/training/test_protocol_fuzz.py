@@ -32,6 +32,7 @@ UNKNOWN, ADMITTED, CLIENTS = 65_000, 10_000, 15_000
 RAW = [
     b"Infinity", b"-Infinity", b"NaN", b"1e999", b"[" * 100_000, b'{"a":' * 20_000, b"9" * 5000, b'"\\ud800"', b"1_0",
     b"\xef\xbb\xbf{}", b"\xff\xfe", b"\x00", b"01", b'"\\u0000"', b"\\", b'{"phase": "x", "phase": 1}', b"nul",
+    b"GET / HTTP/1.1\r\n\r\n", b"x" * (messages.HANDSHAKE_BYTES + 1), b"",
 ]  # fmt: skip
 FIELDS = sorted({name for kinds in (messages.HELLO, messages.FROM_HOST, FROM_SERVER, ANSWER) for name in kinds})
 SHAPES: list[dict[str, Any]] = [
@@ -92,6 +93,7 @@ def test_unknown_peers_change_nothing() -> None:
             sent += server.received(number, piece, now)
         assert {connection for connection, data in sent if data is not None} == {number}, "only its challenge"
         assert sum(data is not None for _, data in sent) == 1
+        assert ((number, None) in sent) == (b"\n" in stream or len(stream) > messages.HANDSHAKE_BYTES)
         assert len(server._peers) <= 2 + OWN.identity.hosts + 64
         if chance.random() < 0.3:
             server.closed(number)
