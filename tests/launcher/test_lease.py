@@ -26,6 +26,7 @@ from launcher.run.ledger import Ledger
 from launcher.run.session import Session, import_run, share, supervising, take_lease
 from launcher.workstation import Workstation
 from tests.launcher.run_files import new_run
+from tests.nightly import others_at_night
 from tests.servers import BucketServer
 from tests.simulation.scheduler import Process, Scheduler, SimulatedClock, SimulatedThreads, Task
 from training import storage
@@ -103,9 +104,10 @@ class Machine:
 
     def __init__(self, machines: Machines, name: str, wrong_clock: float = 0.0) -> None:
         self.machines, self.name, self.process = machines, name, Process(name)
+        self.scheduler, self.said = machines.scheduler, machines.said
         self.workstation = Workstation(
-            clock=SimulatedClock(machines.scheduler, wall=EPOCH + wrong_clock),
-            threads=SimulatedThreads(machines.scheduler),
+            clock=SimulatedClock(self.scheduler, wall=EPOCH + wrong_clock),
+            threads=SimulatedThreads(self.scheduler),
             random=random.Random(machines.random.random()),
             exit=self._exit,
             connect=lambda address: pytest.fail("no host is contacted"),
@@ -114,7 +116,7 @@ class Machine:
     def _exit(self, code: int) -> NoReturn:
         assert code == Exit.CONFLICT
         self.machines.exits.append(self.name)
-        self.machines.scheduler.kill(self.process)
+        self.scheduler.kill(self.process)
         raise AssertionError
 
     def ledger(self) -> Ledger:
@@ -123,11 +125,11 @@ class Machine:
         while not (home / "runs" / "r" / "run.json").exists():
             with contextlib.suppress(LaunchError):  # not in the bucket yet, or the disk is full
                 return import_run(home, self.workstation, self.machines.run)
-            self.machines.scheduler.sleep(5)
+            self.scheduler.sleep(5)
         return Ledger(home / "runs" / "r", self.workstation.clock)
 
     def supervising(self, ledger: Ledger | None = None) -> AbstractContextManager[None]:
-        return supervising(ledger or self.ledger(), self.workstation, self.machines.said.append)
+        return supervising(ledger or self.ledger(), self.workstation, self.said.append)
 
     def hold(self, act: Callable[[], object] = lambda: None) -> None:
         """Does something while it has the lease."""
@@ -135,14 +137,14 @@ class Machine:
             act()
 
     def spawn(self, scene: Callable[[], object]) -> Task:
-        return self.machines.scheduler.spawn(scene, name=self.name, process=self.process)
+        return self.scheduler.spawn(scene, name=self.name, process=self.process)
 
     def play(self, scene: Callable[[], object]) -> None:
         """Runs a function in the machine's process until it ends; raises its error."""
         self.finish(self.spawn(scene))
 
     def finish(self, task: Task) -> None:
-        self.machines.scheduler.run(lambda: not task.is_alive(), seconds=1e6)
+        self.scheduler.run(lambda: not task.is_alive(), seconds=1e6)
         if task.error is not None:
             raise task.error
 
@@ -219,9 +221,7 @@ def interleave(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Mach
     return machines
 
 
-@pytest.mark.parametrize(
-    "block", [pytest.param(block, marks=[pytest.mark.nightly] if block else []) for block in range(10)]
-)
+@pytest.mark.parametrize("block", others_at_night(range(10), now=[0]))
 def test_one_of_two_supervisors_makes_a_decision(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1,000 interleavings, of which the fast tests run 100."""
     lost = 0
@@ -284,144 +284,131 @@ def test_a_lease_ends_by_the_buckets_clock(machines: Machines, waits: int, monke
 
 
 def test_a_lease_is_taken_at_once_that_was_released_or_whose_holder_in_this_folder_is_dead(
-    machines: Machines, a: Machine, b: Machine
+    a: Machine, b: Machine
 ) -> None:
-    a.play(lambda: a.hold(lambda: machines.scheduler.kill(a.process)))
-    for machine in Machine(machines, "a"), b:
-        machine.play(lambda: machine.hold(lambda: machines.scheduler.sleep(1)))  # noqa: B023
-    assert machines.scheduler.now < 5
-    assert [event["event"] for event in machines.recorded()] == [Supervised.kind] * 3
+    a.play(lambda: a.hold(lambda: a.scheduler.kill(a.process)))
+    for machine in Machine(a.machines, "a"), b:
+        machine.play(lambda: machine.hold(lambda: a.scheduler.sleep(1)))  # noqa: B023
+    assert a.scheduler.now < 5
+    assert [event["event"] for event in a.machines.recorded()] == [Supervised.kind] * 3
 
 
 @pytest.mark.parametrize(
     "act", [lambda s: s.ledger.append(AttemptBegan(0)), lambda s: s.ledger.pull(), Session.check_stop]
 )
 def test_a_supervisor_ends_that_another_commands_pull_has_shown(
-    machines: Machines, a: Machine, b: Machine, act: Callable[[Any], None]
+    a: Machine, b: Machine, act: Callable[[Any], None]
 ) -> None:
     ledgers = [a.ledger()]
 
     def take(machine: Machine, ledger: Ledger) -> None:
-        take_lease(ledger, ledger.bucket, machine.workstation, machines.said.append)
-        share(ledger, ledger.bucket, machines.said.append)
-        machines.scheduler.sleep(LEASE_SECONDS + 2)
+        take_lease(ledger, ledger.bucket, machine.workstation, a.said.append)
+        share(ledger, ledger.bucket, a.said.append)
+        a.scheduler.sleep(LEASE_SECONDS + 2)
 
     a.play(lambda: take(a, ledgers[0]))
     b.play(lambda: take(b, b.ledger()))
-    Machine(machines, "a").play(lambda: a.ledger().pull())
+    Machine(a.machines, "a").play(lambda: a.ledger().pull())
     a.play(lambda: act(SimpleNamespace(ledger=ledgers[0])))
-    assert machines.exits == ["a"]
-    assert "run r is supervised by " in machines.said[-1]
-    assert [event["event"] for event in machines.recorded()] == [Supervised.kind] * 2
+    assert a.machines.exits == ["a"]
+    assert "run r is supervised by " in a.said[-1]
+    assert [event["event"] for event in a.machines.recorded()] == [Supervised.kind] * 2
 
 
-def test_a_supervisor_decides_nothing_while_its_bucket_refuses(
-    machines: Machines, a: Machine, server: BucketServer
-) -> None:
-    scheduler = machines.scheduler
-    server.fault = lambda request: HttpResponse(403) if 20 < scheduler.now % 300 < 200 else None
+def test_a_supervisor_decides_nothing_while_its_bucket_refuses(a: Machine, server: BucketServer) -> None:
+    server.fault = lambda request: HttpResponse(403) if 20 < a.scheduler.now % 300 < 200 else None
     recorded_at: list[float] = []
 
     def decide() -> None:
         ledger = a.ledger()
         with a.supervising(ledger):
-            scheduler.sleep(25)
-            ledger.note(HostBack(0, 0), machines.said.append)
-            assert scheduler.now < 35, "what only informs is not waited for"
-            scheduler.call_at(100, lambda: recorded_at.append(a.ledger().state.attempt))
+            a.scheduler.sleep(25)
+            ledger.note(HostBack(0, 0), a.said.append)
+            assert a.scheduler.now < 35, "what only informs is not waited for"
+            a.scheduler.call_at(100, lambda: recorded_at.append(a.ledger().state.attempt))
             ledger.append(AttemptBegan(0))
-            recorded_at.append(scheduler.now)
-            scheduler.sleep(200)
+            recorded_at.append(a.scheduler.now)
+            a.scheduler.sleep(200)
 
     a.play(decide)
     server.fault = lambda request: None
     assert recorded_at[0] == -1, "nothing is decided at 100 s"
     assert 200 <= recorded_at[1] < 210
     waits = "its lease can't be renewed; decisions wait until it is"
-    assert sum(waits in text for text in machines.said) == 2, "once each time"
-    assert [event["event"] for event in machines.recorded()] == [Supervised.kind, AttemptBegan.kind]
+    assert sum(waits in text for text in a.said) == 2, "once each time"
+    assert [event["event"] for event in a.machines.recorded()] == [Supervised.kind, AttemptBegan.kind]
 
 
-def test_a_process_without_renewals_waits_and_without_lease_ends(
-    machines: Machines, a: Machine, server: BucketServer
-) -> None:
-    scheduler, say = machines.scheduler, machines.said.append
-    server.fault = lambda request: HttpResponse(403) if scheduler.now < 10 or 20 < scheduler.now < 100 else None
+def test_a_process_without_renewals_waits_and_without_lease_ends(a: Machine, server: BucketServer) -> None:
+    server.fault = lambda request: HttpResponse(403) if a.scheduler.now < 10 or 20 < a.scheduler.now < 100 else None
     ledger = a.ledger()
 
     def wait() -> None:
         with pytest.raises(LaunchError, match="run r: its lease can't be taken: "):
-            take_lease(ledger, ledger.bucket, a.workstation, say)
-        scheduler.sleep(15)
-        lease = take_lease(ledger, ledger.bucket, a.workstation, say)
-        scheduler.sleep(30)
+            take_lease(ledger, ledger.bucket, a.workstation, a.said.append)
+        a.scheduler.sleep(15)
+        lease = take_lease(ledger, ledger.bucket, a.workstation, a.said.append)
+        a.scheduler.sleep(30)
         lease.confirm()
-        assert scheduler.now >= 100
-        assert sum("lease can't be renewed" in text for text in machines.said) == 1
+        assert a.scheduler.now >= 100
+        assert sum("lease can't be renewed" in text for text in a.said) == 1
         storage.delete(f"{ledger.bucket.url}/lease.json")
-        scheduler.sleep(30)
+        a.scheduler.sleep(30)
         lease.confirm()
 
     a.play(wait)
-    assert machines.exits == ["a"]
-    assert "supervised by another process now" in machines.said[-1]
+    assert a.machines.exits == ["a"]
+    assert "supervised by another process now" in a.said[-1]
 
 
-def test_a_lost_answer_ends_no_lease(
-    machines: Machines, a: Machine, server: BucketServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_answer_ends_no_lease(a: Machine, server: BucketServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gcs, "timeouts", gcs.Timeouts(deadline=0.3, first_delay=0.01, longest_delay=0.1))
     renewed: list[int] = []
 
     def lose_answer(request: Any) -> HttpResponse | None:
-        if request.method != "POST" or not 20 < machines.scheduler.now < 40:
+        if request.method != "POST" or not 20 < a.scheduler.now < 40:
             return None
         renewed.append(server.serve_storage(request).status)
         return HttpResponse(503)
 
     server.fault = lose_answer
-    a.play(lambda: a.hold(lambda: machines.scheduler.sleep(60)))
+    a.play(lambda: a.hold(lambda: a.scheduler.sleep(60)))
     assert {200, 412} <= {*renewed}
-    assert machines.exits == []
-    assert any("lease can't be renewed" in text for text in machines.said)
+    assert a.machines.exits == []
+    assert any("lease can't be renewed" in text for text in a.said)
 
 
-def test_a_lease_is_renewed_while_files_are_copied(
-    machines: Machines, a: Machine, b: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheduler = machines.scheduler
-
+def test_a_lease_is_renewed_while_files_are_copied(a: Machine, b: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def upload(ledger: Ledger) -> NoReturn:
-        scheduler.sleep(10 * LEASE_SECONDS)  # a large overlay on a slow line
+        a.scheduler.sleep(10 * LEASE_SECONDS)  # a large overlay on a slow line
         raise LaunchError("the line is cut")
 
     a.play(lambda: a.ledger().publish())
     monkeypatch.setattr(Ledger, "publish", upload)
     task = a.spawn(a.hold)
-    scheduler.run(lambda: scheduler.now > 5 * LEASE_SECONDS, seconds=1e6)
+    a.scheduler.run(lambda: a.scheduler.now > 5 * LEASE_SECONDS, seconds=1e6)
     with pytest.raises(LaunchError, match="is supervised by"):
         b.play(b.hold)
     with pytest.raises(LaunchError, match="the line is cut"):
         a.finish(task)
     monkeypatch.setattr(Ledger, "publish", lambda ledger: None)
-    over = scheduler.now
+    over = a.scheduler.now
     b.play(b.hold)
-    assert scheduler.now - over < 10
-    assert machines.said == []
+    assert a.scheduler.now - over < 10
+    assert a.said == []
 
 
 @pytest.mark.parametrize("trouble", ["a stopped process is recording an event", "the disk is full"])
 def test_events_that_can_not_be_recorded_end_no_renewals(
-    machines: Machines, a: Machine, trouble: str, monkeypatch: pytest.MonkeyPatch
+    a: Machine, trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-Z of another command of the machine may come at any moment."""
-    scheduler = machines.scheduler
     ages: list[float] = []
 
     def lock() -> None:
         ledger = a.ledger()
         with ledger._recording():
-            scheduler.sleep(3 * LEASE_SECONDS)
+            a.scheduler.sleep(3 * LEASE_SECONDS)
             ages.append(ledger.bucket.read_lease().age)
             with pytest.raises(
                 LaunchError, match=r"can't be recorded for 60 s: .*events\.lock is locked: end a tpu-launch"
@@ -429,18 +416,18 @@ def test_events_that_can_not_be_recorded_end_no_renewals(
                 a.ledger().append(HostBack(0, 1))
 
     def fill() -> None:
-        scheduler.sleep(10)
-        ledger = Machine(machines, "c").ledger()
+        a.scheduler.sleep(10)
+        ledger = Machine(a.machines, "c").ledger()
         ledger.append(HostBack(0, 1))
         with monkeypatch.context() as patch:
             patch.setattr(Ledger, "_write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-            scheduler.sleep(3 * LEASE_SECONDS)
+            a.scheduler.sleep(3 * LEASE_SECONDS)
         ages.append(ledger.bucket.read_lease().age)
 
     act, words = (lock, "events.lock is locked") if "stopped" in trouble else (fill, "make room")
     a.play(lambda: a.hold(act))
     assert ages[0] < LEASE_SECONDS / 2
-    assert sum(words in text for text in machines.said) == 1
+    assert sum(words in text for text in a.said) == 1
 
 
 def test_a_damaged_lease_is_named(tmp_path: Path) -> None:

@@ -14,19 +14,10 @@ from launcher.cli import terminal
 from launcher.errors import BadInput
 from launcher.provider import ContainerState, LogLine, container_name
 from launcher.run import events
+from launcher.run import status as run_status
 from launcher.run.execution import _JUPYTER_URL
 from launcher.run.ledger import Ledger
-from launcher.run.status import (
-    HostStatus,
-    Status,
-    Top,
-    View,
-    describe_progress,
-    plot,
-    read_status,
-    recent_history,
-    render,
-)
+from launcher.run.status import HostStatus, Status, Top, View, plot, read_status, recent_history, render
 from launcher.run.verdict import Cause
 from launcher.tpu_vm.host_scripts import has_reports
 from tests.launcher.test_runs import FakeProvider, Workstation, detach
@@ -86,7 +77,7 @@ def test_rows_tell_how_long_a_host_has_been_quiet_where_that_is_known() -> None:
     status = Status("demo", None, "r", 0, None, [], hosts, ProgressLine(5))
     assert status.lines()[2] == "  step 5"
     line = ProgressLine(5, 10, "training", loss=2.5, examples_per_second=1234.5)
-    assert describe_progress(line) == "step 5/10, training, loss 2.50000, 1,234.5 examples/s"
+    assert run_status.describe_progress(line) == "step 5/10, training, loss 2.50000, 1,234.5 examples/s"
     running, lost = ["10.0.0.1", "running", "2 min ago", "step 5"], ["10.0.0.2", "out of reach", "", ""]
     assert status.rows() == [["0", *running], ["1", *lost]]
 
