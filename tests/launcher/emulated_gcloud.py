@@ -18,6 +18,8 @@ from tests.gcloud_commands import Command
 from training.machine import Future, Threads
 
 ANN, BOB = Owner("ann", "a" * 12), Owner("bob", "b" * 12)
+OURS = {"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": ANN.account}  # ANN's
+BOBS = {"tpu-launch": "1", "tpu-launch-owner": "bob"}
 
 UNAVAILABLE = "ERROR: (gcloud.x) UNAVAILABLE: The service is currently unavailable."
 OFFLINE = (
@@ -25,6 +27,7 @@ OFFLINE = (
     "'oauth2.googleapis.com', port=443): Max retries exceeded with url: /token\n\n  $ gcloud auth login"
 )
 DENIED = "ERROR: (gcloud.x) PERMISSION_DENIED: Permission 'tpu.nodes.get' denied on resource"
+NO_CAPACITY = 'ERROR: (gcloud.x) {"code": 8, "message": "There is no more capacity in the zone"}'
 BUSY = "ERROR: (gcloud.x) ABORTED: unable to queue the operation"
 
 R = TypeVar("R")

@@ -4,7 +4,6 @@ gcloud is replaced by the emulator's API in this process; the clock passes only 
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -32,14 +31,12 @@ from launcher.tpu_vm.provider import TpuVm
 from launcher.tpu_vm.requests import RequestRecord
 from launcher.tpu_vm.slices import NotOurs
 from tests.gcloud_commands import UnknownCommand
-from tests.launcher.emulated_gcloud import ANN, BOB, Clock, Cloud, InOrder
+from tests.launcher.emulated_gcloud import BOB, BOBS, NO_CAPACITY, OURS, Clock, Cloud, InOrder
 from tests.launcher.run_files import launch, load_text
 from tests.servers import BucketServer
 
 V4, V3 = Candidate("v4-16", "us-central2-b", "spot"), Candidate("v3-8", "us-central1-a", "spot")
 SMALL = Candidate("v4-8", "us-central2-b", "spot")
-OURS = {"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": ANN.account}
-NO_CAPACITY = 'ERROR: (gcloud.x) {"code": 8, "message": "There is no more capacity in the zone"}'
 
 TEXT = """\
 project: p
@@ -63,8 +60,16 @@ def config(tmp_path: Path) -> Config:
     return make(tmp_path)
 
 
+def race(cloud: Cloud, config: Config) -> candidates.Race:
+    return candidates.Race(config, RequestRecord(config), print, cloud.machine(), cloud.machine())
+
+
 def create(cloud: Cloud, config: Config) -> str:
     return candidates.create(config, lambda text: None, cloud.machine(), cloud.machine()).accelerator_type
+
+
+def fill_v4_zone(cloud: Cloud) -> None:
+    cloud.trouble = lambda zone, command, now: NO_CAPACITY if zone == V4.zone and "create" in command else None
 
 
 def history(config: Config) -> list[tuple[str, str]]:
@@ -99,7 +104,7 @@ def test_a_batch_that_does_not_divide_over_a_candidate_is_refused_with_its_line(
 
 
 def test_the_first_that_is_granted_is_the_slice_of_every_later_command(cloud: Cloud, config: Config) -> None:
-    cloud.trouble = lambda zone, command, now: NO_CAPACITY if zone == V4.zone and "create" in command else None
+    fill_v4_zone(cloud)
     assert create(cloud, config) == "v3-8"
     assert slice_hints.current(config) == V3
     assert slice_hints.in_current_place(config).accelerator.hosts == 1
@@ -110,27 +115,25 @@ def test_the_first_that_is_granted_is_the_slice_of_every_later_command(cloud: Cl
 
 @dataclass
 class Answer:
-    """Google's answer to one request: a slice or an error, at a time of the clock."""
+    """Google's answer to one request, a slice or an error, at a time of the clock or when the request is withdrawn."""
 
     clock: Clock
     at: float
-    state: SliceState | None
+    answer: SliceState | Exception
     check: Any  # raises when the request is withdrawn
-    error: Exception
 
     def done(self) -> bool:
         try:
             self.check()
         except (candidates._Over, Conflict) as error:
-            self.state, self.error = None, error
-            return True
+            self.at, self.answer = 0.0, error
         return self.clock.now >= self.at
 
-    def exception(self) -> BaseException | None:
-        return None if self.state else self.error
+    def exception(self) -> Exception | None:
+        return self.answer if isinstance(self.answer, Exception) else None
 
-    def result(self) -> SliceState | None:
-        return self.state
+    def result(self) -> SliceState | Exception:
+        return self.answer
 
 
 Plan = dict[str, list[tuple[float, bool | Exception]]]
@@ -152,81 +155,106 @@ class Answers(InOrder):
         name = args[0].slice.accelerator_type
         self.asked[name].append(self.clock.now)
         seconds, granted = self.plan[name].pop(0) if self.plan.get(name) else (1e9, False)
-        state = SliceState("demo", "READY", "", name, ()) if granted is True else None
-        error = granted if isinstance(granted, Exception) else Stockout("no capacity")
-        return Answer(self.clock, self.clock.now + seconds, state, args[1].clock.check, error)
+        answer = granted if isinstance(granted, Exception) else Stockout("no capacity")
+        state = SliceState("demo", "READY", "", name, ())
+        return Answer(self.clock, self.clock.now + seconds, state if granted is True else answer, args[1].clock.check)
 
 
-def run_race(
-    cloud: Cloud, config: Config, plan: Plan, withdrawn: dict[str, float], is_slow: bool = False
-) -> tuple[SliceState, float, dict[str, list[float]]]:
-    """Returns the slice, the seconds that it took, and when each type was asked for."""
-    threads = Answers(cloud.clock, plan, is_slow)
-    machine, begun = replace(cloud.machine(), threads=threads), cloud.clock.now
+@dataclass
+class Won:
+    """How a race ended: the slice's type, the seconds that it took, when each type was asked for and withdrawn."""
+
+    kept: str
+    took: float
+    asked: dict[str, list[float]]
+    withdrawn: dict[str, float]
+
+
+def run_race(cloud: Cloud, config: Config, plan: Plan, is_slow: bool = False) -> Won:
+    threads, begun, withdrawn = Answers(cloud.clock, plan, is_slow), cloud.clock.now, dict[str, float]()
+    machine = replace(cloud.machine(), threads=threads)
 
     def delete(_config: Config, places: Sequence[Config], *_: Any, **__: Any) -> None:
         withdrawn.update({place.slice.accelerator_type: cloud.clock.now - begun for place in places})
 
     with patch.object(deletion, "delete_places", delete), candidates.turn(config, print, machine) as record:
-        state = candidates.Race(config, record, print, machine, machine).run()
-    assert [item.candidate.accelerator_type for item in record.open()] == [state.accelerator_type]
+        kept = candidates.Race(config, record, print, machine, machine).run().accelerator_type
+    assert [item.candidate.accelerator_type for item in record.open()] == [kept]
     asked = {name: [moment - begun for moment in moments] for name, moments in threads.asked.items()}
-    return state, cloud.clock.now - begun, asked
+    return Won(kept, cloud.clock.now - begun, asked, withdrawn)
 
 
 @pytest.mark.parametrize(
-    ("plan", "kept", "seconds"),
-    [
-        ({"v3-8": [(10, True)], "v4-16": [(90, True)]}, "v4-16", 90),
-        ({"v3-8": [(10, True)], "v4-16": [(200, True)]}, "v3-8", 130),
-        ({"v3-8": [(10, True)], "v4-8": [(20, False)], "v4-16": [(40, False)]}, "v3-8", 40),
-        ({"v4-8": [(10, True)], "v3-8": [(20, True)], "v4-16": [(40, False)]}, "v4-8", 40),
+    ("limit", "plan", "kept", "seconds", "asked"),
+    [  # a granted slice waits for two minutes for a better one
+        ("", {"v3-8": [(10, True)], "v4-16": [(90, True)]}, "v4-16", 90, {}),
+        ("", {"v3-8": [(10, True)], "v4-16": [(200, True)]}, "v3-8", 130, {}),
+        ("", {"v3-8": [(10, True)], "v4-8": [(20, False)], "v4-16": [(40, False)]}, "v3-8", 40, {}),
+        ("", {"v4-8": [(10, True)], "v3-8": [(20, True)], "v4-16": [(40, False)]}, "v4-8", 40, {}),
+        # a request gives way after ten minutes without room for others, and is made again ten minutes later
+        ("8.0", {"v4-16": [(1e9, False), (5, True)]}, "v4-16", 1205,
+         {"v4-16": [0, 1200], "v4-8": [600], "v3-8": [600]}),
+        ("8.0", {"v4-8": [(630, True)], "v3-8": [(588, True)]}, "v4-8", 1230, {"v4-16": [0]}),  # not for a granted one
+        ("14.0", {"v4-16": [(700, True)]}, "v4-16", 700, {"v4-16": [0], "v4-8": [0], "v3-8": [0]}),  # no need
     ],
-)
-def test_the_best_of_two_minutes_is_kept(cloud: Cloud, config: Config, plan: Plan, kept: str, seconds: float) -> None:
-    withdrawn: dict[str, float] = {}
-    state, took, _ = run_race(cloud, config, plan, withdrawn)
-    assert state.accelerator_type == kept
-    assert seconds <= took <= seconds + 2
-    if kept == "v4-8":
-        assert withdrawn["v3-8"] <= 12, "what can't become the slice is withdrawn at once"
+)  # fmt: skip
+def test_the_best_candidate_in_time_is_kept(
+    cloud: Cloud, tmp_path: Path, limit: str, plan: Plan, kept: str, seconds: float, asked: dict[str, list[float]]
+) -> None:
+    won = run_race(cloud, make(tmp_path, f"  price_limit: {limit}\n" if limit else ""), plan)
+    assert won.kept == kept
+    assert won.took == pytest.approx(seconds, abs=5)
+    assert {name: won.asked[name] for name in asked} == {name: pytest.approx(asked[name], abs=5) for name in asked}
+    if seconds == 40 and kept == "v4-8":
+        assert won.withdrawn["v3-8"] <= 12, "what can't become the slice is withdrawn at once"
+
+
+def test_a_request_whose_answer_came_after_the_last_look_does_not_give_way(cloud: Cloud, tmp_path: Path) -> None:
+    starting = race(cloud, make(tmp_path, "  price_limit: 8.0\n"))
+    request = starting.record.ask(V4, "demo", 1.0)
+    starting.entries[V4] = candidates._Entry(request, threading.Event(), -1e9, Mock(done=lambda: True))
+    starting._make_room()
+    assert V4 in starting.entries
+
+
+def test_after_a_sleep_a_request_has_its_time(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep, long = cloud.clock.sleep, iter([2000.0])
+    monkeypatch.setattr(cloud.clock, "sleep", lambda seconds: sleep(next(long, seconds)))
+    won = run_race(cloud, make(tmp_path, "  price_limit: 8.0\n"), {"v4-16": [(2004, True)]})
+    assert won.asked == {"v4-16": [0]}
 
 
 def test_a_withdrawal_is_made_once(cloud: Cloud, config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     """Its answer was lost: Google may have accepted it. One that Google refuses needs no withdrawal."""
-    withdrawn: dict[str, float] = {}
     plan: Plan = {"v4-16": [(10, Unavailable("lost"))], "v4-8": [(5, QuotaExceeded("TPUs"))], "v3-8": [(300, True)]}
-    state, _, asked = run_race(cloud, config, plan, withdrawn, is_slow=True)
-    assert (state.accelerator_type, list(withdrawn)) == ("v3-8", ["v4-16"])
-    assert asked["v4-16"] == [0]
+    won = run_race(cloud, config, plan, is_slow=True)
+    assert (won.kept, list(won.withdrawn), won.asked["v4-16"]) == ("v3-8", ["v4-16"], [0])
     assert history(config)[:2] == [("v4-16", requests.WITHDRAWN), ("v4-8", requests.REFUSED)]
     assert capsys.readouterr().out.count("withdrawing") == 1
 
 
 def test_an_interrupt_keeps_a_granted_slice_only(cloud: Cloud, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    withdrawn: dict[str, float] = {}
     monkeypatch.setattr(slice_hints, "save_place", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        run_race(cloud, config, {"v4-16": [(10, True)]}, withdrawn)
-    assert list(withdrawn) == ["v4-8", "v3-8"]
+        run_race(cloud, config, {"v4-16": [(10, True)]})
+    assert history(config) == [("v4-16", ""), ("v4-8", requests.WITHDRAWN), ("v3-8", requests.WITHDRAWN)]
 
 
 def test_nothing_is_asked_for_again_after_a_down_or_an_error_of_this_machine(cloud: Cloud, tmp_path: Path) -> None:
     record = RequestRecord(config := make(tmp_path, "  stockout_minutes: 2\n"))
     cloud.at(12, lambda: record.end(record.open(), requests.DELETED, 1.0))
     with pytest.raises(Conflict, match="deleted by another command"):
-        run_race(cloud, config, {"v4-16": [(10, False), (0, True)]}, {})
+        run_race(cloud, config, {"v4-16": [(10, False), (0, True)]})
     with pytest.raises(OSError, match="full"):
-        run_race(cloud, config, {"v4-16": [(10, OSError("full"))]}, {})
+        run_race(cloud, config, {"v4-16": [(10, OSError("full"))]})
 
 
 def test_a_slice_of_an_unrecorded_grant_is_kept(cloud: Cloud, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process has recorded it in a bucket that does not answer now."""
     monkeypatch.setattr(RequestRecord, "grant", lambda *_: None)
-    withdrawn: dict[str, float] = {}
-    plan = {"v3-8": [(10, True)], "v4-8": [(20, False)], "v4-16": [(40, False)]}
-    assert run_race(cloud, config, plan, withdrawn)[0].accelerator_type == "v3-8"
-    assert "v3-8" not in withdrawn
+    won = run_race(cloud, config, {"v3-8": [(10, True)], "v4-8": [(20, False)], "v4-16": [(40, False)]})
+    assert won.kept == "v3-8"
+    assert "v3-8" not in won.withdrawn
 
 
 @pytest.mark.parametrize(
@@ -235,68 +263,34 @@ def test_a_slice_of_an_unrecorded_grant_is_kept(cloud: Cloud, config: Config, mo
 def test_a_withdrawal_is_given_up_at_once_or_after_five_minutes_without_an_answer(
     cloud: Cloud, config: Config, capsys: pytest.CaptureFixture[str], error: BaseException, seconds: float
 ) -> None:
-    machine, begun, record = cloud.machine(), cloud.clock.now, RequestRecord(config)
-    asked = record.ask(V4, "demo", 1.0)
+    begun, starting = cloud.clock.now, race(cloud, config)
+    asked = starting.record.ask(V4, "demo", 1.0)
     with patch.object(deletion, "delete_places", side_effect=error), contextlib.suppress(KeyboardInterrupt):
-        candidates.Race(config, record, print, machine, machine).withdraw([asked])
-    assert record.open() == [asked]
+        starting.withdraw([asked])
+    assert starting.record.open() == [asked]
     assert seconds <= cloud.clock.now - begun < seconds + 10
     assert "not withdrawn yet, and billed once granted" in capsys.readouterr().out
 
 
 def test_a_withdrawal_looks_once_more_after_its_thread_has_ended(cloud: Cloud, config: Config) -> None:
-    record, looks, end = RequestRecord(config), list[float](), cloud.clock.now + 10
-    starting = candidates.Race(config, record, print, cloud.machine(), cloud.machine())
-    request, over = record.ask(V4, "demo", 1.0), threading.Event()
+    starting, looks, end, over = race(cloud, config), list[float](), cloud.clock.now + 10, threading.Event()
+    request = starting.record.ask(V4, "demo", 1.0)
     starting.entries[V4] = candidates._Entry(request, over, 0.0, Mock(done=lambda: cloud.clock.now >= end))
     with patch.object(deletion, "delete_places", lambda *_, **__: looks.append(cloud.clock.now)):
         starting.withdraw([request])
     assert (over.is_set(), looks[-1] >= end) == (True, True)
 
 
-def test_a_request_without_capacity_gives_way_after_ten_minutes_without_room(cloud: Cloud, tmp_path: Path) -> None:
-    """Makes it again ten minutes later."""
-    plan = {"v4-16": [(1e9, False), (5, True)]}
-    state, _, asked = run_race(cloud, make(tmp_path, "  price_limit: 8.0\n"), plan, {})
-    assert state.accelerator_type == "v4-16"
-    assert asked["v4-8"] == asked["v3-8"] == [pytest.approx(600, abs=3)]
-    assert asked["v4-16"] == [0, pytest.approx(1200, abs=5)]
-
-
-def test_a_better_request_gives_way_to_none_while_a_granted_slice_waits_for_it(cloud: Cloud, tmp_path: Path) -> None:
-    plan: Plan = {"v4-8": [(630, True)], "v3-8": [(588, True)]}
-    state, _, asked = run_race(cloud, config := make(tmp_path, "  price_limit: 8.0\n"), plan, {})
-    assert (state.accelerator_type, asked["v4-16"]) == ("v4-8", [0])
-    request = (record := RequestRecord(config)).ask(V4, "demo", 1.0)
-    starting = candidates.Race(config, record, print, cloud.machine(), cloud.machine())
-    starting.entries[V4] = candidates._Entry(request, threading.Event(), -1e9, Mock(done=lambda: True))
-    starting._make_room()
-    assert V4 in starting.entries, "its answer came after the last look"
-
-
-def test_after_a_sleep_a_request_has_its_time(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sleep, long = cloud.clock.sleep, iter([2000.0])
-    monkeypatch.setattr(cloud.clock, "sleep", lambda seconds: sleep(next(long, seconds)))
-    _, _, asked = run_race(cloud, make(tmp_path, "  price_limit: 8.0\n"), {"v4-16": [(2004, True)]}, {})
-    assert asked == {"v4-16": [0]}
-
-
-def test_no_request_gives_way_while_all_are_made(cloud: Cloud, tmp_path: Path) -> None:
-    _, took, asked = run_race(cloud, make(tmp_path, "  price_limit: 14.0\n"), {"v4-16": [(700, True)]}, {})
-    assert took == pytest.approx(700, abs=2)
-    assert asked == {"v4-16": [0], "v4-8": [0], "v3-8": [0]}
-
-
 def test_after_a_stockout_everywhere_the_first_that_is_due_is_asked_for_again(cloud: Cloud, tmp_path: Path) -> None:
     """Pauses for half to one and a half times 15 seconds, then 30."""
     config, none = make(tmp_path, "  stockout_minutes: 2\n"), [(0.0, False)]
-    _, _, asked = run_race(cloud, config, {"v4-16": [*none * 2, (0.0, True)], "v4-8": none * 9, "v3-8": none * 9}, {})
-    first, second, third = asked["v4-16"]
+    plan = {"v4-16": [*none * 2, (0.0, True)], "v4-8": none * 9, "v3-8": none * 9}
+    first, second, third = run_race(cloud, config, plan).asked["v4-16"]
     assert 7 <= second - first <= 26
     assert 15 <= third - second <= 48
     begun = cloud.clock.now
     with pytest.raises(Stockout):
-        run_race(cloud, config, dict.fromkeys(("v4-16", "v4-8", "v3-8"), none * 99), {})
+        run_race(cloud, config, dict.fromkeys(("v4-16", "v4-8", "v3-8"), none * 99))
     assert 30 <= cloud.clock.now - begun <= 120
     assert not RequestRecord(config).open()
 
@@ -364,7 +358,7 @@ def test_the_slice_of_a_killed_command_counts_if_it_is_ready(cloud: Cloud, confi
 
 
 def test_another_user_s_slice_is_left_alone_where_requests_are_withdrawn(cloud: Cloud, config: Config) -> None:
-    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "bob"})
+    cloud.made_by(BOBS)
     said: list[str] = []
     places = [config.placed(V4)]
     assert not deletion.delete_places(config, places, said.append, cloud.machine(), all_requests=True)
@@ -376,10 +370,9 @@ def test_another_user_s_slice_is_left_alone_where_requests_are_withdrawn(cloud: 
 
 @pytest.mark.parametrize("state", ["CREATING", "READY"])
 def test_a_candidate_whose_name_another_user_has_is_not_waited_for(cloud: Cloud, config: Config, state: str) -> None:
-    bobs = {"tpu-launch": "1", "tpu-launch-owner": "bob"}
-    assert cloud.machine(BOB).run(commands.create_command(config.placed(SMALL), bobs), timeout=900).ok
+    assert cloud.machine(BOB).run(commands.create_command(config.placed(SMALL), BOBS), timeout=900).ok
     cloud.node("demo-2").resource["state"] = state
-    cloud.trouble = lambda zone, command, now: NO_CAPACITY if zone == V4.zone and "create" in command else None
+    fill_v4_zone(cloud)
     assert create(cloud, config) == "v3-8"
     assert history(config)[1] == ("v4-8", requests.REFUSED)
 
@@ -453,7 +446,7 @@ def test_nothing_is_left_of_requests_that_a_down_ends(cloud: Cloud, config: Conf
 
 
 def test_a_command_on_another_machine_looks_for_the_candidate_that_exists(cloud: Cloud, config: Config) -> None:
-    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "bob"})
+    cloud.made_by(BOBS)
     cloud.made_by(OURS, zone=V3.zone)
     with pytest.raises(UnknownCommand, match="ssh"):
         SliceConnections(config, cloud.machine()).run_through_gcloud(0, "true")
@@ -480,19 +473,6 @@ def test_a_supervisor_on_another_machine_uses_and_withdraws_the_requests_of_the_
     laptop.share(url)
     assert laptop.open() == []
     assert laptop.read() == elsewhere.read()
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "killed"))
-    killed = RequestRecord(config)
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(requests, "create_only", lambda path, text: os.kill(os.getpid(), signal.SIGINT))
-        killed.share(url)
-    killed.pull()
-    assert killed.read() == laptop.read(), "what it copies after a kill"
-    written: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("launcher.tpu_vm.requests.storage.write", lambda url, data: written.append(url))
-        elsewhere.share("gs://bucket/runs/next/launcher/requests")
-    assert len(written) > 6
-    assert written == sorted(written), "a command that is killed leaves no end of a request that is not there"
     server.fault = lambda request: HttpResponse(403)
     with pytest.raises(LaunchError, match="request 4 was not made, because it can't be recorded"):
         elsewhere.ask(first, "late", 8.0)
@@ -527,9 +507,11 @@ def test_a_grant_of_another_machine_is_copied_before_a_request_and_when_the_buck
 def test_a_share_that_is_killed_loses_and_doubles_no_open_request(
     config: Config, tmp_path: Path, server: BucketServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before each of its writes, with another machine's requests of the same numbers in the bucket."""
+    """Killed before each write of a machine that shares first, of one that has other requests of the same numbers, and
+    of one that has none."""
     first, second = config.candidates[:2]
     left = steps = -1
+    complete = {("before", None), ("granted", 5.0), ("left", None)}
 
     def count_and_kill(function: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -541,36 +523,50 @@ def test_a_share_that_is_killed_loses_and_doubles_no_open_request(
 
         return call
 
+    def share(record: RequestRecord) -> None:
+        writes = (requests.storage, "write"), (requests.home, "write_private"), (Path, "unlink"), (os, "link")
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            for place, name in writes:
+                patch.setattr(place, name, count_and_kill(getattr(place, name)))
+            record.share(url)
+
+    def move_to(machine: str) -> RequestRecord:
+        monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / f"{machine} {steps}"))
+        return RequestRecord(config)
+
+    def opened() -> set[tuple[str, float | None]]:
+        found = [(item.node, item.granted) for item in RequestRecord(config).open()]
+        assert len(set(found)) == len(found), f"killed at write {steps}"
+        return set(found)
+
     while left <= 0:
         steps += 1
-        url = f"gs://bucket/runs/{steps}/launcher/requests"
-        monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / f"laptop {steps}"))
-        laptop = RequestRecord(config)
+        left, url = steps + 1, f"gs://bucket/runs/{steps}/launcher/requests"
+        laptop = move_to("laptop")
+        laptop.end([laptop.ask(second, "tried", 0.0)], requests.REFUSED, 0.5)
         laptop.ask(first, "before", 1.0)
-        laptop.share(url)
-        monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / f"elsewhere {steps}"))
-        elsewhere = RequestRecord(config)
+        share(laptop)
+        assert opened() == {("before", None)}
+        elsewhere = move_to("elsewhere")
         elsewhere.end([elsewhere.ask(first, "own", 2.0)], requests.WITHDRAWN, 3.0)
         elsewhere.grant(elsewhere.ask(second, "granted", 4.0), 5.0)
         elsewhere.ask(first, "left", 6.0)
-        left = steps + 1
-        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-            writes = (requests.storage, "write"), (requests.home, "write_private"), (Path, "unlink"), (os, "link")
-            for place, name in writes:
-                patch.setattr(place, name, count_and_kill(getattr(place, name)))
-            elsewhere.share(url)
-        found = [(item.node, item.granted) for item in RequestRecord(config).open()]
-        assert found[-2:] == [("granted", 5.0), ("left", None)], f"killed at write {steps}"
-        RequestRecord(config).share(url)
-        for record in laptop, RequestRecord(config):
-            record.share(url)
-            found = [(item.node, item.granted) for item in record.open()]
-            assert found == [("before", None), ("granted", 5.0), ("left", None)], f"killed at write {steps}"
-    assert steps > 12
+        share(elsewhere)
+        assert opened() >= {("granted", 5.0), ("left", None)}, f"killed at write {steps}"
+        is_unharmed, third = left > 0, move_to("third")
+        share(third)
+        third.pull()
+        assert not is_unharmed or opened() in (set(), complete), f"killed at write {steps}, and then pulled"
+        for machine in ("laptop", "elsewhere", "third", "laptop", "elsewhere"):
+            move_to(machine).share(url)
+        for machine in ("laptop", "elsewhere", "third"):
+            move_to(machine)
+            assert opened() == complete, f"killed at write {steps}"
+    assert steps > 20
 
 
 def test_the_command_shows_candidates_and_the_end_of_each_request(cloud: Cloud, config: Config, tmp_path: Path) -> None:
-    cloud.trouble = lambda zone, command, now: NO_CAPACITY if zone == V4.zone and "create" in command else None
+    fill_v4_zone(cloud)
     create(cloud, config)
     shown = launch(tmp_path, "capacity", "-f", "run.yaml")
     assert shown.returncode == 0, shown.stderr
