@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -41,11 +40,12 @@ from launcher.tpu_vm.connections import (
 )
 from launcher.tpu_vm.provider import TpuVm
 from launcher.workstation import ConnectionFailed
-from tests.launcher.emulated_gcloud import DENIED, UNAVAILABLE, Clock, Cloud
+from tests.launcher.emulated_gcloud import DENIED, OURS, UNAVAILABLE, Clock, Cloud
 from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.script_host import write_program
 from tests.processes import ROOT
 
+HOST = Address(0, "h", "me", "key", "known", "h")
 DRY_RUN = (  # as gcloud 528 prints it
     "/usr/bin/ssh -T -i key -o CheckHostIP=no -o HashKnownHosts=no -o HostKeyAlias=tpu.1-{worker} "
     "-o IdentitiesOnly=yes -o StrictHostKeyChecking=yes -o UserKnownHostsFile=known me@{host} -- true\n"
@@ -71,21 +71,16 @@ def config(folder: Path, kind: str = "v4-16", more: str = "") -> Config:
 PULL = """
 import os, time
 from dataclasses import replace
+from unittest.mock import Mock
 from launcher.workstation import Address
 from launcher.providers import this_machine
 from launcher.tpu_vm.connections import ConnectionPool
 
-class Host:
-    is_open = True
+def pull(command, *, timeout, stdin):
+    os.write(1, b"pulling\\n")  # one write: three threads do it
+    time.sleep(600)
 
-    def run(self, command, *, timeout, stdin):
-        os.write(1, b"pulling\\n")  # one write: three threads do it
-        time.sleep(600)
-
-    def close(self):
-        pass
-
-machine = replace(this_machine(), connect=lambda address: Host())
+machine = replace(this_machine(), connect=lambda address: Mock(run=pull))
 pool = ConnectionPool([Address(worker, "h", "me", "key", "known", "h") for worker in range(3)], machine)
 try:
     pool.run_all("pull", [*pool.addresses], timeout=900)
@@ -103,28 +98,15 @@ finally:
     ],
 )
 def test_only_an_idle_connection_is_retried(idle: float, error: Exception | type[Exception], tries: int) -> None:
-    clock, commands, closed = Clock(), list[str](), list[int]()
-
-    class Host:
-        is_open = True
-
-        def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
-            commands.append(command)
-            if len(commands) == 2:
-                raise error
-            return 0, "", ""
-
-        def close(self) -> None:
-            closed.append(len(commands))
-
-    machine = replace(this_machine(), clock=clock, connect=lambda address: Host())
-    pool = ConnectionPool([Address(0, "h", "me", "key", "known", "h")], machine)
+    clock, host = Clock(), Mock()
+    host.run.side_effect = [(0, "", ""), error, (0, "", "")]
+    pool = ConnectionPool([HOST], replace(this_machine(), clock=clock, connect=lambda address: host))
     assert pool.run(0, "true", timeout=5).reached
     clock.sleep(idle)
     assert pool.run(0, "true", timeout=5).reached == (tries == 2)
-    assert len(commands) == 1 + tries
+    assert host.run.call_count == 1 + tries
     pool.close()
-    assert closed == [2, 1 + tries], "the one that broke, and the last one"
+    assert [call[0] for call in host.method_calls] == ["run", "run", "close", *["run"] * (tries - 1), "close"]
 
 
 @pytest.mark.parametrize(
@@ -168,18 +150,11 @@ def test_host_keys_are_read_again_when_their_file_has_changed(tmp_path: Path) ->
 def test_a_host_is_tried_once_and_not_if_the_slice_has_it_no_more() -> None:
     """The slice's name belongs to a smaller one by now, while a thread stops an attempt of the last one."""
     connect = Mock(side_effect=ConnectionFailed("Connection refused"))
-    pool = ConnectionPool([Address(0, "h", "me", "key", "known", "h")], replace(this_machine(), connect=connect))
+    pool = ConnectionPool([HOST], replace(this_machine(), connect=connect))
     assert not pool.run(0, "true", timeout=5).reached
     assert "no host 1" in pool.run(1, "true", timeout=5).problem
     assert connect.call_count == 1
     assert not pool.follow(0, "true", timeout=5, on_line=print).refused, "gcloud would not reach it either"
-
-
-def test_a_host_that_answers_nothing_can_not_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = ssh.SshClient()
-    monkeypatch.setattr(client, "_open", Mock(side_effect=TimeoutError))
-    with pytest.raises(ConnectionFailed, match="no answer within 5 s"):
-        client.connect(Address(0, "h", "me", "key", "known", "h"))
 
 
 def test_ctrl_c_does_not_wait_for_hosts_that_pull() -> None:
@@ -190,12 +165,10 @@ def test_ctrl_c_does_not_wait_for_hosts_that_pull() -> None:
     ) as process:
         assert process.stdout.readline() == b"pulling\n"
         process.send_signal(signal.SIGINT)
-        begun = time.monotonic()
         try:
-            process.wait(20)
+            process.wait(10)
         finally:
             process.kill()
-        assert time.monotonic() - begun < 10
 
 
 def test_a_slice_is_remembered_for_the_same_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,10 +261,10 @@ def test_gcloud_is_asked_in_moderation_while_it_finds_no_hosts(tmp_path: Path, m
 
 
 def test_commands_begin_where_hosts_are_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def connect(address: Address) -> SimpleNamespace:
+    def connect(address: Address) -> Mock:
         if address.host.startswith("127.9.9."):
             raise ConnectionFailed("no answer")
-        return SimpleNamespace(is_open=True, run=lambda *_given, **_options: (0, "", ""))
+        return Mock(run=Mock(return_value=(0, "", "")))
 
     known, machine = remembered(tmp_path), replace(this_machine(), connect=connect)
     gcloud_says(tmp_path, monkeypatch, ["127.9.8.1", "127.9.8.2"])
@@ -308,7 +281,7 @@ def test_commands_begin_where_hosts_are_now(tmp_path: Path, monkeypatch: pytest.
 def test_a_connection_that_opens_for_a_replaced_pool_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, closed, begun, replaced = list[str](), list[str](), threading.Event(), threading.Event()
 
-    def connect(address: Address) -> SimpleNamespace:
+    def connect(address: Address) -> Mock:
         if address.host == "127.9.9.1":
             assert begun.wait(10)
             raise ConnectionFailed("no answer")
@@ -316,8 +289,7 @@ def test_a_connection_that_opens_for_a_replaced_pool_is_closed(tmp_path: Path, m
             begun.set()
             assert replaced.wait(10)
         opened.append(address.host)
-        close = partial(closed.append, address.host)
-        return SimpleNamespace(is_open=True, run=lambda *_given, **_options: (0, "", ""), close=close)
+        return Mock(run=Mock(return_value=(0, "", "")), close=partial(closed.append, address.host))
 
     remembered(tmp_path)
     gcloud_says(tmp_path, monkeypatch, ["127.9.8.1", "127.9.8.2"])
@@ -350,6 +322,9 @@ class _Gcloud:
         worker = next(word.partition("=")[2] for word in argv if word.startswith("--worker="))
         return Result(tuple(argv), 0, f"tpu-launch {worker} {word}\n", "")
 
+    def provider(self, folder: Path, more: str = ", iap: true", say: Callable[[str], None] = print) -> TpuVm:
+        return TpuVm(config(folder, more=more), say, replace(this_machine(), run=self.run))
+
 
 def started(*details: str) -> str:
     return "".join(f"tpu-launch {worker} {detail}\n" for worker, detail in enumerate(details))
@@ -361,15 +336,14 @@ ATTEMPT = Attempt("demo-1", 0, "sha256:ab", ("true",), {}, overlay=Overlay("/app
 def test_what_goes_through_gcloud_has_the_time_that_it_needs(tmp_path: Path) -> None:
     """A stop waits for its grace, and an overlay for the network: over IAP too."""
     gcloud = _Gcloud(started("started id 0", "started id 0"))
-    through_iap = config(tmp_path, more=", iap: true")
-    provider = TpuVm(through_iap, lambda text: None, replace(this_machine(), run=gcloud.run))
+    provider = gcloud.provider(tmp_path)
     provider.stop("container", grace=600, remove=False)
     assert len(gcloud.calls) == 2, "one call a host"
     assert min(seconds for _, seconds in gcloud.calls) >= 600 + 30
     assert [report.detail for report in provider.start(ATTEMPT)] == ["id", "id"]
     copies = [seconds for script, seconds in gcloud.calls if "report copied" in script]
     assert len(copies) == 2
-    assert min(copies) >= through_iap.run.start_minutes * 60
+    assert min(copies) >= config(tmp_path).run.start_minutes * 60
     assert [*provider.evidence("container", [0, 1])] == ["slice.json"]
 
 
@@ -385,9 +359,8 @@ def test_what_goes_through_gcloud_has_the_time_that_it_needs(tmp_path: Path) -> 
 def test_no_command_begins_unless_all_hosts_started_the_same_image(tmp_path: Path, answer: str, problem: str) -> None:
     """The commands wait for their secrets, which no host gets."""
     gcloud = _Gcloud(answer)
-    provider = TpuVm(config(tmp_path, more=", iap: true"), print, replace(this_machine(), run=gcloud.run))
     try:
-        told = "; ".join(report.detail for report in provider.start(ATTEMPT) if not report.ok)
+        told = "; ".join(report.detail for report in gcloud.provider(tmp_path).start(ATTEMPT) if not report.ok)
     except LaunchError as error:
         told = str(error)
     assert problem in told
@@ -398,8 +371,7 @@ def test_hosts_that_have_other_addresses_than_were_kept_are_started_with_their_o
     """Another machine recreated the slice: containers would look for each other in vain."""
     remembered(tmp_path)
     gcloud = _Gcloud(started("moved to 10.0.1.0", "moved to 10.0.1.1"), started("failed for a test", "failed too"))
-    provider = TpuVm(config(tmp_path), print, replace(this_machine(), run=gcloud.run))
-    assert [report.detail for report in provider.start(ATTEMPT)] == ["for a test", "too"]
+    assert [report.detail for report in gcloud.provider(tmp_path, "").start(ATTEMPT)] == ["for a test", "too"]
     (before, _), (after, _) = gcloud.calls
     assert "0=10.1.0.0 1=10.1.0.1" in before
     assert "0=10.0.1.0 1=10.0.1.1" in after
@@ -411,8 +383,7 @@ def test_hosts_that_have_other_addresses_than_were_kept_are_started_with_their_o
 def test_a_start_tells_of_wrong_clocks_and_huge_pages_and_goes_on(tmp_path: Path) -> None:
     now, said = int(time.time()), list[str]()
     gcloud = _Gcloud(started(f"started id {now - 50}", f"started id {now + 1} always [never]"))
-    provider = TpuVm(config(tmp_path, more=", iap: true"), said.append, replace(this_machine(), run=gcloud.run))
-    assert all(report.ok for report in provider.start(ATTEMPT))
+    assert all(report.ok for report in gcloud.provider(tmp_path, say=said.append).start(ATTEMPT))
     slow, pages = said
     assert re.match("host 0: its clock is (48|49|50) s off", slow)
     assert "host 1: transparent huge pages are off (always [never])" in pages
@@ -455,7 +426,7 @@ def test_down_tells_that_there_is_no_slice_after_two_looks(tmp_path: Path) -> No
     assert cloud.calls.count("us-central2-b tpu-vm describe") == 2
     assert cloud.clock.slept.count(5.0) == 1, "an answer may be stale for seconds"
     assert load_addresses(config(tmp_path)) is None
-    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": "a" * 12})
+    cloud.made_by(OURS)
     TpuVm(config(tmp_path), said.append, cloud.machine()).delete()
     assert not [line for line in said[1:] if "there is no slice" in line]
     remembered(tmp_path)
@@ -466,79 +437,59 @@ def test_down_tells_that_there_is_no_slice_after_two_looks(tmp_path: Path) -> No
 
 
 def test_evidence_of_a_failed_attempt_never_raises_while_gcloud_fails(tmp_path: Path) -> None:
-    def run(argv: Sequence[str], **_: object) -> Result:
-        return Result(tuple(argv), 1, "", "ERROR: (gcloud) the network is unreachable")
-
-    provider = TpuVm(config(tmp_path), print, replace(this_machine(), run=run))
-    files = provider.evidence("container", [0, 1])
+    run = Mock(return_value=Result((), 1, "", "ERROR: (gcloud) the network is unreachable"))
+    files = TpuVm(config(tmp_path), print, replace(this_machine(), run=run)).evidence("container", [0, 1])
     assert sorted(files) == ["hosts.txt", "slice.json"]
     assert all("network" in text for text in files.values())
 
 
-def test_a_host_that_missed_the_secrets_gets_the_same_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every attempt of several hosts has one: a connection that breaks once must not keep it from starting."""
-    sent: list[tuple[list[int], str | None]] = []
-
-    def run_all(script: str, workers: Sequence[int], *, timeout: float, stdin: str | None = None) -> list[HostResult]:
-        sent.append((list(workers), stdin))
-        broken = HostResult(1, None, problem="connection reset")
-        delivered = [HostResult(worker, 0, f"tpu-launch {worker} delivered\n") for worker in range(2)]
-        return [delivered[0], broken] if len(workers) == 2 else [delivered[worker] for worker in workers]
-
-    slice_ = TpuVm(config(tmp_path), print, this_machine())
+def answer_all(monkeypatch: pytest.MonkeyPatch, slice_: TpuVm, run_all: Callable[..., list[HostResult]]) -> None:
     monkeypatch.setattr(slice_._connections, "pool", lambda: SimpleNamespace(run_all=run_all))
     monkeypatch.setattr(slice_._connections, "replacement_of", lambda pool: None)
+
+
+def test_a_host_that_missed_the_secrets_gets_the_same_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every attempt of several hosts has one: a connection that breaks once must not keep it from starting."""
+    delivered = [HostResult(worker, 0, f"tpu-launch {worker} delivered\n") for worker in range(2)]
+    broken = [delivered[0], HostResult(1, None, problem="connection reset")]
+    run_all = Mock(side_effect=[[*broken], delivered[1:], broken])
+    slice_ = TpuVm(config(tmp_path), print, this_machine())
+    answer_all(monkeypatch, slice_, run_all)
     reports = [HostReport(worker, True, "id") for worker in range(2)]
     monkeypatch.setattr(slice_, "_start_containers", lambda attempt: reports)
     attempt = Attempt("demo-1", 0, "sha256:ab", ("true",), {})
     assert [report.ok for report in slice_.start(attempt)] == [True, True]
-    assert [workers for workers, _ in sent] == [[0, 1], [1]]
-    assert all(f"TPU_LAUNCH_SECRET={attempt.host_secret}" in (stdin or "") for _, stdin in sent)
+    sent = run_all.call_args_list
+    assert all(f"TPU_LAUNCH_SECRET={attempt.host_secret}" in call.kwargs["stdin"] for call in sent)
     assert slice_.stacks("container")[1] == "connection reset"
-    assert [workers for workers, _ in sent[2:]] == [[0, 1]], "stacks may be of another moment"
+    assert [[*call.args[1]] for call in sent] == [[0, 1], [1], [0, 1]], "stacks once: they may be of another moment"
 
 
 def test_a_host_that_refuses_ssh_is_stopped_through_gcloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gcloud = _Gcloud()
-    slice_ = TpuVm(config(tmp_path), print, replace(this_machine(), run=gcloud.run))
+    slice_ = gcloud.provider(tmp_path, "")
     answers = [HostResult(0, None, problem="No.", refused=True), HostResult(1, 0, "tpu-launch 1 stopped\n")]
-    monkeypatch.setattr(slice_._connections, "pool", lambda: SimpleNamespace(run_all=lambda *_, **__: answers))
-    monkeypatch.setattr(slice_._connections, "replacement_of", lambda pool: None)
+    answer_all(monkeypatch, slice_, lambda *_, **__: answers)
     assert [report.ok for report in slice_.stop("container", grace=5, remove=False)] == [True, True]
     assert len(gcloud.calls) == 1, "host 0 is not tried again over ssh, and host 1 not stopped again"
 
 
-def test_commands_to_all_hosts_share_a_client_with_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first commands of a process go to all hosts at once. What listens here is no sshd."""
-    read: list[str] = []
+def test_commands_to_all_hosts_share_a_client_with_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first commands of a process go to all hosts at once."""
 
     class SlowToMake(ssh.SshClient):
+        _read_key = Mock()
+
         def __init__(self) -> None:
             time.sleep(0.2)  # as the import of its module
             super().__init__()
 
-        def _read_key(self, path: str) -> paramiko.PKey:
-            read.append(path)
-            return super()._read_key(path)
-
-    key = make_key(tmp_path, "ed25519")
-    with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
-        monkeypatch.setattr(ssh, "SshClient", SlowToMake)
-        monkeypatch.setattr(ssh, "_SSH_PORT", listener.getsockname()[1])
-        refuse = lambda: [listener.accept()[0].close() for _ in range(8)]  # noqa: E731
-        closing = threading.Thread(target=refuse, daemon=True)
-        closing.start()
-        machine = this_machine()
-
-        def connect(worker: int) -> str:
-            with pytest.raises(ConnectionFailed) as failed:
-                machine.connect(Address(worker, "127.0.0.1", "me", str(key), str(tmp_path / "known"), "a"))
-            return str(failed.value)
-
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(connect, range(8)))
-        closing.join(10)
-    assert read == [str(key)]
+    monkeypatch.setattr(ssh, "SshClient", SlowToMake)
+    monkeypatch.setattr(ssh.socket, "create_connection", Mock())
+    monkeypatch.setattr(ssh, "FabricConnection", Mock())
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(this_machine().connect, [replace(HOST, worker=worker) for worker in range(8)]))
+    SlowToMake._read_key.assert_called_once_with("key")
 
 
 @pytest.mark.parametrize(
@@ -617,15 +568,19 @@ def test_a_command_without_status_goes_on(monkeypatch: pytest.MonkeyPatch, statu
         run("train", timeout=6.0)
 
 
-@pytest.mark.parametrize("opens", [True, False])
-def test_a_connection_checks_host_keys_and_misses_a_lost_host(monkeypatch: pytest.MonkeyPatch, opens: bool) -> None:
-    link, made = Mock(), Mock()
-    made.open.side_effect = None if opens else EOFError
+@pytest.mark.parametrize(
+    ("error", "told"), [(None, ""), (EOFError, "EOFError"), (TimeoutError, "no answer within 5 s")]
+)
+def test_a_connection_checks_host_keys_and_misses_a_lost_host(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None, told: str
+) -> None:
+    link, made, opens = Mock(), Mock(), error is None
+    made.open.side_effect = error
     monkeypatch.setattr(ssh.socket, "create_connection", lambda *_, **__: link)
     monkeypatch.setattr(ssh, "FabricConnection", lambda **_: made)
     monkeypatch.setattr(ssh.SshClient, "key", lambda *_: None)
-    with contextlib.nullcontext() if opens else pytest.raises(ConnectionFailed):
-        ssh.SshClient().connect(Address(0, "h", "me", "key", "known", "h"))
+    with contextlib.nullcontext() if opens else pytest.raises(ConnectionFailed, match=told):
+        ssh.SshClient().connect(HOST)
     (policy,) = made.client.set_missing_host_key_policy.call_args.args
     assert isinstance(policy, ssh._AliasKeys)
     assert made.open.call_count == 1
