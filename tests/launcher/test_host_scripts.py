@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import subprocess
 import tempfile
 from dataclasses import replace
@@ -98,13 +99,6 @@ def test_parameters_are_never_code(value: str, flag: bool, shell: str) -> None:
     script += 'printf "%s\\0" "$1" "$parameter" "$flag"'
     shown = subprocess.run([shell, "-c", script], stdout=subprocess.PIPE, check=True).stdout
     assert shown.decode().split("\0")[:-1] == [value, value, "yes" if flag else "no"]
-
-
-def test_a_host_that_shuts_down_gives_the_container_its_time_to_save(host: ScriptHost) -> None:
-    host.run(start(stop_seconds=25))
-    words = host.created
-    assert words[words.index("--stop-timeout") + 1] == "25"
-    assert words.index("--stop-timeout") < words.index("sha256:ab"), "an option of the engine, not of the command"
 
 
 @pytest.mark.parametrize("may", [True, False])
@@ -215,22 +209,37 @@ def test_a_start_that_comes_after_its_attempts_end_does_nothing(host: ScriptHost
     )
 
 
-def test_compiled_programs_are_kept_in_a_volume_of_the_host_if_they_are_kept_at_all() -> None:
-    words = host_scripts.create_arguments(attempt(compile_cache_gb=2.5), ["10.0.0.1"], "v4-8")
-    [(name, folder)] = [words[place + 1].split(":") for place, word in enumerate(words) if word == "--volume"]
-    assert "/" not in name, "the engine's own, which outlives the container"
-    assert f"TPU_LAUNCH_COMPILE_CACHE={folder}" in words
-    assert "TPU_LAUNCH_COMPILE_CACHE_GB=2.5" in words
-    off = host_scripts.create_arguments(attempt(compile_cache_gb=0.0), ["10.0.0.1"], "v4-8")
-    assert not [word for word in off if word == "--volume" or "COMPILE_CACHE" in word]
+def options(**changes: object) -> str:
+    return shlex.join(host_scripts.create_arguments(attempt(**changes), ["10.0.0.1"], "v4-8"))
 
 
-@pytest.mark.parametrize("minutes", [1, 15, 60])
-def test_secrets_are_waited_for_until_the_slowest_host_may_have_started(tmp_path: Path, minutes: int) -> None:
-    late = attempt(secrets={"KEY": "s3cret"}, start_seconds=minutes * 60.0)
-    words = host_scripts.create_arguments(late, ["10.0.0.1"], "v4-8")
-    (script,) = [word for word in words if "did not arrive" in word]
-    assert f"seconds={minutes * 60 + 120}\n" in script
+def test_a_container_is_created_with_these_options() -> None:
+    """The volume is the engine's own, which outlives the container. A host that shuts down lets the command save."""
+    given = {"environment": {"PJRT_DEVICE": "CPU", "A": "b c"}, "stop_seconds": 25, "compile_cache_gb": 2.5}
+    assert options(number=2, command=("train", "--lr 1"), **given) == (
+        "--name tpu-launch-demo-1-2 --label tpu-launch.run=demo-1 --label tpu-launch.attempt=2 --privileged --network "
+        "host --init --log-driver json-file --log-opt max-size=1g --log-opt max-file=4 --shm-size 16g --ulimit "
+        "memlock=-1:-1 --volume tpu-launch-compiled-programs:/var/cache/tpu-launch --stop-timeout 25 --user 0 --env "
+        "PJRT_DEVICE=CPU --env TPU_LAUNCH_RUN_ID=demo-1 --env TPU_LAUNCH_ATTEMPT=2 --env TPU_ACCELERATOR_TYPE=v4-8 "
+        "--env TPU_WORKER_HOSTNAMES=10.0.0.1 --env TPU_LAUNCH_PROGRESS_FILE=/dev/shm/tpu-launch-progress --env "
+        "TPU_LAUNCH_COMPILE_CACHE=/var/cache/tpu-launch --env TPU_LAUNCH_COMPILE_CACHE_GB=2.5 --env 'A=b c' "
+        "sha256:ab train '--lr 1'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "is_there"),
+    [
+        ({"user": "1000:1000"}, "--user 1000:1000", True),
+        ({"compile_cache_gb": 0.0}, "--volume", False),
+        ({"compile_cache_gb": 0.0}, "COMPILE_CACHE", False),
+        ({}, "--tmpfs", False),  # a single host needs no shared secret
+        ({"overlay": Overlay("/app", b"x")}, "--tmpfs /run/tpu-launch:mode=1777,size=1m sha256:ab", True),
+        ({"secrets": {"KEY": "s3cret"}, "start_seconds": 899.1}, "seconds=1020\n", True),  # of the slowest host
+    ],
+)
+def test_the_options_of_a_container_follow_the_attempt(changes: dict[str, object], words: str, is_there: bool) -> None:
+    assert (words in options(**changes)) == is_there
 
 
 def test_secrets_that_do_not_arrive_end_the_command_with_a_message(tmp_path: Path, shell: str) -> None:
@@ -422,18 +431,6 @@ def test_the_hosts_of_an_attempt_are_given_a_secret_that_no_script_and_no_other_
     shown = [*arguments, host_scripts.secrets_script(one), host_scripts.start_script(one, hosts, "v4-16"), repr(one)]
     assert not any(secret in text for text in shown)
     assert secret in host_scripts.secrets_input(one.all_secrets(2))
-
-
-@pytest.mark.parametrize(("user", "expected"), [(None, "0"), ("1000:1000", "1000:1000")])
-def test_containers_run_as_root_unless_the_file_names_a_user(user: str | None, expected: str) -> None:
-    arguments = host_scripts.create_arguments(attempt(user=user), ["10.0.0.1"], "v3-8")
-    assert arguments[arguments.index("--user") + 1] == expected, "the TPU's drivers of v2 to v4 refuse other users"
-
-
-def test_a_single_host_slice_needs_no_shared_secret_and_waits_for_an_overlay_only() -> None:
-    assert attempt().all_secrets(1) == {}
-    assert "--tmpfs" not in host_scripts.create_arguments(attempt(), ["10.0.0.1"], "v4-8")
-    assert "--tmpfs" in host_scripts.create_arguments(attempt(overlay=Overlay("/app", b"x")), ["10.0.0.1"], "v4-8")
 
 
 def test_only_processes_that_hold_a_device_for_writing_count(tmp_path: Path) -> None:
