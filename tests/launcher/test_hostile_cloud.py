@@ -312,32 +312,28 @@ def test_a_recovery_that_has_been_stopped_or_given_up_creates_no_slice_later(wor
     assert work.hosts.calls.count("create") == 1
 
 
-def test_a_slice_that_is_deleted_while_a_recovery_starts_its_hosts_is_not_recreated(work: Workstation) -> None:
-    def be_deleted() -> None:
-        work.hosts.slice_state = None
-        raise LaunchError("no host answers", exit_code=Exit.HOST_LOST)
-
-    work.hosts.exits[0] = 1
-    work.hosts.hooks["started"] = [lambda: None, be_deleted]
-    with pytest.raises(LaunchError, match="it was deleted"):
-        work.run(work.config("run.failure_retries=3", "run.preemption_retries=3"))
-    assert work.hosts.calls.count("create") == 1
-    assert not recorded(work, events.RoundFailed), "nothing is tried again"
-
-
-@pytest.mark.parametrize("unanswered", [0, 1], ids=["the next answer", "the answer after the next round began"])
-def test_a_slice_that_is_deleted_while_the_api_is_silent_is_not_recreated(work: Workstation, unanswered: int) -> None:
+@pytest.mark.parametrize(
+    ("method", "calls", "error", "unanswered"),
+    [
+        ("started", 1, LaunchError("no host answers", exit_code=Exit.HOST_LOST), 0),
+        ("create", 0, UNAVAILABLE, 0),
+        ("create", 0, UNAVAILABLE, 1),  # the first answer comes after the next round began
+    ],
+)
+def test_a_slice_that_is_deleted_during_a_recovery_is_not_recreated(
+    work: Workstation, method: str, calls: int, error: LaunchError, unanswered: int
+) -> None:
     def be_deleted() -> None:
         work.hosts.slice_state = None
         work.hosts.fail("describe", *[UNAVAILABLE] * unanswered)
-        raise UNAVAILABLE
+        raise error
 
     work.hosts.exits[0] = 1
-    work.hosts.hooks["create"] = [be_deleted]
+    work.hosts.hooks[method] = [*[lambda: None] * calls, be_deleted]
     with pytest.raises(LaunchError, match="it was deleted"):
-        work.run(work.config("run.failure_retries=1"))
+        work.run(work.config("run.failure_retries=3", "run.preemption_retries=3"))
     assert work.hosts.calls.count("create") == 1
-    assert recorded(work, events.RecoveryGivenUp) == 1
+    assert [recorded(work, kind) for kind in (events.RecoveryGivenUp, events.RoundFailed)] == [1, method == "create"]
 
 
 def test_a_preempted_slice_is_recreated_although_the_api_did_not_answer_before(work: Workstation) -> None:
@@ -472,49 +468,34 @@ def stop_elsewhere(work: Workstation) -> None:
     stop_run(work.config(), work.context(), None, grace=1)
 
 
-@pytest.mark.parametrize("is_pulled", [False, True])
-def test_a_stop_before_any_start_counts(work: Workstation, monkeypatch: pytest.MonkeyPatch, is_pulled: bool) -> None:
-    """Another machine's stop is known when it is pulled from the bucket."""
-    if is_pulled:
-        monkeypatch.setattr(start, "pull_known", lambda ledger, machine: stop_elsewhere(work))
-
-    def refuse() -> None:  # start.sh finds the mark of the stop
-        if not is_pulled:
-            stop_elsewhere(work)
-        raise LaunchError("this attempt was ended before it started on the host")
-
-    work.hosts.hooks["start"] = [refuse]
-    with pytest.raises(RunStopped) as stopped:
-        work.run(work.config())
-    assert stopped.value.exit_code is Exit.STOPPED
-    assert not work.hosts.attempts
-    assert work.ledger.state.outcome == "stopped"
-
-
-def test_no_host_is_asked_to_start_what_begins_after_a_stop(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("moment", ["pull", "ledger", "hosts", "nodes"])
+def test_a_stop_before_an_attempt_runs_counts(work: Workstation, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """A stop of another machine is pulled from the bucket; start.sh finds the mark of one that was quicker."""
     append = Ledger.append
 
-    def stop_just_before(ledger: Ledger, event: events.RunEvent, **options: float) -> None:
+    def stop_and_append(ledger: Ledger, event: events.RunEvent, **options: float) -> None:
         if isinstance(event, events.AttemptBegan):
             stop_elsewhere(work)
         append(ledger, event, **options)
 
-    monkeypatch.setattr(Ledger, "append", stop_just_before)
-    with pytest.raises(RunStopped):
+    def begin_start(_provider: FakeProvider, _attempt: Attempt, clock: Clock) -> None:
+        if moment != "pull":
+            stop_elsewhere(work)
+        if moment == "nodes":  # which are waited for
+            clock.sleep(3600.0)
+        work.hosts.call("start")
+        raise LaunchError("this attempt was ended before it started on the host")
+
+    monkeypatch.setattr(FakeProvider, "start", begin_start)
+    if moment == "pull":
+        monkeypatch.setattr(start, "pull_known", lambda ledger, machine: stop_elsewhere(work))
+    elif moment == "ledger":
+        monkeypatch.setattr(Ledger, "append", stop_and_append)
+    with pytest.raises(RunStopped) as stopped:
         work.run(work.config())
-    assert not work.hosts.attempts
+    assert stopped.value.exit_code is Exit.STOPPED
+    assert ("start" in work.hosts.calls) == (moment in ("hosts", "pull"))
     assert outcomes(work) == ["stopped"]
-
-
-def test_a_stop_ends_a_start_that_waits_for_nodes(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(_provider: FakeProvider, _attempt: Attempt, clock: Clock) -> None:
-        stop_elsewhere(work)
-        clock.sleep(3600.0)
-
-    monkeypatch.setattr(FakeProvider, "start", wait)
-    with pytest.raises(RunStopped):
-        work.run(work.config())
-    assert work.ledger.state.outcome == "stopped"
 
 
 def test_a_stop_waits_for_the_process_that_starts_attempts(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
