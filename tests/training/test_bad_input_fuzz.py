@@ -40,15 +40,8 @@ from training.data.prepare.corpus import Corpus
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import LabelKind, select_columns
 from training.errors import BadInput
+from training.models import hugging_face
 from training.models.flops import flops_per_row
-from training.models.hugging_face import (
-    FAMILIES,
-    SIZES,
-    ModelRequirements,
-    build_model_config,
-    read_config,
-    read_labels,
-)
 from training.registry import TASKS, task_of_model
 from training.storage.types import place_mistake
 from training.yaml_file import parse
@@ -206,12 +199,15 @@ def read_tokenizer(folder: Path, random: Random) -> None:
 
 def read_model(folder: Path, random: Random) -> None:
     (folder / "config.json").write_bytes(_spoil_document(MODEL_CONFIG, random))
-    task, values = random.choice(list(TASKS)), read_config(str(folder))
+    task, values = random.choice(list(TASKS)), hugging_face.read_config(str(folder))
     task_of_model(values)
-    read_labels(values)
-    needs = ModelRequirements(VOCABULARY, 3, LENGTH, TASKS[task].head, ("a", "b"))
-    config = build_model_config(Model(path=str(folder)), needs, dropout=0.1)
-    assert all(type(config.get(name, 1)) is int for name in SIZES) or config["model_type"] not in FAMILIES
+    hugging_face.read_labels(values)
+    needs = hugging_face.ModelRequirements(VOCABULARY, 3, LENGTH, TASKS[task].head, ("a", "b"))
+    config = hugging_face.build_model_config(Model(path=str(folder)), needs, dropout=0.1)
+    assert (
+        all(type(config.get(name, 1)) is int for name in hugging_face.SIZES)
+        or config["model_type"] not in hugging_face.FAMILIES
+    )
     flops_per_row(config, LENGTH, 2 if task == "mlm" else None)
 
 

@@ -25,6 +25,8 @@ from training.telemetry.host_progress import HostProgress, PhaseTimer
 from training.telemetry.progress_line import LONGEST_LINE, ProgressLine, encode, parse
 from training.telemetry.report import NonFiniteStep, write_nonfinite
 
+LOSS = Best(metric="loss", mode="min")
+
 
 def batch(length: int = 8) -> HostBatch:
     return HostBatch({"input_ids": np.zeros((2, length), np.int32)}, np.array([40, 41]))
@@ -61,16 +63,12 @@ def test_the_best_evaluation_is_the_first_of_equal_ones() -> None:
 @pytest.mark.parametrize(
     ("rule", "data", "is_kept"),
     [
-        (Best(metric="loss", mode="min"), "d1", True),
-        (None, "d1", True),
-        (Best(metric="accuracy", mode="max"), "d1", False),
-        (Best(metric="loss", mode="max"), "d1", False),
-        (Best(metric="loss", mode="min"), "d2", False),
-        (None, "d2", False),
+        (LOSS, "d1", True), (None, "d1", True), (Best(metric="accuracy", mode="max"), "d1", False),
+        (Best(metric="loss", mode="max"), "d1", False), (LOSS, "d2", False), (None, "d2", False),
     ],
-)
+)  # fmt: skip
 def test_evaluations_by_another_metric_mode_or_data_are_not_compared(rule: Best, data: str, is_kept: bool) -> None:
-    before = Evaluations(Best(metric="loss", mode="min"), "d1")
+    before = Evaluations(LOSS, "d1")
     before.record(10, {"loss": 0.5, "accuracy": 0.1}, None)
     after = Evaluations(rule, data)
     after.resume(before.state(10))
@@ -78,13 +76,13 @@ def test_evaluations_by_another_metric_mode_or_data_are_not_compared(rule: Best,
 
 
 def test_evaluations_end_training_when_so_many_in_a_row_were_not_better() -> None:
-    evaluations = Evaluations(Best(metric="loss", mode="min"), patience=2)
+    evaluations = Evaluations(LOSS, patience=2)
     for step, loss, ends in ((1, 3.0, False), (2, math.nan, False), (3, 2.0, False), (4, 2.0, False), (5, 2.5, True)):
         evaluations.record(step, {"loss": loss}, None)
-        again = Evaluations(Best(metric="loss", mode="min"), patience=2)
+        again = Evaluations(LOSS, patience=2)
         again.resume(evaluations.state(step))
         assert evaluations.ends_training == again.ends_training == ends, step
-    assert not Evaluations(Best(metric="loss", mode="min"), since_best=9).ends_training
+    assert not Evaluations(LOSS, since_best=9).ends_training
 
 
 def test_only_skipped_steps_in_a_row_end_a_run() -> None:

@@ -82,13 +82,21 @@ def test_a_broken_connection_ends_the_attempt_for_all() -> None:
     assert state.disconnect(1) == [(0, message), (2, message)], "the first reason stays"
 
 
-def test_an_orderly_exit_is_no_loss_and_a_failure_is() -> None:
+def test_an_orderly_exit_is_no_loss() -> None:
     state = state_of(2)
     assert state.leave(1, 0, "") == []
     assert state.disconnect(1) == []
     assert state.lost is None
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "overdue", "others"), [(2, "no such file", False, 76), (75, "out of time", True, 75)]
+)
+def test_a_failure_or_an_overdue_exit_ends_the_others(code: int, reason: str, overdue: bool, others: int) -> None:
     state = state_of(2)
-    assert "exit code 2: no such file" in state.leave(1, 2, "no such file")[0][1]["lost"]
+    message = {"lost": f"host 1 stopped in phase 'connected' with exit code {code}: {reason}", "code": others}
+    assert state.leave(1, code, reason, overdue) == [(0, message)]
+    assert state.arrive(0, "checkpoint 4", None, 10, 2.0) == [(0, message)]
 
 
 @pytest.mark.parametrize("waits_before", [True, False])
@@ -100,14 +108,6 @@ def test_no_host_waits_at_a_barrier_for_one_that_has_left(code: int, others: int
     messages += [] if waits_before else state.arrive(0, "p", None, 10, 0.0)
     [(worker, message)] = messages
     assert (worker, message["code"]) == (0, others)
-
-
-def test_an_overdue_exit_stops_the_others_with_the_same_code() -> None:
-    state = state_of(2)
-    [(worker, message)] = state.leave(1, 75, "out of time", overdue=True)
-    assert (worker, message["code"]) == (0, 75)
-    assert "out of time" in message["lost"]
-    assert state.arrive(0, "checkpoint 4", None, 10, 2.0) == [(0, message)]
 
 
 def test_many_missing_hosts_are_all_named_in_a_short_message() -> None:
@@ -187,7 +187,9 @@ def test_a_connection_of_the_gradient_exchange_is_handed_over_and_is_no_host() -
     assert refused is None
     assert meeting.sent[connection][2:] == [HandOver(2)]
     assert meeting.server.state.members == {}
-    assert "no worker 3 among 3" in meeting.join(3, own)[1].reason
+    connection, refused = meeting.join(3, own)
+    assert "no worker 3 among 3" in refused.reason
+    assert meeting.is_closed(connection)
     assert meeting.join(1, replace(own, identity=Identity("run", 0, 3, exchange=True)))[1].final
 
 
@@ -222,14 +224,6 @@ def test_an_impostor_of_host_0_is_rejected(forgery: str) -> None:
     }[forgery]
     with pytest.raises(Malformed, match="does not know the secret"):
         handshake.check_answer(answer)
-
-
-def test_a_refused_host_is_told_why_and_closed() -> None:
-    meeting = Meeting()
-    connection, refused = meeting.join(1, replace(OWN, identity=Identity("run", 0, 3)))
-    assert refused.final
-    assert "host 0 is in attempt 1 of run 'run', this host in attempt 0" in refused.reason
-    assert meeting.is_closed(connection)
 
 
 @pytest.mark.parametrize(
