@@ -1,10 +1,12 @@
 """Checks what torch_xla, TensorFlow, JAX and Google's guest agent read at metadata.google.internal on a host."""
 
+import importlib.util
 import json
 import threading
 import time
 from email.message import Message
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,3 +92,13 @@ def test_waiting_for_a_change_ends_with_the_change(host: Host) -> None:
     assert time.monotonic() - begun < 20
     threading.Timer(0.1, change).start()
     assert host.text("instance/attributes/greeting", wait_for_change="true") == "bye"
+
+
+def test_the_guest_agent_gathers_ssh_keys_of_all_sources_by_user() -> None:
+    path = Path(__file__).resolve().parents[2] / "images" / "host" / "guest-agent.py"
+    spec = importlib.util.spec_from_file_location("guest_agent", path)
+    agent = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(agent)
+    node, project = "\nme:ssh-rsa AAAA me\nyou:ssh-ed25519 BBBB you", "me:ssh-rsa CCCC me\n\n"
+    mine, yours = ["ssh-rsa AAAA me", "ssh-rsa CCCC me"], ["ssh-ed25519 BBBB you"]
+    assert agent.parse_keys([node, project]) == {"me": mine, "you": yours}

@@ -14,7 +14,7 @@ from training.preflight.compiler import CompilerUnavailable
 
 
 def test_libtpu_reads_our_environment_as_gkes_device_plugins() -> None:
-    assert libtpu.compare("tensorflow") == []
+    assert libtpu.compare() == []
 
 
 @pytest.mark.parametrize("name", no_chips.MESSAGES)

@@ -10,7 +10,7 @@ from training.distributed.cluster import Cluster, torch_xla_environment, tpu_env
 
 
 def test_libtpu_reads_our_environment_as_gkes_device_plugins() -> None:
-    assert libtpu.compare("torch-xla") == []
+    assert libtpu.compare() == []
 
 
 @pytest.mark.parametrize("name", no_chips.MESSAGES)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tests.simulation.trainer.plan import Fault, Plan
+from tests.simulation.trainer.evaluations import BrokenPromises
+from tests.simulation.trainer.plan import RUN, Fault, Plan
 from training.checkpoint.format import Manifest
 from training.checkpoint.reader import checkpoint_name
 from training.checkpoint.tensors import decode
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tests.simulation.trainer.world import World
 
 TOKENIZER = "gs://data/t"
+_MODEL = f"{RUN}/model"
 TOKENIZER_FILES = {f"{TOKENIZER}/tokenizer.json": b'{"model": {}}', f"{TOKENIZER}/vocab.txt": b"[PAD]\n"}
 HUB_SECONDS = 20.0  # hub.wait_seconds
 _SKIPPED: tuple[frozenset[int], ...] = tuple(map(frozenset, ((), (1,), (3,), (0, 1, 2), (0, 2, 4, 6), (2, 5, 9))))
@@ -165,74 +167,70 @@ class SimulatedHub:
         return PushEnd(0, (json.dumps({"step": step, "commit": f"https://hub/{step}"}), "warning: [1]"), ("bye",))
 
 
-class FeaturePromises:
-    def __init__(self, world: World, broken: Callable[[str, str], None]) -> None:
-        self._world, self._broken = world, broken
-        self._model = f"{world.config.output}/run/model"
-
-    def object_written(self, url: str, stored: Stored, by: str) -> None:
+class FeaturePromises(BrokenPromises):
+    def other_object_written(self, url: str, stored: Stored, by: str) -> None:
         """Checks a written object that is not part of a checkpoint."""
-        if url == f"{self._model}/{WEIGHTS}":
+        if url == f"{_MODEL}/{WEIGHTS}":
             self.weights_come_last(by)
             self.what_is_exported_is_the_last_state(stored, by)
         elif url.endswith("/summary.json"):
             self.the_summary_is_true(json.loads(stored.data), by)
-            self._world.promises.evaluations.the_summary_has_the_last_and_the_best(json.loads(stored.data), by)
+            self.the_summary_has_the_last_and_the_best(json.loads(stored.data), by)
 
     def a_checkpoint_counts_what_was_skipped(self, url: str, step: int, state: object, by: str) -> None:
         """A checkpoint has the number of skipped steps and the last finite loss, over all attempts."""
-        plan, losses = self._world.plan, self._world.curriculum.losses
+        plan, losses = self._plan, self._world.curriculum.losses
         done = [number for number in range(step) if number not in plan.skipped]
         expected = (step - len(done), losses[done[0]] if done else None, losses[done[-1]] if done else None)
         assert isinstance(state, dict)
         seen = (state["skipped_steps"], state["first_loss"], state["last_loss"])
         if seen != expected:
-            self._broken("skipped steps are counted", f"{by} committed {url} with {seen} instead of {expected}")
+            self.broken("skipped steps are counted", f"{by} committed {url} with {seen} instead of {expected}")
 
     def weights_come_last(self, by: str) -> None:
         """When the weights are written, all other files of the model folder are there."""
         names = (CONFIG, *(url.rpartition("/")[2] for url in TOKENIZER_FILES))
-        missing = [name for name in names if f"{self._model}/{name}" not in self._world.bucket.objects]
+        missing = [name for name in names if f"{_MODEL}/{name}" not in self._world.bucket.objects]
         if missing:
-            self._broken("the weights of an export come last", f"{by} wrote them before {', '.join(missing)}")
+            self.broken("the weights of an export come last", f"{by} wrote them before {', '.join(missing)}")
 
     def what_is_exported_is_the_last_state(self, stored: Stored, by: str) -> None:
         """The exported weights are those after the last step, without other state."""
-        state = self._world.curriculum.states[self._world.plan.steps]
+        state = self._world.curriculum.states[self._plan.steps]
         expected = {name: state[name].tobytes() for name in state if name.startswith(PREFIX)}
         seen = {PREFIX + name: bytes(view) for name, (_, view) in decode(stored.data).items()}
         if seen != expected:
-            self._broken("what is exported is the last state", f"{by} exported other weights")
+            self.broken("what is exported is the last state", f"{by} exported other weights")
 
     def the_summary_is_true(self, summary: dict[str, object], by: str) -> None:
         """The summary has the number of skipped steps, and a step that is on the Hub."""
-        plan, hub = self._world.plan, summary["hub"]
+        plan, hub = self._plan, summary["hub"]
         skipped = len([number for number in plan.skipped if number < plan.steps])
         if summary["skipped_steps"] != skipped:
-            self._broken("skipped steps are counted", f"{by}: {summary['skipped_steps']} instead of {skipped}")
+            self.broken("skipped steps are counted", f"{by}: {summary['skipped_steps']} instead of {skipped}")
         if isinstance(hub, dict) and hub["step"] not in (None, *self._world.hub.steps):
-            self._broken("the summary says what is on the Hub", f"{by}: {hub}, and there is {self._world.hub.steps}")
+            self.broken("the summary says what is on the Hub", f"{by}: {hub}, and there is {self._world.hub.steps}")
         stopped = self._world.group(by.partition(".")[0]).asked_to_stop  # another attempt may have uploaded it
         well = plan.steps in self._world.hub.steps and not plan.hub_fault and not self._world.rotten and not stopped
         if isinstance(hub, dict) and hub["step"] != plan.steps and (well or hub["error"] is None):
-            self._broken("the summary says what is on the Hub", f"{by}: {hub}, and there is {self._world.hub.steps}")
+            self.broken("the summary says what is on the Hub", f"{by}: {hub}, and there is {self._world.hub.steps}")
 
-    def finished(self, host: Host) -> None:
+    def finished_means_exported(self, host: Host) -> None:
         """A process that exits with 0 has exported the model, and uploaded it if the Hub had no fault."""
-        plan, world = self._world.plan, self._world
+        plan, world = self._plan, self._world
         if host.group.drifted:
-            self._broken("hosts with different weights do not finish", f"{host.name} exits with 0")
-        if plan.export and f"{self._model}/{WEIGHTS}" not in world.bucket.objects:
-            self._broken("0 means exported", f"{host.name} exits with 0, and there is no model")
+            self.broken("hosts with different weights do not finish", f"{host.name} exits with 0")
+        if plan.export and f"{_MODEL}/{WEIGHTS}" not in world.bucket.objects:
+            self.broken("0 means exported", f"{host.name} exits with 0, and there is no model")
         # An upload that is under way when its host is asked to stop is given up, with a warning.
         stopped = host.group.asked_to_stop and any("hub: not done when" in line for line in host.lines)
         excused = plan.hub_fault or world.disturbed or world.rotten or host.hurt or stopped
         if plan.hub and host.worker == 0 and not excused and plan.steps not in world.hub.steps:
-            self._broken("0 means uploaded", f"{host.name} exits with 0, and the Hub has {world.hub.steps}")
+            self.broken("0 means uploaded", f"{host.name} exits with 0, and the Hub has {world.hub.steps}")
 
     def a_second_interrupt_ends_at_once(self, host: Host) -> None:
         if host.code is None and not host.hurt:
-            self._broken("a second Ctrl-C ends a process", f"{host.name} still runs")
+            self.broken("a second Ctrl-C ends a process", f"{host.name} still runs")
 
 
 def is_export(request: Request) -> bool:
@@ -245,7 +243,7 @@ def put_strange_records(world: World, manifest: Manifest | None = None) -> None:
     name, step = (checkpoint_name(manifest), manifest.step) if manifest else (None, 0)
     for number in [step] if manifest else range(world.plan.steps):
         record = {"step": number, "restored": step, "checkpoint": name, "program": "another"}
-        url = f"{world.config.output}/run/attempts/attempt-0000.{step}-{number}.nonfinite.json"
+        url = f"{RUN}/attempts/attempt-0000.{step}-{number}.nonfinite.json"
         world.bucket.put(url, json.dumps(record).encode(), "world")
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NoReturn
 from tests.simulation.scheduler import Killed, Process, Scheduler, SimulatedClock, SimulatedThreads, Task
 from tests.simulation.trainer.bucket import HostStorage
 from tests.simulation.trainer.connections import HostNetwork
-from tests.simulation.trainer.model import Exchange, SimulatedBackend, SimulatedTask
+from tests.simulation.trainer.model import Gathering, SimulatedBackend, SimulatedTask
+from tests.simulation.trainer.plan import KILLED
 from training.cli.train import ending_process, exit_overdue, print_error
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import join
@@ -30,15 +31,13 @@ if TYPE_CHECKING:
     from tests.simulation.trainer.world import World
 
 STOP_MARGIN = 20.0  # seconds in which host 0 waits for others to leave, and hosts at the start for each other
-KILLED = 137  # exit code of a killed process
 
 
 class Group:
     def __init__(self, world: World, label: str, attempt: int, slice_number: int, hosts: int) -> None:
         self.world, self.label, self.attempt, self.slice_number = world, label, attempt, slice_number
         self.size = hosts
-        broken = partial(world.promises.broken, "all hosts choose alike")
-        self.exchange = Exchange(self.size, self._draw_seconds, broken)
+        self.gatherings: list[Gathering] = []  # collectives, in order
         self.collective: dict[Task, None] = {}  # tasks that wait in one
         self.addresses = tuple(f"10.{slice_number}.0.{worker}" for worker in range(self.size))
         self.glitch: tuple[int, bool] | None = None  # a step whose update is not finite, and whether its norm shows it
@@ -54,9 +53,6 @@ class Group:
             host.hurt = host.cut or any(host.address in pair for pair in world.wire.parted)
         # With slow requests, host 0's work before a barrier may take longer than the other hosts wait.
         self.disturbed = any(host.hurt for host in self.hosts) or world.jitter > 1
-
-    def _draw_seconds(self) -> float:
-        return self.world.plan.step_seconds * (0.5 + self.world.random.random())
 
     @property
     def is_parted(self) -> bool:

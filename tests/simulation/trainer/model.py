@@ -8,7 +8,7 @@ end of a run are compared with it. As on real devices, a step is a collective of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ RECORD_BYTES = 64
 State = dict[str, np.ndarray]
 
 
+@lru_cache(maxsize=256)
 class Curriculum:
     def __init__(self, records: int, batch: int, steps: int, seed: int, skipped: frozenset[int] = frozenset()) -> None:
         """`skipped`: steps that leave the state unchanged and have no loss."""
@@ -48,11 +49,6 @@ class Curriculum:
             self.losses.append(loss_of(self.states[-1], batch_of_step))
             self.states.append(self.states[-1] if number in skipped else advance(self.states[-1], batch_of_step))
         self.figures = [figure_of(state) + np.mean(range(EVALUATION_BATCHES)) for state in self.states]
-
-
-@lru_cache(maxsize=256)
-def curriculum(records: int, batch: int, steps: int, seed: int, skipped: frozenset[int] = frozenset()) -> Curriculum:
-    return Curriculum(records, batch, steps, seed, skipped)
 
 
 def advance(state: State, records: np.ndarray) -> State:
@@ -127,33 +123,12 @@ class SimulatedTask:
 
 @dataclass
 class Gathering:
-    """One collective operation, with each host's contribution."""
+    """One collective operation of a group, with each host's contribution."""
 
     kind: str
-    brought: dict[int, tuple[np.ndarray, Signals]]
     seconds: float  # of each host in it
+    brought: dict[int, tuple[np.ndarray, Signals]] = field(default_factory=dict)
     glitch: list[tuple[int, bool] | None] = field(default_factory=list)  # of the group, set with the first result
-
-
-class Exchange:
-    """The collectives of a group, in order. Reports a host that is in another collective than the others."""
-
-    def __init__(self, hosts: int, draw_seconds: Callable[[], float], mismatch: Callable[[str], None]) -> None:
-        self._draw_seconds, self._mismatch = draw_seconds, mismatch
-        self._gatherings: list[Gathering] = []
-        self._counts = [0] * hosts
-
-    def enter(self, worker: int, kind: str, records: np.ndarray, signals: Signals) -> Gathering:
-        """Adds a host to its next collective."""
-        place = self._counts[worker]
-        self._counts[worker] += 1
-        if place == len(self._gatherings):
-            self._gatherings.append(Gathering(kind, {}, self._draw_seconds()))
-        gathering = self._gatherings[place]
-        if gathering.kind != kind:
-            self._mismatch(f"host {worker} is in {kind}, where others are in {gathering.kind}")
-        gathering.brought[worker] = (records, signals)
-        return gathering
 
 
 class SimulatedSnapshot:
@@ -189,7 +164,7 @@ class SimulatedBackend(PlainBackend):
         self.devices, self.in_flight = host.group.size, self._world.plan.in_flight
         self.state = {name: array.copy() for name, array in self._world.curriculum.states[0].items()}
         self._snapshot: SimulatedSnapshot | None = None
-        self._compiled = 0
+        self._compiled = self._entered = 0  # programs; collectives
         self.first_step = 0  # of this attempt
         self._steps_after_stop = 0
         self._is_poisoned = False  # the checkpoint it began from
@@ -203,31 +178,46 @@ class SimulatedBackend(PlainBackend):
         self.first_step, self._is_poisoned = start, self._world.is_poisoned(start)
         self._restored_generation, self._done = self._world.generation_of(start), start
         self._world.promises.state_is_right(self._host, start, self.state)
-        self._world.promises.evaluations.restored(self, start)
+        self._world.promises.restored(self, start)
         return task.batches(start)
 
-    def step(self, number: int, batch: Arrays, signals: Signals) -> Pending:
+    def step(self, number: int, batch: Arrays, signals: Signals) -> SimpleNamespace:
         shutdown = self._host.shutdown
         self._steps_after_stop += bool(self._host.stops and shutdown and shutdown.requested)
         self._world.promises.a_stop_is_agreed_in_the_next_step(self._host, self._steps_after_stop - self.in_flight)
-        self._world.promises.evaluations.none_is_left_out(self._host, number)
+        self._world.promises.none_is_left_out(self._host, number)
         if not self._compiled:
             self._compiled = 1
             self._host.pass_time("compiling", self._world.plan.compile_seconds)
-        return Pending(self, f"step {number}", batch, signals, number)
+        return self._enter(f"step {number}", batch, signals, number)
 
-    def evaluate(self, batch: Arrays, signals: Signals) -> Pending:
+    def evaluate(self, batch: Arrays, signals: Signals) -> SimpleNamespace:
         self._compiled = max(self._compiled, 2)
         self._evaluating = self._evaluating if batch["input_ids"][0, 0] else []
-        return Pending(self, f"evaluation {int(batch['input_ids'][0, 0])}", batch, signals, None)
+        return self._enter(f"evaluation {int(batch['input_ids'][0, 0])}", batch, signals, None)
 
-    def finish(self, kind: str, gathering: Gathering, number: int | None) -> StepResult:
+    def _enter(self, kind: str, batch: Arrays, signals: Signals, number: int | None) -> SimpleNamespace:
+        """Adds this host to its next collective; it must be the others' next, too. Returns a training.batch.Pending."""
+        host, gatherings = self._host, self._host.group.gatherings
+        place, self._entered = self._entered, self._entered + 1
+        if place == len(gatherings):
+            seconds = self._world.plan.step_seconds * (0.5 + self._world.random.random())
+            gatherings.append(Gathering(kind, seconds))
+        gathering = gatherings[place]
+        if gathering.kind != kind:
+            seen = f"host {host.worker} is in {kind}, where others are in {gathering.kind}"
+            self._world.promises.broken("all hosts choose alike", seen)
+        gathering.brought[host.worker] = (batch["input_ids"], signals)
+        host.scheduler.wake_all(host.group.collective)
+        return SimpleNamespace(result=lambda: self._finish(gathering, number))
+
+    def _finish(self, gathering: Gathering, number: int | None) -> StepResult:
         """Waits for a collective, then updates the state."""
         host = self._host
         host.scheduler.sleep(gathering.seconds)
         host.pass_time("leaving a collective", 0.5)
         while len(gathering.brought) < len(host.group.hosts) or host.group.is_parted or host.group.is_blocked:
-            host.scheduler.wait(host.group.collective, None, f"the other hosts in {kind}")
+            host.scheduler.wait(host.group.collective, None, f"the other hosts in {gathering.kind}")
         signals = Signals()
         for _, given in gathering.brought.values():
             signals = signals.union(given)
@@ -275,16 +265,3 @@ class SimulatedBackend(PlainBackend):
 
     def compilations(self) -> tuple[int, float]:
         return self._compiled, 0.0
-
-
-class Pending:
-    """A training.batch.Pending: a step in flight."""
-
-    def __init__(self, backend: SimulatedBackend, kind: str, batch: Arrays, own: Signals, number: int | None) -> None:
-        host = backend._host
-        self._backend, self._kind, self._number = backend, kind, number
-        self._gathering = host.group.exchange.enter(host.worker, kind, batch["input_ids"], own)
-        host.scheduler.wake_all(host.group.collective)
-
-    def result(self) -> StepResult:
-        return self._backend.finish(self._kind, self._gathering, self._number)

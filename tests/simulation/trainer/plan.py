@@ -12,6 +12,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+RUN = "gs://bucket/runs/run"
+KILLED = 128 + 9  # exit code of a killed process
 HOSTILE_SECONDS = 240.0  # in which faults strike; afterwards there are none
 REQUESTER = -1  # instead of a worker: the host that makes the request
 

@@ -17,6 +17,7 @@ import numpy as np
 from tests.simulation.trainer.bucket import Stored
 from tests.simulation.trainer.evaluations import EvaluationPromises, RecordPromises
 from tests.simulation.trainer.features import FeaturePromises, put_strange_records
+from tests.simulation.trainer.plan import KILLED, RUN
 from training.checkpoint.format import MANIFEST, Manifest, load_manifest, step_of
 from training.checkpoint.tensors import Damaged, decode
 from training.errors import Exit
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
     from tests.simulation.trainer.model import State
     from tests.simulation.trainer.world import World
 
-RUN = "gs://bucket/runs/run"
 CHECKPOINTS = f"{RUN}/checkpoints/"
-KILLED, SECOND_SIGTERM, SECOND_INTERRUPT = 128 + 9, 128 + 15, 128 + 2
+SECOND_SIGTERM, SECOND_INTERRUPT = 128 + 15, 128 + 2
 _NOT_GONE_ON_FROM = "no step after it is finite"
 _CLAIM = re.compile(r"attempt-\d+\.[0-9a-f]+\.json")
 _TELEMETRY = re.compile(r"metrics|report\.html|tensorboard|\.end\.json|events|hub|Hub")
@@ -46,13 +46,9 @@ class Claimed:
     commits: int  # the number of commits, tried ones too, before it
 
 
-class Promises:
+class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
     def __init__(self, world: World) -> None:
-        self._world = world
-        self.features = FeaturePromises(world, self.broken)
-        self.evaluations = EvaluationPromises(world, self.broken)
-        self.records = RecordPromises(world, self.broken, RUN)
-        self.violations: list[tuple[str, str]] = []  # (promise, observation)
+        super().__init__(world)
         self.newest_whole = 0
         self.claims: dict[str, Claimed] = {}  # by group label, in the order of writing
         # (group label, step) of manifests, in the order of writing or of refused writes
@@ -63,10 +59,6 @@ class Promises:
         self._late_steps: Counter[str] = Counter()  # by host, since a commit is due
         self._commit_times: dict[str, float] = {}  # of groups' newest commits
         self._fenced_by: dict[str, str] = {}  # group label -> label of the start with precedence
-
-    def broken(self, promise: str, what: str) -> None:
-        self._world.scheduler.note(f"BROKEN: {promise}: {what}")
-        self.violations.append((promise, what))
 
     # --- storage
 
@@ -79,16 +71,16 @@ class Promises:
                 self.what_is_committed_is_whole_finite_and_right(url, by)
                 self.only_the_newest_start_commits(url, by)
                 self.a_commit_begins_with_a_look(url, after, by)
-                if (manifest := self.manifest(after)) and self._world.plan.strangers:
+                if (manifest := self.manifest(after)) and self._plan.strangers:
                     put_strange_records(self._world, manifest)
                 if manifest and self.is_whole(manifest.step):
-                    self.features.a_checkpoint_counts_what_was_skipped(url, manifest.step, manifest.state, by)
+                    self.a_checkpoint_counts_what_was_skipped(url, manifest.step, manifest.state, by)
                     if not self._is_overtaken(url, by):
-                        self.evaluations.a_checkpoint_knows_the_best(manifest.step, manifest.state, by)
+                        self.a_checkpoint_knows_the_best(manifest.step, manifest.state, by)
                 self._committed_at = self._commit_times[by.partition(".")[0]] = self._world.scheduler.now
             self.newest_commit_never_goes_back(url, before, by)
             if name_of(url) == MANIFEST and after is None and self._was_whole(url, before):
-                self.evaluations.what_is_kept_is_not_deleted(_step_of(url), by)
+                self.what_is_kept_is_not_deleted(_step_of(url), by)
         elif after is not None and before is None and _CLAIM.fullmatch(name_of(url)):
             label = by.partition(".")[0]
             older = json.loads(after.data).get("after", [])
@@ -98,7 +90,7 @@ class Promises:
         elif after is not None and by != "world":
             if name_of(url) == "summary.json":
                 self.summary_is_json(url, after)
-            self.features.object_written(url, after, by)
+            self.other_object_written(url, after, by)
 
     def write_refused(self, url: str, by: str) -> None:
         """Checks a refused create-only write."""
@@ -224,10 +216,10 @@ class Promises:
         under way, those in flight until host 0's request is read, and those in flight then."""
         world, group = self._world, host.group
         since = world.scheduler.now - max(group.claimed, self._committed_at)
-        if world.plan.every_steps or group.disturbed or world.disturbed or group is not world.groups[-1]:
+        if self._plan.every_steps or group.disturbed or world.disturbed or group is not world.groups[-1]:
             return
         self._late_steps[host.name] = self._late_steps[host.name] + 1 if since > 15 * 60 + 60 else 0
-        if self._late_steps[host.name] > 2 + 2 * world.plan.in_flight:
+        if self._late_steps[host.name] > 2 + 2 * self._plan.in_flight:
             self.broken("a lost host costs minutes", f"{host.name} trains, and the last commit was {since:.0f} s ago")
 
     def find_whole(self) -> list[int]:
@@ -316,7 +308,7 @@ class Promises:
     def process_ended(self, host: Host) -> None:
         """Checks a process that exited or was killed."""
         code, message = host.code, " ".join(host.lines)
-        self.evaluations.what_is_printed_is_complete(host, message)
+        self.what_is_printed_is_complete(host, message)
         if "Traceback" in message:
             self.broken("no traceback", f"{host.name}: {message[-600:]}")
         self.no_host_waits_for_one_that_left(host)
@@ -324,7 +316,7 @@ class Promises:
             return
         self.exit_codes_are_documented(host, message)
         if host.worker == 0 and host.group.label in self.claims:
-            self.records.ended(host, self.claims[host.group.label].name)
+            self.what_host_0_did_is_recorded(host, self.claims[host.group.label].name)
         if code == Exit.LOST_PEER:
             self.lost_peers_are_named(host, message)
         if code == SECOND_SIGTERM:
@@ -333,8 +325,8 @@ class Promises:
             self.saved_means_asked_and_committed(host, message)
         if code == Exit.FINISHED:
             self.finished_means_committed(host)
-            self.features.finished(host)
-            self.evaluations.finished(host)
+            self.finished_means_exported(host)
+            self.finished_means_evaluated(host)
             self.what_is_left_is_whole(host)
         if code == Exit.BAD_INPUT:
             self.bad_input_is_final(host, message)
@@ -377,10 +369,10 @@ class Promises:
         """Only a process that was asked to stop exits with 75, and the checkpoint that it names is committed."""
         if not host.group.asked_to_stop:
             self.broken("75 means asked to stop", f"{host.name}: {message[-300:]}")
-        quick = self._world.plan.step_seconds <= 2 and self._world.plan.compile_seconds < 1
+        quick = self._plan.step_seconds <= 2 and self._plan.compile_seconds < 1
         committed = self._commit_times.get(host.group.label, -1.0)
         asked = min((stop for other in host.group.hosts for stop in other.stops), default=0.0)
-        quick = quick and self.newest_whole < self._world.plan.steps and committed < asked
+        quick = quick and self.newest_whole < self._plan.steps and committed < asked
         if "could not stop in good order" in message and quick and not self._is_disturbed(host):
             self.broken("SIGTERM leads to a commit", f"{host.name}: {message[-300:]}")
         match = re.search(r"stopped after step (\d+), which is committed", message)
@@ -398,7 +390,7 @@ class Promises:
     def a_second_sigterm_saves_too(self, host: Host) -> None:
         """Requests to stop within the time to save count as one. A process that was frozen may read one later."""
         taken = self._world.scheduler.now - host.stops[0]
-        if host.shutdown and taken < max(self._world.plan.stop_seconds, 30.0):
+        if host.shutdown and taken < max(self._plan.stop_seconds, 30.0):
             self.broken("two SIGTERMs are one request", f"{host.name} left at once, {taken:.0f} s after the first")
 
     def a_stop_is_agreed_in_the_next_step(self, host: Host, steps: int) -> None:
@@ -432,7 +424,7 @@ class Promises:
 
     def finished_means_committed(self, host: Host) -> None:
         """Only a process whose run committed the last step exits with 0."""
-        if self.newest_whole < self._world.plan.steps and not self._rots_since(host):
+        if self.newest_whole < self._plan.steps and not self._rots_since(host):
             self.broken("0 means finished", f"{host.name} exits with 0, the newest whole step is {self.newest_whole}")
 
     def what_is_left_is_whole(self, host: Host) -> None:

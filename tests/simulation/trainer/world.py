@@ -3,15 +3,16 @@
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 from tests.simulation.scheduler import Process, Scheduler, Task
 from tests.simulation.trainer.bucket import WRITE, Bucket, Request, Stored, Treatment
 from tests.simulation.trainer.connections import Wire
 from tests.simulation.trainer.features import HUB_SECONDS, SimulatedHub, is_export, put_strange_records, put_tokenizer
 from tests.simulation.trainer.hosts import Group, Host
-from tests.simulation.trainer.model import curriculum
-from tests.simulation.trainer.plan import HOSTILE_SECONDS, REQUESTER, Fault, Plan
-from tests.simulation.trainer.promises import CHECKPOINTS, RUN, Promises
+from tests.simulation.trainer.model import Curriculum
+from tests.simulation.trainer.plan import HOSTILE_SECONDS, REQUESTER, RUN, Fault, Plan
+from tests.simulation.trainer.promises import CHECKPOINTS, Promises
 from training.checkpoint.format import MANIFEST
 from training.config import TrainerConfig
 from training.trainer import FIRST_STEP_SECONDS
@@ -56,7 +57,7 @@ class World:
         if trace:
             self.scheduler.trace = []
         self.config = config_of(plan)
-        self.curriculum = curriculum(plan.records, plan.batch, plan.steps, 0, plan.skipped)
+        self.curriculum = Curriculum(plan.records, plan.batch, plan.steps, 0, plan.skipped)
         self.promises = Promises(self)
         self.hub = SimulatedHub(self)
         self.differences: dict[tuple[int, ...], str | None] = {}  # by the generations of manifest and parts
@@ -93,8 +94,9 @@ class World:
         self._flips_next = False  # for the next part written
         self._misreads = False  # the read that is treated
         self._active: list[tuple[float, Fault]] = []  # (end, fault) of lasting faults of storage
-        # And the number of matching requests so far.
-        self._awaited = [[fault, 0] for fault in plan.faults if fault.request]
+        self._awaited = [
+            [fault, fault.request[2]] for fault in plan.faults if fault.request
+        ]  # matches until it strikes
 
     # --- the run
 
@@ -258,11 +260,15 @@ class World:
             case "part" if group.size > 1:
                 self._part(host, group.hosts[host.worker - 1], until)
             case "sigterm" | "sigterm twice" | "sigterm all" | "sigterm all twice":
-                self._ask_to_stop(fault, group, host)
+                for each in group.hosts if "all" in fault.kind else [host]:
+                    each.sigterm()
+                    if "twice" in fault.kind:
+                        again = fault.seconds if "all" in fault.kind else self.random.choice((0.2, 2.0, 12.0))
+                        scheduler.call_at(scheduler.now + again, each.sigterm)
             case "interrupt twice":
                 host.interrupt()
                 scheduler.call_at(scheduler.now + fault.seconds, host.interrupt)
-                check = self.promises.features.a_second_interrupt_ends_at_once
+                check = self.promises.a_second_interrupt_ends_at_once
                 scheduler.call_at(scheduler.now + fault.seconds + 1, lambda: check(host))
             case "second start":
                 self._launch()
@@ -310,26 +316,18 @@ class World:
             self.wire.restore(host.address)
             self.changed()
 
-    def _ask_to_stop(self, fault: Fault, group: Group, host: Host) -> None:
-        for each in group.hosts if fault.kind.startswith("sigterm all") else [host]:
-            each.sigterm()
-            if fault.kind == "sigterm all twice":
-                self.scheduler.call_at(self.scheduler.now + fault.seconds, each.sigterm)
-            if fault.kind == "sigterm twice":
-                self.scheduler.call_at(self.scheduler.now + self.random.choice((0.2, 2.0, 12.0)), each.sigterm)
-
     def _rot(self) -> None:
         newest = self.promises.newest_whole
         folder = f"{CHECKPOINTS}step-{newest:08d}/"
         urls = sorted(url for url in self.bucket.objects if url.startswith(folder))
         if newest and urls:
             url = self.random.choice(urls)
-            data = bytearray(self.bucket.objects[url].data)
+            before = self.bucket.objects[url]
+            data = bytearray(before.data)
             data[self.random.randrange(len(data))] ^= 0x40
             self.rotten = self.damaged = True
             self.rotten_at = self.scheduler.now
             self.scheduler.note(f"{url} rots")
-            before = self.bucket.objects[url]
             whole = self.hidden_rot.get(before.generation, (0, before))[1]
             self.hidden_rot[self.bucket.generations + 1] = (newest, whole)
             self.bucket.put(url, bytes(data), "world")
@@ -342,12 +340,10 @@ class World:
 
     def _poison(self) -> None:
         """Makes the newest checkpoint unusable, if an older whole one exists that retention keeps."""
-        if self.plan.keep_last < 2:
-            return
-        newest = self.promises.newest_whole
-        manifest = self.bucket.objects.get(f"{CHECKPOINTS}step-{newest:08d}/{MANIFEST}")
-        if self.poisoned is None and manifest and self.promises.find_whole()[1:-1] and newest < self.plan.steps:
-            self.poisoned, self._hidden_poison = newest, manifest.generation
+        newest, generation = self.promises.newest_whole, self.generation_of(self.promises.newest_whole)
+        has_older = self.plan.keep_last > 1 and self.promises.find_whole()[1:-1]
+        if self.poisoned is None and generation and has_older and newest < self.plan.steps:
+            self.poisoned, self._hidden_poison = newest, generation
             self.disturbed = self.damaged = True
 
     def is_poisoned(self, step: int) -> bool:
@@ -402,15 +398,15 @@ class World:
         return Treatment(before, after, fails, flips)
 
     def _count(
-        self, waiting: list, request: Request, host: Host | None, effect: float, after: float,  # type: ignore[type-arg]
-    ) -> tuple[float, float]:  # fmt: skip
+        self, waiting: list[Any], request: Request, host: Host | None, effect: float, after: float
+    ) -> tuple[float, float]:
         """Applies a fault at the request that triggers it. Returns additional seconds until its effect and answer."""
-        fault, seen = waiting
-        kind, name, number = fault.request
+        fault, left = waiting
+        kind, name, _ = fault.request
         if request.kind != kind or name not in request.url:
             return 0.0, 0.0
-        waiting[1] = seen + 1
-        if seen + 1 != number:
+        waiting[1] = left - 1
+        if left > 1:
             return 0.0, 0.0
         self._awaited.remove(waiting)
         if fault.kind == "wrong read":
