@@ -5,16 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.simulation.trainer.plan import KILLED, RUN
 from training.errors import Exit
 from training.storage import join
-
-if TYPE_CHECKING:
-    from tests.simulation.trainer.hosts import Host
-    from tests.simulation.trainer.model import SimulatedBackend
-    from tests.simulation.trainer.world import World
 
 _PRINTED = re.compile(r"evaluation after step (\d+): loss (\S+)")
 _HOW = {
@@ -29,7 +24,7 @@ _ENDED_BY_A_THREAD = (
 class BrokenPromises:
     """What has been broken so far."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world) -> None:
         self._world, self._plan = world, world.plan
         self.violations: list[tuple[str, str]] = []  # (promise, observation)
 
@@ -39,23 +34,23 @@ class BrokenPromises:
 
 
 class EvaluationPromises(BrokenPromises):
-    def __init__(self, world: World) -> None:
+    def __init__(self, world) -> None:
         super().__init__(world)
         self._evaluated: set[int] = set()  # steps of checkpoints that were committed after their evaluation
 
-    def restored(self, backend: SimulatedBackend, step: int) -> None:
+    def restored(self, backend, step: int) -> None:
         """Notes that a host begins after `step` steps, perhaps evaluated before."""
         stored = self.manifest_of(step)  # None: deleted since the host read it
         evaluated = step in self._evaluated if stored is None else stored.state["evaluated"] == step
         if -1 in backend.evaluated or evaluated:
             backend.evaluated.add(step)
 
-    def none_is_left_out(self, host: Host, step: int) -> None:
+    def none_is_left_out(self, host, step: int) -> None:
         """Before a host trains on, it has evaluated all batches where evaluation.every says so, in some attempt."""
         if self._is_due(step) and step not in host.backend.evaluated:
             self.broken("evaluations are complete", f"{host.name} begins step {step} without an evaluation before it")
 
-    def what_is_printed_is_complete(self, host: Host, message: str) -> None:
+    def what_is_printed_is_complete(self, host, message: str) -> None:
         """The figures that a host prints are those of the whole evaluation set."""
         for step, loss in _PRINTED.findall(message):
             if float(loss) != self._world.curriculum.figures[int(step)] and not host.group.glitch:
@@ -95,7 +90,7 @@ class EvaluationPromises(BrokenPromises):
         if seen != expected:
             self.broken("the summary has the last and the best", f"{by} wrote {seen}, not {expected}")
 
-    def finished_means_evaluated(self, host: Host) -> None:
+    def finished_means_evaluated(self, host) -> None:
         """A process that exits with 0 has evaluated the last state, and the best one is there."""
         if self._plan.steps not in host.backend.evaluated:
             self.broken("evaluations are complete", f"{host.name} exits with 0 without the last one")
@@ -126,7 +121,7 @@ class EvaluationPromises(BrokenPromises):
 class RecordPromises(BrokenPromises):
     """About the metrics of a run's steps, and the record of each attempt's end."""
 
-    def what_host_0_did_is_recorded(self, host: Host, claim: str) -> None:
+    def what_host_0_did_is_recorded(self, host, claim: str) -> None:
         """Checks a process of host 0, which records. `claim`: the name of its attempt's record."""
         # Storage loses metrics with such a fault, or two starts write them at once.
         may_lose = any(fault.kind in ("telemetry", "cut line", "second start") for fault in self._plan.faults)
@@ -142,14 +137,14 @@ class RecordPromises(BrokenPromises):
         if host.code == Exit.FINISHED:
             self.the_metrics_are_whole(host)
 
-    def the_end_is_recorded(self, host: Host, url: str) -> None:
+    def the_end_is_recorded(self, host, url: str) -> None:
         """The record of an attempt's end agrees with the exit code."""
         record = self._read(url)
         how = json.loads(record)["how"] if record else None
         if how != _HOW[Exit(host.code or 0)]:
             self.broken("the end is recorded", f"{host.name} exits with {host.code}, and its record says {how}")
 
-    def the_metrics_are_whole(self, host: Host) -> None:
+    def the_metrics_are_whole(self, host) -> None:
         """The history of a finished run has the losses of all steps that are due, once and in order, and all its
         evaluations, whichever attempts were killed: an attempt stores its lines before it commits their step."""
         plan, right, every = self._plan, self._world.curriculum, self._world.config.train.log_every

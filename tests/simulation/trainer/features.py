@@ -11,9 +11,9 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
+from tests.simulation.trainer.bucket import Request, Stored
 from tests.simulation.trainer.evaluations import BrokenPromises
 from tests.simulation.trainer.plan import RUN, Fault, Plan
 from training.checkpoint.format import Manifest
@@ -22,11 +22,6 @@ from training.checkpoint.tensors import decode
 from training.models.export import PREFIX
 from training.models.hub import PushEnd
 from training.models.hugging_face import CONFIG, WEIGHTS
-
-if TYPE_CHECKING:
-    from tests.simulation.trainer.bucket import Request, Stored
-    from tests.simulation.trainer.hosts import Host
-    from tests.simulation.trainer.world import World
 
 TOKENIZER = "gs://data/t"
 _MODEL = f"{RUN}/model"
@@ -113,53 +108,50 @@ def _stop_twice(rng: random.Random, plan: Plan) -> Plan:
     return plan.also(Fault(kind, rng.uniform(1.0, 25.0), worker=0, seconds=rng.uniform(0.1, 13.0)))
 
 
-@dataclass
 class Upload:
     """An upload of the simulated Hub, as `training.models.hub.Push`."""
 
-    hub: SimulatedHub
-    host: Host
-    step: int
-    done_at: float
+    def __init__(self, hub: SimulatedHub, host, step: int, seconds: float) -> None:
+        self.host, self._hub, self._step = host, hub, step
+        self._done_at = host.machine.clock.monotonic() + seconds
 
     def poll(self) -> PushEnd | None:
-        if self.host.machine.clock.monotonic() < self.done_at:
+        if self.host.machine.clock.monotonic() < self._done_at:
             return None
         self.kill()
-        return self.hub.end(self.host, self.step)
+        return self._hub.end(self._step)
 
     def kill(self) -> None:
-        if self in self.hub.uploads:
-            self.hub.uploads.remove(self)
+        if self in self._hub.uploads:
+            self._hub.uploads.remove(self)
 
 
 class SimulatedHub:
     """The Hub, which starts the uploads of each host; checks promises about them."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world) -> None:
+        self._world, self._fault = world, world.plan.hub_fault
         self.steps: list[int] = []  # uploaded
         self.uploads: list[Upload] = []
 
-    def push(self, host: Host, arguments: Sequence[str]) -> Upload:
-        world, step, fault = self._world, int(arguments[arguments.index("--step") + 1]), self._world.plan.hub_fault
+    def push(self, host, arguments: Sequence[str]) -> Upload:
+        world, step = self._world, int(arguments[arguments.index("--step") + 1])
         world.scheduler.note(f"uploads step {step}")
         if world.generation_of(step) == 0 and step >= world.promises.newest_whole and not world.rotten:
             world.promises.broken("what is uploaded is committed", f"{host.name} uploads step {step}, which is not")
         self.uploads = [upload for upload in self.uploads if upload.host.code is None]
         if any(upload.host is host for upload in self.uploads):
             world.promises.broken("one upload at a time", f"{host.name} uploads step {step} beside another one")
-        if fault == "raises":
+        if self._fault == "raises":
             raise FileNotFoundError("python")
-        seconds = {"hangs": math.inf, "slow": 15.0}.get(fault, 3.0) * (0.5 + world.random.random())
-        self.uploads.append(Upload(self, host, step, host.machine.clock.monotonic() + seconds))
+        seconds = {"hangs": math.inf, "slow": 15.0}.get(self._fault, 3.0) * (0.5 + world.random.random())
+        self.uploads.append(Upload(self, host, step, seconds))
         return self.uploads[-1]
 
-    def end(self, host: Host, step: int) -> PushEnd:
-        fault = self._world.plan.hub_fault
-        if fault == "refuses":
+    def end(self, step: int) -> PushEnd:
+        if self._fault == "refuses":
             return PushEnd(1, (), ("tpu-train: error: a/b was not pushed to the Hub: 503",))
-        if fault == "noise":
+        if self._fault == "noise":
             return PushEnd(0, ('{"step": "none"}', "Segmentation fault"), ())
         if self._world.generation_of(step) == 0:
             return PushEnd(2, (), (f"tpu-train: error: no committed step {step}",))
@@ -215,7 +207,7 @@ class FeaturePromises(BrokenPromises):
         if isinstance(hub, dict) and hub["step"] != plan.steps and (well or hub["error"] is None):
             self.broken("the summary says what is on the Hub", f"{by}: {hub}, and there is {self._world.hub.steps}")
 
-    def finished_means_exported(self, host: Host) -> None:
+    def finished_means_exported(self, host) -> None:
         """A process that exits with 0 has exported the model, and uploaded it if the Hub had no fault."""
         plan, world = self._plan, self._world
         if host.group.drifted:
@@ -228,7 +220,7 @@ class FeaturePromises(BrokenPromises):
         if plan.hub and host.worker == 0 and not excused and plan.steps not in world.hub.steps:
             self.broken("0 means uploaded", f"{host.name} exits with 0, and the Hub has {world.hub.steps}")
 
-    def a_second_interrupt_ends_at_once(self, host: Host) -> None:
+    def a_second_interrupt_ends_at_once(self, host) -> None:
         if host.code is None and not host.hurt:
             self.broken("a second Ctrl-C ends a process", f"{host.name} still runs")
 
@@ -238,7 +230,7 @@ def is_export(request: Request) -> bool:
     return request.url.startswith(TOKENIZER) or "/run/model/" in request.url
 
 
-def put_strange_records(world: World, manifest: Manifest | None = None) -> None:
+def put_strange_records(world, manifest: Manifest | None = None) -> None:
     """Puts another program's records of steps that were not finite: of all, or of the first after a checkpoint."""
     name, step = (checkpoint_name(manifest), manifest.step) if manifest else (None, 0)
     for number in [step] if manifest else range(world.plan.steps):
@@ -247,6 +239,6 @@ def put_strange_records(world: World, manifest: Manifest | None = None) -> None:
         world.bucket.put(url, json.dumps(record).encode(), "world")
 
 
-def put_tokenizer(world: World) -> None:
+def put_tokenizer(world) -> None:
     for url, data in TOKENIZER_FILES.items():
         world.bucket.put(url, data, "world")

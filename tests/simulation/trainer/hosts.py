@@ -10,7 +10,7 @@ import io
 import signal
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from tests.simulation.scheduler import Killed, Process, Scheduler, SimulatedClock, SimulatedThreads, Task
 from tests.simulation.trainer.bucket import HostStorage
@@ -27,14 +27,11 @@ from training.run_setup import Dependencies
 from training.telemetry.host_progress import PhaseTimer
 from training.trainer import train
 
-if TYPE_CHECKING:
-    from tests.simulation.trainer.world import World
-
 STOP_MARGIN = 20.0  # seconds in which host 0 waits for others to leave, and hosts at the start for each other
 
 
 class Group:
-    def __init__(self, world: World, label: str, attempt: int, slice_number: int, hosts: int) -> None:
+    def __init__(self, world, label: str, attempt: int, slice_number: int, hosts: int) -> None:
         self.world, self.label, self.attempt, self.slice_number = world, label, attempt, slice_number
         self.size = hosts
         self.gatherings: list[Gathering] = []  # collectives, in order
@@ -212,7 +209,7 @@ class Host:
 class Output(io.TextIOBase):
     """Standard output and error of all processes: each line belongs to the host that prints it."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world) -> None:
         self._world = world
 
     def write(self, text: str) -> int:

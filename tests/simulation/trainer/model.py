@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +22,6 @@ from tests.simulation.trainer import record_order
 from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.tensors import TensorSpec
 from training.data.sampling.order import host_rows, training_order
-
-if TYPE_CHECKING:
-    from tests.simulation.trainer.hosts import Host
 
 EVALUATION_BATCHES = 2
 RECORD_BYTES = 64
@@ -90,7 +87,7 @@ class SimulatedTask:
     figure_names = ("loss",)
     skipped = 0
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host) -> None:
         self._host, self._curriculum = host, host.group.world.curriculum
         host.pass_time("opening the data", host.group.world.plan.compile_seconds)
         self.data = SimpleNamespace(
@@ -134,7 +131,7 @@ class Gathering:
 class SimulatedSnapshot:
     """A slow copy of the state."""
 
-    def __init__(self, host: Host, pairs: list[tuple[memoryview, np.ndarray]]) -> None:
+    def __init__(self, host, pairs: list[tuple[memoryview, np.ndarray]]) -> None:
         self.blocked_seconds = 0.0
         self._host, self._pairs = host, pairs
         self._task = host.scheduler.spawn(self._run, name="copy") if host.scheduler.current else None
@@ -159,7 +156,7 @@ class SimulatedBackend(PlainBackend):
 
     in_flight = 0  # the plan's, when it is open
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host) -> None:
         self._host, self._world = host, host.group.world
         self.devices, self.in_flight = host.group.size, self._world.plan.in_flight
         self.state = {name: array.copy() for name, array in self._world.curriculum.states[0].items()}

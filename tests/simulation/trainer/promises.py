@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from unittest import mock
 
 import numpy as np
 
@@ -22,11 +22,6 @@ from training.checkpoint.format import MANIFEST, Manifest, load_manifest, step_o
 from training.checkpoint.tensors import Damaged, decode
 from training.errors import Exit
 from training.storage import name_of
-
-if TYPE_CHECKING:
-    from tests.simulation.trainer.hosts import Group, Host
-    from tests.simulation.trainer.model import State
-    from tests.simulation.trainer.world import World
 
 CHECKPOINTS = f"{RUN}/checkpoints/"
 SECOND_SIGTERM, SECOND_INTERRUPT = 128 + 15, 128 + 2
@@ -47,7 +42,7 @@ class Claimed:
 
 
 class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
-    def __init__(self, world: World) -> None:
+    def __init__(self, world) -> None:
         super().__init__(world)
         self.newest_whole = 0
         self.claims: dict[str, Claimed] = {}  # by group label, in the order of writing
@@ -152,12 +147,13 @@ class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
 
     def a_commit_is_whole_or_gone(self, url: str, before: Stored | None, after: Stored | None, by: str) -> None:
         """No part named by a manifest is deleted or written again, unless a newer start had listed it as abandoned."""
-        manifest = self._world.bucket.objects.get(url.rpartition("/")[0] + "/" + MANIFEST)
-        is_part = name_of(url) != MANIFEST and by != "world"
-        if is_part and before is not None and manifest is not None and name_of(url) in self._part_names(manifest):
-            if self._is_overtaken(url, manifest.writer):
-                self.overtaken.add(url.rpartition("/")[0] + "/" + MANIFEST)
-                return
+        manifest_url = url.rpartition("/")[0] + "/" + MANIFEST
+        manifest = self._world.bucket.objects.get(manifest_url)
+        if by == "world" or before is None or manifest is None or name_of(url) not in self._part_names(manifest):
+            return
+        if self._is_overtaken(url, manifest.writer):
+            self.overtaken.add(manifest_url)
+        else:
             verb = "deleted" if after is None else "wrote again"
             self.broken("a commit is whole or gone", f"{by} {verb} {url}, which a manifest names")
 
@@ -181,7 +177,7 @@ class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
 
     # --- states
 
-    def state_is_right(self, host: Host, step: int, state: State) -> None:
+    def state_is_right(self, host, step: int, state) -> None:
         """A host restores exactly the state after `step` steps."""
         self.suspects_are_passed_over(step)
         self._notice_damage(lambda rotten: rotten > step)
@@ -211,7 +207,7 @@ class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
         world.given_up |= {generation for generation, step in world.suspects.items() if step > restored}
         world.given_up.discard(world.generation_of(restored))
 
-    def little_work_is_at_risk(self, host: Host) -> None:
+    def little_work_is_at_risk(self, host) -> None:
         """By default, a training run has committed within the last 15 minutes, plus some steps, of any length: the one
         under way, those in flight until host 0's request is read, and those in flight then."""
         world, group = self._world, host.group
@@ -238,13 +234,8 @@ class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
 
     def _was_whole(self, url: str, before: Stored | None) -> bool:
         """Returns whether the manifest `before`, which is deleted, had been that of a whole checkpoint."""
-        objects = self._world.bucket.objects
-        if before is None:
-            return False
-        objects[url] = before
-        whole = self.is_whole(_step_of(url))
-        del objects[url]
-        return whole
+        with mock.patch.dict(self._world.bucket.objects, {url: before} if before else {}):
+            return self.is_whole(_step_of(url))
 
     def is_whole(self, step: int) -> bool:
         return self._difference(step) is None
@@ -305,7 +296,7 @@ class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
 
     # --- ends
 
-    def process_ended(self, host: Host) -> None:
+    def process_ended(self, host) -> None:
         """Checks a process that exited or was killed."""
         code, message = host.code, " ".join(host.lines)
         self.what_is_printed_is_complete(host, message)
@@ -337,7 +328,7 @@ class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
             self.telemetry_stops_nothing(host)
         self.hosts_end_alike(host.group)
 
-    def hosts_end_alike(self, group: Group) -> None:
+    def hosts_end_alike(self, group) -> None:
         """All hosts of an attempt end with codes that say the same. A second Ctrl-C is a kill."""
         codes = {code for code in group.codes if code not in (None, KILLED, SECOND_SIGTERM)}
         excused = group.disturbed or self._world.disturbed or not codes.isdisjoint({Exit.BAD_INPUT, SECOND_INTERRUPT})
@@ -345,7 +336,7 @@ class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
         if codes & {Exit.FINISHED, Exit.SAVED} and len(codes) > 1 and not excused:
             self.broken("hosts end alike", f"group {group.label}: {group.codes}")
 
-    def exit_codes_are_documented(self, host: Host, message: str) -> None:
+    def exit_codes_are_documented(self, host, message: str) -> None:
         """Exit codes are 0, 1, 2, 75, 76, that of a second signal, or that of a kill."""
         if host.code not in (0, 1, 2, 75, 76, 137, SECOND_SIGTERM, *([SECOND_INTERRUPT] if host.interrupted else [])):
             self.broken("exit codes are documented", f"{host.name} exits with {host.code}: {message[-300:]}")
@@ -353,7 +344,7 @@ class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
         if host.code == Exit.FAILED and not disturbed:
             self.broken("an undisturbed attempt does not fail", f"{host.name}: {message[-300:]}")
 
-    def lost_peers_are_named(self, host: Host, message: str) -> None:
+    def lost_peers_are_named(self, host, message: str) -> None:
         """A process that lost a peer names it, and none is lost without a fault."""
         if not _NAMED.search(message):
             self.broken("missing hosts are named", f"{host.name}: {message[-300:]}")
@@ -365,7 +356,7 @@ class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
         if not (host.group.disturbed or self._world.disturbed or others_failed or host.group.asked_to_stop):
             self.broken("an undisturbed attempt loses nobody", f"{host.name}: {message[-300:]}")
 
-    def saved_means_asked_and_committed(self, host: Host, message: str) -> None:
+    def saved_means_asked_and_committed(self, host, message: str) -> None:
         """Only a process that was asked to stop exits with 75, and the checkpoint that it names is committed."""
         if not host.group.asked_to_stop:
             self.broken("75 means asked to stop", f"{host.name}: {message[-300:]}")
@@ -379,42 +370,42 @@ class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
         if match and int(match[1]) > 0 and int(match[1]) > self.newest_whole and not self._rots_since(host):
             self.broken("75 means committed", f"{host.name} says step {match[1]}, and it is {self.newest_whole}")
 
-    def _is_disturbed(self, host: Host) -> bool:
+    def _is_disturbed(self, host) -> bool:
         """Returns whether a stop may lack the time for its commit."""
         return host.group.disturbed or host.group.delayed or self._world.disturbed
 
-    def _rots_since(self, host: Host) -> bool:
+    def _rots_since(self, host) -> bool:
         """Returns whether a checkpoint was damaged after the attempt began, so that it may not have noticed."""
         return self._world.rotten and self._world.rotten_at >= host.group.began
 
-    def a_second_sigterm_saves_too(self, host: Host) -> None:
+    def a_second_sigterm_saves_too(self, host) -> None:
         """Requests to stop within the time to save count as one. A process that was frozen may read one later."""
         taken = self._world.scheduler.now - host.stops[0]
         if host.shutdown and taken < max(self._plan.stop_seconds, 30.0):
             self.broken("two SIGTERMs are one request", f"{host.name} left at once, {taken:.0f} s after the first")
 
-    def a_stop_is_agreed_in_the_next_step(self, host: Host, steps: int) -> None:
+    def a_stop_is_agreed_in_the_next_step(self, host, steps: int) -> None:
         """A host asked to stop says so in its next step, the last. `steps`: started since then, not in flight."""
         if steps == 3:
             self.broken("a stop is agreed in the next step", f"{host.name} was asked at {host.stops} and trains on")
 
-    def a_stop_takes_no_longer_than_it_may(self, host: Host) -> None:
+    def a_stop_takes_no_longer_than_it_may(self, host) -> None:
         """A process that was asked to stop ends within `checkpoint.stop_seconds` and a margin."""
         if host.code is None and not host.hurt:
             self.broken("a stop ends in time", f"{host.name} was asked {host.stops} and still runs")
 
-    def a_first_step_that_blocks_is_ended(self, host: Host) -> None:
+    def a_first_step_that_blocks_is_ended(self, host) -> None:
         """A process whose first collective never returns ends within the limit, and one of the group says why."""
         lines = [line for each in host.group.hosts for line in each.lines]
         if host.code is None or not any("the first step took longer than" in line for line in lines):
             self.broken("a first step that blocks is ended", f"{host.name} ends with {host.code}: {lines[-3:]}")
 
-    def a_process_that_lost_a_peer_ends(self, host: Host) -> None:
+    def a_process_that_lost_a_peer_ends(self, host) -> None:
         """After a process of the attempt has failed, the others end by themselves."""
         if host.worker and host.code is None and not host.hurt and not host.group.hosts[0].hurt:
             self.broken("every wait ends", f"{host.name} still runs, though the attempt ended: {host.group.codes}")
 
-    def no_host_waits_for_one_that_left(self, host: Host) -> None:
+    def no_host_waits_for_one_that_left(self, host) -> None:
         """A host ends soon after another one has left in good order: at once at the start, without a kill later."""
         group = host.group
         left = min((each.ended for each in group.hosts if each.code == Exit.SAVED), default=host.ended)
@@ -422,12 +413,12 @@ class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
         if is_late and host.joined < left and not self._is_disturbed(host):
             self.broken("no host waits for one that left", f"{host.name} ends {host.ended - left:.0f} s after it")
 
-    def finished_means_committed(self, host: Host) -> None:
+    def finished_means_committed(self, host) -> None:
         """Only a process whose run committed the last step exits with 0."""
         if self.newest_whole < self._plan.steps and not self._rots_since(host):
             self.broken("0 means finished", f"{host.name} exits with 0, the newest whole step is {self.newest_whole}")
 
-    def what_is_left_is_whole(self, host: Host) -> None:
+    def what_is_left_is_whole(self, host) -> None:
         """A finished attempt has replaced or deleted each checkpoint that it read and found damaged."""
         world = self._world
         if world.disturbed or self._rots_since(host) or host.group is not world.groups[-1]:
@@ -438,7 +429,7 @@ class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
             if why and why != _NOT_GONE_ON_FROM:
                 self.broken("what is left is whole", f"{host.name} has finished, and of {url} {why}")
 
-    def a_late_commit_is_taken_back(self, host: Host) -> None:
+    def a_late_commit_is_taken_back(self, host) -> None:
         """A fenced process leaves no manifest without its parts."""
         fenced = any("was started again" in line for line in host.lines)
         for url, by in self._late_commits.items():
@@ -447,7 +438,7 @@ class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
             if fenced and left and not self._world.disturbed:
                 self.broken("a late commit is taken back", f"{host.name} ends, and {url} is there without its parts")
 
-    def what_was_not_finite_is_recorded(self, host: Host) -> None:
+    def what_was_not_finite_is_recorded(self, host) -> None:
         """No host exits because of a step that was not finite before host 0 has recorded it, or said why not."""
         group, first = host.group, host.group.hosts[0]
         killed = any(other.hurt or other.code in (137, 143) for other in group.hosts) or group.asked_to_stop
@@ -456,7 +447,7 @@ class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
         if host.code == Exit.FAILED and not excused and not any(name.endswith(".nonfinite.json") for name in names):
             self.broken("what was not finite is recorded", f"{host.name} ends before host 0 has recorded it")
 
-    def bad_input_is_final(self, host: Host, message: str) -> None:
+    def bad_input_is_final(self, host, message: str) -> None:
         """Only a process fenced by a newer start, or whose checkpoints are all damaged, exits with 2 (never retry)."""
         fence = re.search(r"was started again .*?(attempt-\d+\.[0-9a-f]+\.json)", message)
         if fence:
@@ -483,7 +474,7 @@ class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
                 self.broken("one of several starts goes on", f"each ended for another one: {self._fenced_by}")
                 return
 
-    def telemetry_stops_nothing(self, host: Host) -> None:
+    def telemetry_stops_nothing(self, host) -> None:
         """No process ends because of metrics, reports, records or uploads."""
         errors = [line for line in host.lines if "error:" in line and _TELEMETRY.search(line)]
         if errors:
