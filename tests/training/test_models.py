@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -39,15 +39,11 @@ EMBEDDING = "bert.embeddings.word_embeddings.weight"
 
 def test_the_numbers_are_these_wherever_they_are_made() -> None:
     """Pinned: images have numpy versions of their own, and a checkpoint's `seed` means these weights."""
-    values = initial_weight("bert.pooler.dense.weight", (300, 200), seed=1)
+    values, wider = (initial_weight("bert.pooler.dense.weight", (300, 200), seed=1, **given)
+                     for given in ({}, {"deviation": 0.05}))  # fmt: skip
     assert google_crc32c.value(values.tobytes()) == 0x65E30AAF
     assert values.dtype == np.float32
-
-
-def test_weights_are_normal_with_the_given_deviation() -> None:
-    values = initial_weight("classifier.weight", (400, 300), seed=0, deviation=0.05)
-    assert abs(values.mean()) < 0.001
-    assert abs(values.std() - 0.05) < 0.001
+    assert wider == pytest.approx(values / 0.02 * 0.05)
 
 
 def test_biases_are_zero_norms_are_one_and_padding_is_zero() -> None:
@@ -64,7 +60,6 @@ def test_biases_are_zero_norms_are_one_and_padding_is_zero() -> None:
 def test_weights_that_are_made_together_are_those_of_one_after_another() -> None:
     parameters = [(f"layer.{number}.weight", (number + 1, 7)) for number in range(40)] + [("norm.bias", (3,))]
     together = list(initial_weights(parameters, seed=3, deviation=0.05))
-    assert len(together) == len(parameters)
     for (name, shape), values in zip(parameters, together, strict=True):
         assert np.array_equal(values, initial_weight(name, shape, seed=3, deviation=0.05))
 
@@ -101,35 +96,32 @@ GOOD: dict[str, Any] = {
 }
 
 
-def folder_with(folder: Path, content: bytes) -> str:
-    (folder / "tokenizer.json").write_bytes(content)
-    return str(folder)
+NO_OBJECTS = (b"[" * 200_000, b"[]", b"{", b"\xff\xfe{", b"null")
+CHANGES: tuple[dict[str, Any], ...] = (
+    {"added_tokens": 5}, {"added_tokens": [5]}, {"added_tokens": [{"id": [], "content": [], "special": True}]},
+    *({"model": {"vocab": {"word": number}}} for number in (-1, 1e300, 2**40, True, "b")),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"{", b"[]", b"5", b'"x"', b"null", b"\xff\xfe{", b"[" * 200_000, b'{"a":' * 100_000, b'{"model": {}}',
-        b'{"model": {"vocab": 5}}', b'{"model": {"vocab": []}}', b'{"model": {"vocab": {"a": "b"}}}', b"9" * 5000,
-        json.dumps({**GOOD, "added_tokens": 5}).encode(), json.dumps({**GOOD, "added_tokens": [5]}).encode(),
-        json.dumps({**GOOD, "added_tokens": [{"id": [], "content": [], "special": True}]}).encode(),
-        json.dumps({**GOOD, "model": {"vocab": {"word": -1}}}).encode(),
-        json.dumps({**GOOD, "model": {"vocab": {"word": 1e300}}}).encode(),
-        json.dumps({**GOOD, "model": {"vocab": {"word": 2**40}}}).encode(),
-        json.dumps({**GOOD, "model": {"vocab": {"word": True}}}).encode(),
-        json.dumps(GOOD).encode("utf-16"),
+        *NO_OBJECTS, b"", b"5", b'"x"', b'{"a":' * 100_000, b'{"model": {}}',
+        b'{"model": {"vocab": 5}}', b'{"model": {"vocab": []}}', b"9" * 5000, json.dumps(GOOD).encode("utf-16"),
+        *(json.dumps({**GOOD, **change}).encode() for change in CHANGES),
     ],
 )  # fmt: skip
 def test_what_is_no_tokenizer_is_refused_with_its_url(tmp_path: Path, content: bytes) -> None:
-    url = folder_with(tmp_path, content)
-    with pytest.raises(BadInput, match=f"^{url}/tokenizer.json is not a tokenizer of the `tokenizers` library: "):
-        tokenizers.read(url)
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(BadInput, match=f"^{tmp_path}/tokenizer.json is not a tokenizer of the `tokenizers` library: "):
+        tokenizers.read(str(tmp_path))
 
 
-@pytest.mark.parametrize("content", [b"[" * 200_000, b"[]", b"{", b"\xff", b"null"])
+@pytest.mark.parametrize("content", NO_OBJECTS)
 def test_the_launcher_refuses_the_same_before_a_slice_exists(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(BadInput, match="is not a tokenizer of the `tokenizers` library"):
-        _read_tokenizer_hash(folder_with(tmp_path, content))
+        _read_tokenizer_hash(str(tmp_path))
 
 
 def test_only_tokenizer_and_model_of_a_trainers_checkpoint_folder_are_copied(tmp_path: Path, gcs: object) -> None:
@@ -151,8 +143,7 @@ CLASSES = 4
 
 def confusion(pairs: Pairs) -> np.ndarray:
     counts = np.zeros((CLASSES, CLASSES))
-    for true, predicted in pairs:
-        counts[true, predicted] += 1
+    np.add.at(counts, tuple(np.array(pairs).T), 1)
     return counts
 
 
@@ -241,48 +232,53 @@ def test_figures_are_means_over_the_rows_that_count() -> None:
     assert figures == pytest.approx({"loss": mse, "mse": mse, "mae": mae, "pearson": pearson_r})
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_a_models_configuration_says_which_task_it_is_for(task: str) -> None:
-    head = TASKS[task].head
-    assert task_of_model({"architectures": [f"Bert{head.network}"], "problem_type": head.problem_type}) == task
+@pytest.mark.parametrize(
+    ("network", "problem_type", "task"),
+    [
+        *((entry.head.network, entry.head.problem_type, task) for task, entry in TASKS.items()),
+        ("ForSequenceClassification", None, "classification"),  # of others
+        ("Model", None, "mlm"),
+    ],
+)
+def test_a_models_configuration_says_which_task_it_is_for(network: str, problem_type: str | None, task: str) -> None:
+    assert task_of_model({"architectures": [f"Bert{network}"], "problem_type": problem_type}) == task
 
 
-def test_a_classifier_of_others_without_a_problem_type_is_a_classifier() -> None:
-    assert task_of_model({"architectures": ["BertForSequenceClassification"]}) == "classification"
-    assert task_of_model({"architectures": ["BertModel"]}) == "mlm"
-
-
+STOP = "import pathlib, sys, time as t; pathlib.Path(sys.argv[0]).with_name('asked to stop').touch()"
 RESULT = '{"step": 8, "commit": "https://hub/commit/1"}'
 
 
-@pytest.fixture(autouse=True)
-def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+Upload = Callable[..., tuple[dict[str, Any], list[str]]]
+
+
+@pytest.fixture
+def upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Upload:
+    """Uploads step 8 by a program that runs a script, or is not there (None). Returns the summary and the warnings."""
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
 
+    def upload(script: str | None, **settings: Any) -> tuple[dict[str, Any], list[str]]:
+        (tmp_path / "push.py").write_text(script or "")
+        warnings: list[str] = []
+        options = Hub(repository="a/b", every="checkpoint", **settings)
+        push = partial(Push, command=("/no/such/program" if script is None else sys.executable, f"{tmp_path}/push.py"))
+        with closing(BackgroundUploader(options, str(tmp_path), warnings.append, push)) as pushes:
+            pushes.note_commit(8)
+            return pushes.finish(8, (tmp_path / "asked to stop").exists), warnings
 
-def uploader(tmp_path: Path, script: str | None, warnings: list[str], **settings: Any) -> closing[BackgroundUploader]:
-    """An uploader whose program runs this script; None: a program that is not there."""
-    path = tmp_path / "push.py"
-    path.write_text(script or "")
-    options = Hub(repository="a/b", every="checkpoint", **settings)
-    push = partial(Push, command=(sys.executable if script is not None else "/no/such/program", str(path)))
-    return closing(BackgroundUploader(options, str(tmp_path), warnings.append, push))
+    return upload
 
 
 @pytest.mark.parametrize(
     "noise",
     [
-        f"print('{RESULT}'); import atexit; atexit.register(print, 'ResourceWarning: unclosed socket')",
-        f"print('{RESULT}'); print('[1, 2]'); print('12'); print('null')",
-        f"import sys; print('{RESULT}'); print('warning', file=sys.stderr)",
+        "import atexit; atexit.register(print, 'ResourceWarning: unclosed socket')",
+        "print('[1, 2]'); print('12'); print('null')",
+        "import sys; print('warning', file=sys.stderr)",
     ],
 )
-def test_a_line_after_the_result_changes_nothing(tmp_path: Path, noise: str) -> None:
-    warnings: list[str] = []
-    with uploader(tmp_path, noise, warnings) as pushes:
-        pushes.note_commit(8)
-        assert pushes.finish(8) == {"repository": "a/b", "step": 8, "commit": "https://hub/commit/1", "error": None}
-    assert warnings == []
+def test_a_line_after_the_result_changes_nothing(upload: Upload, noise: str) -> None:
+    pushed = {"repository": "a/b", "step": 8, "commit": "https://hub/commit/1", "error": None}
+    assert upload(f"print('{RESULT}'); {noise}") == (pushed, [])
 
 
 @pytest.mark.parametrize(
@@ -294,43 +290,22 @@ def test_a_line_after_the_result_changes_nothing(tmp_path: Path, noise: str) -> 
         ("import os; os.write(1, b'\\xff' * 9); os._exit(3)", "\ufffd"),
         ("import os; os._exit(3)", "ended with 3"),
         ("import time; time.sleep(60)", "not done within hub.wait_seconds"),
+        (f"{STOP}; t.sleep(60)", "not done when this host was asked to stop"),
         (None, "No such file"),
     ],
 )
-def test_an_upload_that_fails_is_one_warning(tmp_path: Path, script: str | None, error: str) -> None:
-    warnings: list[str] = []
-    with uploader(tmp_path, script, warnings, wait_seconds=1 if "time" in str(script) else 30) as pushes:
-        pushes.note_commit(8)
-        began = time.monotonic()
-        summary = pushes.finish(8)
-        assert time.monotonic() - began < 30
+def test_an_upload_that_fails_is_one_warning(upload: Upload, script: str | None, error: str) -> None:
+    began = time.monotonic()
+    summary, warnings = upload(script, wait_seconds=1 if "import time" in str(script) else 30)
+    assert time.monotonic() - began < 30
     assert summary["commit"] is None
     assert re.search(error, summary["error"])
     assert len(warnings) == 1
 
 
-def test_an_upload_whose_output_cannot_be_read_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_whose_output_cannot_be_read_fails_alone(upload: Upload, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("training.models.hub._last_lines", int)  # raises TypeError
-    with uploader(tmp_path, "", [], wait_seconds=5) as pushes:
-        pushes.note_commit(8)
-        assert pushes.finish(8)["error"].startswith("TypeError: ")
-
-
-def test_a_stop_during_the_last_upload_ends_the_upload_and_not_the_run(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    script = f"import pathlib, time; pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(60)"
-    with uploader(tmp_path, script, warnings) as pushes:
-        pushes.note_commit(8)
-        assert pushes.finish(8, (tmp_path / "up").exists)["error"] == "not done when this host was asked to stop"
-    assert len(warnings) == 1
-
-
-def test_close_ends_an_upload_at_once(tmp_path: Path) -> None:
-    with uploader(tmp_path, "import time; time.sleep(60)", []) as pushes:
-        pushes.note_commit(8)
-        time.sleep(0.3)
-        began = time.monotonic()
-    assert time.monotonic() - began < 30
+    assert upload("", wait_seconds=5)[0]["error"].startswith("TypeError: ")
 
 
 def test_a_result_is_a_step_and_a_commit_and_nothing_else() -> None:
