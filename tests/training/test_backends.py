@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -102,7 +103,6 @@ def test_hosts_share_the_bytes_of_slices_that_several_hold() -> None:
 
 KEYS = [digit * 64 for digit in "0123456789"]
 OVERHEAD = len(MAGIC) + 32  # bytes of an entry beside its program
-TPU = {"PJRT_DEVICE": "TPU"}
 
 
 @pytest.fixture
@@ -110,93 +110,89 @@ def said() -> list[str]:
     return []
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "programs"
+
+
 def store(folder: Path, said: list[str], largest_bytes: int = 1000) -> ProgramStore:
-    return ProgramStore(folder / "programs", said.append, largest_bytes)
+    return ProgramStore(folder, said.append, largest_bytes)
 
 
-def age(folder: Path, key: str, seconds: float) -> None:
+def age(path: Path, seconds: float) -> None:
     then = time.time() - seconds
-    os.utime(folder / "programs" / key, (then, then))
+    os.utime(path, (then, then))
 
 
-def test_an_entry_is_read_once_until_it_is_proved(tmp_path: Path, said: list[str]) -> None:
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_an_entry_is_read_once_until_it_is_proved(folder: Path, said: list[str]) -> None:
     """And neither read nor replaced by others meanwhile, which say so; proved, it is as before."""
-    first, second = store(tmp_path, said), store(tmp_path, said)
+    first, second = store(folder, said), store(folder, said)
     first.write(KEYS[0], b"program")
     assert first.read(KEYS[0]) == b"program"
     second.write(KEYS[0], b"compiled again")
     assert second.read(KEYS[0]) is None
     (line,) = said
-    assert str(tmp_path / "programs" / f"{KEYS[0]}.unproven") in line
+    assert str(folder / f"{KEYS[0]}.unproven") in line
     first.prove(KEYS[0])
     assert second.read(KEYS[0]) == b"program"
 
 
-def test_the_entries_that_were_not_used_for_longest_are_removed(tmp_path: Path, said: list[str]) -> None:
-    programs = store(tmp_path, said, 3 * (100 + OVERHEAD))
+def test_the_entries_that_were_not_used_for_longest_are_removed_and_no_file_of_others(
+    folder: Path, said: list[str]
+) -> None:
+    programs = store(folder, said, 3 * (100 + OVERHEAD))
     for number in range(3):
         programs.write(KEYS[number], bytes(100))
-        age(tmp_path, KEYS[number], 300 - 100 * number)
+        age(folder / KEYS[number], 300 - 100 * number)
+    (folder / "README").write_bytes(bytes(5000))
     assert programs.read(KEYS[0]) is not None, "a use, after which it is the youngest"
     programs.prove(KEYS[0])
     programs.write(KEYS[3], bytes(100))
-    assert sorted(path.name for path in (tmp_path / "programs").iterdir()) == [KEYS[0], KEYS[2], KEYS[3]]
+    assert names(folder) == [KEYS[0], KEYS[2], KEYS[3], "README"]
     programs.write(KEYS[4], bytes(301 + 2 * OVERHEAD))
-    assert programs.read(KEYS[4]) is None, "larger than the bound"
-    assert programs.read(KEYS[3]) is not None, "and nothing had to go for it"
-
-
-def test_files_of_others_stay_and_do_not_count(tmp_path: Path, said: list[str]) -> None:
-    programs = store(tmp_path, said, 2 * (10 + OVERHEAD))
-    programs.write(KEYS[0], bytes(10))
-    (tmp_path / "programs" / "README").write_bytes(bytes(5000))
-    programs.write(KEYS[1], bytes(10))
-    assert (tmp_path / "programs" / "README").exists()
-    assert programs.read(KEYS[0]) is not None
+    assert names(folder) == [KEYS[0], KEYS[2], KEYS[3], "README"], "it is larger than the bound: nothing goes for it"
 
 
 @pytest.mark.parametrize("damage", ["cut", "bit", "empty", "foreign"])
-def test_a_damaged_entry_is_as_good_as_none_and_is_removed(tmp_path: Path, said: list[str], damage: str) -> None:
-    programs = store(tmp_path, said)
+def test_a_damaged_entry_is_as_good_as_none_and_is_removed(folder: Path, said: list[str], damage: str) -> None:
+    programs = store(folder, said)
     programs.write(KEYS[0], b"program" * 20)
-    path = tmp_path / "programs" / KEYS[0]
-    content = path.read_bytes()
-    flipped = content[:-1] + bytes([content[-1] ^ 1])
-    damaged = {"cut": content[:-1], "bit": flipped, "empty": b"", "foreign": b"another program's cache"}
-    path.write_bytes(damaged[damage])
+    *begin, last = content = (folder / KEYS[0]).read_bytes()
+    damaged = {"cut": begin, "bit": [*begin, last ^ 1], "empty": b"", "foreign": b"another program's cache"}
+    (folder / KEYS[0]).write_bytes(bytes(damaged[damage]))
+    assert len(content) == 140 + OVERHEAD
     assert programs.read(KEYS[0]) is None
-    assert not path.exists()
-    assert not said
+    assert (names(folder), said) == ([], [])
 
 
-def test_what_a_killed_writer_left_is_removed_after_an_hour(tmp_path: Path, said: list[str]) -> None:
-    programs = store(tmp_path, said)
-    programs.write(KEYS[0], b"program")
+def test_what_a_killed_writer_left_is_removed_after_an_hour(folder: Path, said: list[str]) -> None:
+    folder.mkdir()
     for name in (f".{KEYS[1]}.old", f".{KEYS[2]}.new"):
-        (tmp_path / "programs" / name).write_bytes(b"half")
-    age(tmp_path, f".{KEYS[1]}.old", 4000)
-    programs.write(KEYS[3], b"program")
-    assert {path.name for path in (tmp_path / "programs").iterdir()} == {KEYS[0], KEYS[3], f".{KEYS[2]}.new"}
+        (folder / name).write_bytes(b"half")
+    age(folder / f".{KEYS[1]}.old", 4000)
+    store(folder, said).write(KEYS[0], b"program")
+    assert names(folder) == [f".{KEYS[2]}.new", KEYS[0]]
 
 
-def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, said: list[str]) -> None:
-    (tmp_path / "programs").write_text("a file")
-    programs = store(tmp_path, said)
+def test_a_folder_that_cannot_be_written_is_said_once(folder: Path, said: list[str]) -> None:
+    folder.write_text("a file")
+    programs = store(folder, said)
     for key in KEYS:
         programs.write(key, b"program")
         assert programs.read(key) is None
     (line,) = said
-    assert str(tmp_path / "programs") in line
+    assert str(folder) in line
 
 
-def test_a_plugin_that_fails_the_cache_is_said_once_and_compiles(tmp_path: Path, said: list[str]) -> None:
+def test_a_plugin_that_fails_the_cache_is_said_once_and_compiles(folder: Path, said: list[str]) -> None:
     compiled: list[int] = []
-
-    def fail(_place: int, *_given: int, gives: int) -> None:
-        raise compile_cache.PluginError("UNIMPLEMENTED:\nnot on this chip")
-
+    fail = Mock(side_effect=compile_cache.PluginError("UNIMPLEMENTED:\nnot on this chip"))
     table: Any = SimpleNamespace(call=fail, function=lambda _place: compiled.append)
-    cache = compile_cache.ProgramCache(table, store(tmp_path, said), "test")
+    cache = compile_cache.ProgramCache(table, store(folder, said), "test")
     arguments = (ctypes.c_uint64 * compile_cache.COMPILE_WORDS)()
     for _ in range(2):
         assert cache.compile(ctypes.addressof(arguments)) is None
@@ -205,58 +201,58 @@ def test_a_plugin_that_fails_the_cache_is_said_once_and_compiles(tmp_path: Path,
     assert line.endswith("UNIMPLEMENTED: not on this chip")
 
 
-def test_there_is_a_cache_only_on_tpus_and_where_a_folder_is_named(tmp_path: Path, said: list[str]) -> None:
-    folder = {"TPU_LAUNCH_COMPILE_CACHE": str(tmp_path)}
-    assert open_cache(TPU, "/nowhere/libtpu.so", "test", said.append) is None
-    assert open_cache({**folder, "PJRT_DEVICE": "CPU"}, "/nowhere/libtpu.so", "test", said.append) is None
-    assert not said
-
-
 def test_a_module_has_one_key_in_whatever_order_its_hints_are_written() -> None:
     x, y, other = (b"\n\x0f\n\x06grad_%s\x12\x05false" % name for name in (b"x", b"y", b"z"))
     assert compile_cache.sort_hints(b"a" + y + x + b"b" + other + x + y) == b"a" + x + y + b"b" + other + x + y
     assert compile_cache.sort_hints(y + other + x) == y + other + x
 
 
+TPU = {"PJRT_DEVICE": "TPU", "TPU_LAUNCH_COMPILE_CACHE": "/nowhere/programs"}
+
+
 @pytest.mark.parametrize(
-    ("library", "reason"),
-    [(None, "does not say where"), ("/nowhere/libtpu.so", "/nowhere/libtpu.so"), ("libc.so.6", "GetPjrtApi")],
+    ("changes", "library", "reasons"),
+    [
+        ({"TPU_LAUNCH_COMPILE_CACHE": ""}, "/nowhere/libtpu.so", []),
+        ({"PJRT_DEVICE": "CPU"}, "/nowhere/libtpu.so", []),
+        ({}, None, ["does not say where"]),
+        ({}, "/nowhere/libtpu.so", ["/nowhere/libtpu.so"]),
+        ({}, "libc.so.6", ["GetPjrtApi"]),
+    ],
 )
-def test_a_missing_table_is_only_a_warning(tmp_path: Path, said: list[str], library: str | None, reason: str) -> None:
-    assert open_cache({**TPU, "TPU_LAUNCH_COMPILE_CACHE": str(tmp_path)}, library, "test", said.append) is None
-    (line,) = said
-    assert reason in line
+def test_without_tpus_folder_or_table_there_is_no_cache(
+    said: list[str], changes: Any, library: Any, reasons: Any
+) -> None:
+    assert open_cache({**TPU, **changes}, library, "test", said.append) is None
+    assert [reason in line for reason, line in zip(reasons, said, strict=True)] == [True] * len(reasons)
 
 
-def test_a_table_of_unknown_version_is_kept(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_of_unknown_version_is_kept(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     head = struct.pack("<4q", 520, 0, 24, 0) + struct.pack("<2i", 1, 0)  # version 1.0
     table = ctypes.create_string_buffer(head + bytes(60 * 8), 40 + 60 * 8)
     plugin = SimpleNamespace(GetPjrtApi=ctypes.CFUNCTYPE(ctypes.c_void_p)(lambda: ctypes.addressof(table)))
     monkeypatch.setattr(compile_cache.ctypes, "CDLL", lambda _path: plugin)
-    assert open_cache({**TPU, "TPU_LAUNCH_COMPILE_CACHE": str(tmp_path)}, "plugin.so", "test", said.append) is None
+    assert open_cache(TPU, "plugin.so", "test", said.append) is None
     assert said == ["compiled programs are not kept for the next start: plugin.so is of another version"]
     assert ctypes.string_at(ctypes.addressof(table) + 40, 60 * 8) == bytes(60 * 8)
 
 
 CPUINFO = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu sse4_1 {}\nbugs\t\t: spectre_v1\n\nprocessor\t: 1\n"
+NARROW = "this processor has AVX2 and no AVX-512: "
 
 
-def described(folder: Path, features: str) -> str | None:
-    (folder / "cpuinfo").write_text(CPUINFO.format(features))
-    return describe_slow_products(folder / "cpuinfo")
-
-
-def test_a_processor_without_wide_instructions_is_slow(tmp_path: Path) -> None:
-    assert described(tmp_path, "avx avx2 fma avx512f avx512bw avx512vl avx512dq") is None
-    assert described(tmp_path, "avx avx2 fma avx512f") == described(tmp_path, "avx avx2 fma")
-    assert described(tmp_path, "avx avx2 fma").startswith("this processor has AVX2 and no AVX-512: ")
-    assert "has no AVX2: " in (described(tmp_path, "avx") or "")
-
-
-def test_an_unknown_processor_is_not_reported(tmp_path: Path) -> None:
-    assert describe_slow_products(tmp_path / "absent") is None
-    (tmp_path / "arm").write_text("processor\t: 0\nFeatures\t: fp asimd sve\n")
-    assert describe_slow_products(tmp_path / "arm") is None
+def test_a_known_processor_without_wide_instructions_is_slow(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    assert describe_slow_products(path) is None, "not there"
+    for cpuinfo, told in {
+        CPUINFO.format("avx avx2 fma avx512f avx512bw avx512vl avx512dq"): "None",
+        CPUINFO.format("avx avx2 fma avx512f"): NARROW,
+        CPUINFO.format("avx avx2 fma"): NARROW,
+        CPUINFO.format("avx"): "this processor has no AVX2: ",
+        "processor\t: 0\nFeatures\t: fp asimd sve\n": "None",
+    }.items():
+        path.write_text(cpuinfo)
+        assert str(describe_slow_products(path)).startswith(told), cpuinfo
 
 
 class Program:

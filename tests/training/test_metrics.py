@@ -1,5 +1,6 @@
 """The lines of all attempts are one history; storage that refuses, is slow or loses an answer stops no training."""
 
+import contextlib
 import json
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes import wait_until
 from tests.training.numpy_backend import Runs
 from training import run_end
 from training import storage as default_storage
@@ -25,6 +27,19 @@ from training.telemetry.console import Console, warn
 from training.telemetry.host_progress import PhaseTimer
 from training.telemetry.metrics import AttemptInfo, MetricsLog, read_history
 from training.telemetry.writer import MetricsWriter
+
+
+def attempt(folder: Path, number: int, resumed_at: int, steps: Iterable[int], loss: float = 1.0) -> MetricsLog:
+    """Returns the log of an attempt that has flushed these steps, each with a loss of its number and `loss`."""
+    log = MetricsLog(AttemptInfo(str(folder), number, resumed_at))
+    for step in steps:
+        log.log(step, {"loss": step + loss})
+    log.flush()
+    return log
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [line["step"] for line in read_history(str(folder))]
 
 
 def test_lines_are_buffered_and_written_in_small_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,47 +58,29 @@ def test_lines_are_buffered_and_written_in_small_objects(tmp_path: Path, monkeyp
     assert lines[0]["loss"] == 0.1 + 0.2  # all digits
 
 
-def attempt(folder: Path, number: int, resumed_at: int, steps: Iterable[int], loss: float = 1.0) -> MetricsLog:
-    """Returns the log of an attempt that has flushed these steps, each with a loss of its number and `loss`."""
-    log = MetricsLog(AttemptInfo(str(folder), number, resumed_at))
-    for step in steps:
-        log.log(step, {"loss": step + loss})
-    log.flush()
-    return log
-
-
-def test_repeated_steps_are_in_the_history_once(tmp_path: Path) -> None:
-    attempt(tmp_path, 0, 0, (1, 2, 3, 4), 0.0)  # and then it was killed; the last commit was step 2
-    attempt(tmp_path, 1, 2, (3, 4, 5), 0.5).finish()
-    assert [line["loss"] for line in read_history(str(tmp_path))] == [1.0, 2.0, 3.5, 4.5, 5.5]
-
-
 def test_a_run_without_attempt_numbers_never_overwrites_its_past(tmp_path: Path) -> None:
     for resumed_at in (0, 1):
-        attempt(tmp_path, 0, resumed_at, [resumed_at + 1]).finish()
-    assert [line["step"] for line in read_history(str(tmp_path))] == [1, 2]
+        attempt(tmp_path, 0, resumed_at, [resumed_at + 1])
+    assert steps_of(tmp_path) == [1, 2]
 
 
 def test_an_attempt_that_resumes_beside_a_newer_one_hides_no_lines_of_it(tmp_path: Path) -> None:
-    newer = MetricsLog(AttemptInfo(str(tmp_path), 1, 0))
-
     def fence() -> None:  # this attempt was suspended until the newer one had lines
-        newer.log(1, {"loss": 1.0})
-        newer.flush()
+        attempt(tmp_path, 1, 0, [1])
         raise BadInput("the run was started again")
 
     with pytest.raises(BadInput):
         MetricsLog(AttemptInfo(str(tmp_path), 0, 0), fence=fence).finish()
-    assert [line["step"] for line in read_history(str(tmp_path))] == [1]
+    assert steps_of(tmp_path) == [1]
 
 
-def test_a_truncated_line_is_left_out_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    attempt(tmp_path, 0, 0, (1, 2, 3))
+def test_repeated_steps_are_in_the_history_once_and_a_truncated_line_is_left_out(tmp_path: Path, capsys: Any) -> None:
+    attempt(tmp_path, 0, 0, (1, 2, 3, 4), 0.0)  # and then it was killed; the last commit was step 2
     [path] = (tmp_path / "metrics").iterdir()
     path.write_bytes(path.read_bytes()[:-5])
-    attempt(tmp_path, 1, 2, [3]).finish()
-    assert [line["step"] for line in read_history(str(tmp_path))] == [1, 2, 3]
-    assert f"{path}: line 4 of 4 is not readable; left out" in capsys.readouterr().err
+    attempt(tmp_path, 1, 2, (3, 5), 0.5)
+    assert [line["loss"] for line in read_history(str(tmp_path))] == [1.0, 2.0, 3.5, 5.5]
+    assert f"{path}: line 5 of 5 is not readable; left out" in capsys.readouterr().err
 
 
 def train(**changes: Any) -> Train:
@@ -98,18 +95,20 @@ def test_the_warm_up_is_one_step_ahead_of_hugging_faces_and_the_rest_is_the_same
         assert learning_rate(train(), step) == pytest.approx(published(step + 1 if step < 10 else step))
 
 
-def test_cosine_is_half_way_down_in_the_middle() -> None:
-    assert learning_rate(train(schedule="cosine", warmup_steps=0), 50) == pytest.approx(0.5)
-
-
-def test_wsd_stays_at_the_peak_and_falls_to_its_floor_at_the_end() -> None:
-    settings = train(schedule="wsd", decay_steps=40, floor=0.2)
-    rates = [learning_rate(settings, step) for step in range(101)]
-    assert rates[10:61] == [1.0] * 51
-    assert (rates[80], rates[100]) == (pytest.approx(0.6), pytest.approx(0.2))
-    assert learning_rate(train(schedule="wsd"), 90) == pytest.approx(0.5), "the last fifth by default"
-    assert {learning_rate(train(schedule="constant", floor=0.2), step) for step in (10, 50, 100)} == {1.0}
-    assert learning_rate(train(schedule="cosine", floor=0.2), 100) == pytest.approx(0.2)
+@pytest.mark.parametrize(
+    ("changes", "step", "rate"),
+    [
+        ({"schedule": "cosine", "warmup_steps": 0}, 50, 0.5),
+        ({"schedule": "cosine", "floor": 0.2}, 100, 0.2),
+        *(({"schedule": "constant", "floor": 0.2}, step, 1.0) for step in (10, 50, 100)),
+        ({"schedule": "wsd"}, 90, 0.5),  # the last fifth by default
+        *(({"schedule": "wsd", "decay_steps": 40, "floor": 0.2}, step, 1.0) for step in (10, 60)),
+        ({"schedule": "wsd", "decay_steps": 40, "floor": 0.2}, 80, 0.6),
+        ({"schedule": "wsd", "decay_steps": 40, "floor": 0.2}, 100, 0.2),
+    ],
+)
+def test_a_schedule_has_its_peak_its_decay_and_its_floor(changes: dict[str, Any], step: int, rate: float) -> None:
+    assert learning_rate(train(**changes), step) == pytest.approx(rate)
 
 
 def test_the_numbers_of_a_step_depend_on_the_step_alone() -> None:
@@ -124,7 +123,6 @@ class Weather:
 
     def __init__(self, refused: int) -> None:
         self.refused = refused
-        self.refused_after_opening = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(default_storage, name)
@@ -135,8 +133,7 @@ class Weather:
         return written
 
     def listing(self, url: str) -> Any:
-        if not self.refused_after_opening:
-            self._refuse(url)
+        self._refuse(url)
         return default_storage.listing(url)
 
     def _refuse(self, url: str) -> None:
@@ -162,7 +159,7 @@ def test_each_line_is_written_once_however_often_storage_refuses(tmp_path: Path,
     for step in range(1, 300):
         log.log(step, {"loss": 1.0})
     log.finish(30)
-    assert [line["step"] for line in read_history(str(tmp_path))] == list(range(1, 300))
+    assert steps_of(tmp_path) == list(range(1, 300))
     assert (tmp_path / "metrics.jsonl").exists()
     assert len(warnings) <= refused
     assert all("503 Service Unavailable; training continues" in message for message in warnings)
@@ -191,7 +188,7 @@ def test_a_commit_waits_for_its_metrics_unless_storage_hangs(tmp_path: Path, mon
     for step in range(1, 4):
         log.log(step, {"loss": 1.0})
         log.flush()
-        assert [line["step"] for line in read_history(str(tmp_path))] == list(range(1, step + 1))
+        assert steps_of(tmp_path) == list(range(1, step + 1))
     monkeypatch.setattr(writer, "FLUSH_LIMIT", 0.1)
 
     def open_late() -> MetricsLog:
@@ -221,29 +218,19 @@ def test_a_preempted_run_does_not_await_metrics(tmp_path: Path, monkeypatch: pyt
 def test_memory_is_bounded_while_storage_refuses_for_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "MOST_WAITING", 10)
     warnings: list[str] = []
-    weather = Weather(1_000_000)
-    weather.refused_after_opening = True
+    weather = Weather(0)
     log = metrics_writer(tmp_path, weather, warnings)
+    wait_until((tmp_path / "metrics").exists)
+    weather.refused = 1_000_000
     for step in range(1, 201):
         log.log(step, {"loss": 1.0})
         time.sleep(0.001)
     weather.refused = 0
     log.finish(10)
-    written = [line["step"] for line in read_history(str(tmp_path))]
+    written = steps_of(tmp_path)
     assert written[-10:] == list(range(191, 201))
     assert len(written) < 100
     assert warnings[-1] == f"{200 - len(written)} lines of metrics were lost: storage did not take them for too long"
-
-
-def test_slow_storage_does_not_delay_the_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(run_end, "END_SECONDS", 0.2)
-    release = threading.Event()
-    monkeypatch.setattr("training.telemetry.report.write_report", lambda *_, **__: release.wait(30))
-    assert Runs(tmp_path).train("r", 0)["steps"] == 40
-    recording = next(thread for thread in threading.enumerate() if thread.name == "attempt-end")
-    release.set()
-    recording.join(30)
-    assert "is not recorded in" in capsys.readouterr().err
 
 
 def first_host(folder: Path, seconds: float = 300.0) -> Any:
@@ -268,13 +255,18 @@ def test_the_trackers_of_an_attempt_learn_whether_it_failed(tmp_path: Path, erro
     assert ends == [failed]
 
 
-def test_recording_an_error_takes_less_than_others_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("end", "rendezvous", "error"), [(0.2, 300.0, None), (90.0, 0.4, BadInput("started again"))])
+def test_recording_an_end_takes_no_longer_than_its_limit_or_than_others_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, end: float, rendezvous: float, error: BadInput | None
+) -> None:
+    monkeypatch.setattr(run_end, "END_SECONDS", end)
     release = threading.Event()
     uploader: Any = SimpleNamespace(close=lambda: release.wait(60))
-    run, background = first_host(tmp_path, seconds=0.4), run_end.Background(uploader=uploader)
+    run, background = first_host(tmp_path, rendezvous), run_end.Background(uploader=uploader)
     began = time.monotonic()
-    with pytest.raises(BadInput, match="started again"), run_end.record_attempt_end(run, background):
-        raise BadInput("the run was started again")
+    with contextlib.suppress(BadInput), run_end.record_attempt_end(run, background):
+        if error:
+            raise error
     assert time.monotonic() - began < 30
     recording = next(thread for thread in threading.enumerate() if thread.name == "attempt-end")
     release.set()
