@@ -22,28 +22,24 @@ from training.errors import BadInput, Exit
 from training.lazy_command import LazyCommand
 
 
-def make_group() -> click.Group:
+@pytest.fixture
+def group() -> click.Group:
     commands = {"absent": "Is never imported here.", "report": "Prints."}
     return click.Group(commands=[LazyCommand(name, "no.such.module:command", text) for name, text in commands.items()])
 
 
-def test_help_lists_all_commands_without_importing_any() -> None:
-    result = CliRunner().invoke(make_group(), ["--help"])
-    assert result.exit_code == 0, result.output
-    lines = [line.strip() for line in result.output.partition("Commands:\n")[2].splitlines()]
-    assert lines == ["absent  Is never imported here.", "report  Prints."]
+def test_help_and_completion_list_all_commands_without_importing_any(group: click.Group) -> None:
+    shown = CliRunner().invoke(group, ["--help"]).output.partition("Commands:\n")[2]
+    assert [line.strip() for line in shown.splitlines()] == ["absent  Is never imported here.", "report  Prints."]
+    completions = ShellComplete(group, {}, "group", "_COMPLETE").get_completions([], "")
+    told = [(item.value, item.help) for item in completions]
+    assert told == [("absent", "Is never imported here."), ("report", "Prints.")]
 
 
-def test_a_mistyped_name_of_a_lazy_command_gets_a_suggestion() -> None:
-    result = CliRunner().invoke(make_group(), ["abssent"])
+def test_a_mistyped_name_of_a_lazy_command_gets_a_suggestion(group: click.Group) -> None:
+    result = CliRunner().invoke(group, ["abssent"])
     assert result.exit_code == 2
     assert "absent" in result.output
-
-
-def test_completion_imports_no_command() -> None:
-    completions = ShellComplete(make_group(), {}, "group", "_COMPLETE").get_completions([], "")
-    shown = [(item.value, item.help) for item in completions]
-    assert shown == [("absent", "Is never imported here."), ("report", "Prints.")]
 
 
 def test_every_command_of_tpu_train_can_be_imported() -> None:
@@ -61,9 +57,15 @@ def test_help_of_tpu_train_imports_neither_data_nor_configuration() -> None:
     run_python("-c", script, "--help")
 
 
-def test_the_commands_of_checkpoint_import_neither_configuration_nor_rendezvous() -> None:
-    heavy = ("pydantic", "training.config", "training.distributed")
-    code = f"import sys, training.checkpoint.admin; print([name for name in {heavy} if name in sys.modules])"
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("training.checkpoint.admin", ("pydantic", "training.config", "training.distributed")),
+        ("training.data.formats.dataset", ("numpy", "torch", "google.cloud.storage")),  # on the workstation
+    ],
+)
+def test_a_small_part_does_not_import_large_ones(module: str, heavy: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
     assert run_python("-c", code) == "[]\n"
 
 

@@ -1,5 +1,8 @@
 """A configuration is right as a whole, or each mistake is named with its line."""
 
+from operator import attrgetter
+from typing import Any
+
 import pytest
 
 from training.config import TrainerConfig, batch_mistake, from_document, restore
@@ -25,6 +28,9 @@ evaluation:
   every: 50
 output: gs://b/runs
 """
+
+
+BATCH = "global_batch_size: 64"
 
 
 def mistakes(text: str) -> str:
@@ -92,6 +98,14 @@ def test_the_launchers_sections_are_allowed_and_ignored() -> None:
          "run.yaml:18: checkpoint.best.mode: the best loss is its minimum, and this would keep the worst: write min"),
         ("steps: 100", "steps: 100\n  early_stopping: {metric: accurcy, patience: 2}",
          "run.yaml:13: train.early_stopping.metric: an evaluation of task mlm has no accurcy; it has loss"),
+        ("global_batch_size: 64", "global_batch_size: 12", "8 devices on 2 hosts"),
+        (BATCH, f"{BATCH}\n  mesh: {{fsdp: 3}}",
+         "train.mesh.fsdp: train.mesh.fsdp is 3, which does not divide 8 devices; use 1, 2, 4, 8 ("),
+        ("train:\n", "backend: tensorflow\ntrain:\n  mesh: {fsdp: 4}\n", "holds the whole state on every device"),
+        ("steps: 100", "steps: 100\n  steps_per_call: 4",
+         "run.yaml:13: train.steps_per_call: only the TensorFlow backend"),
+        ("output: gs://b/runs", "output: gs://b/runs\nhub: {repository: model}",
+         "run.yaml:17: hub.repository: must be a name on the Hub, ORGANISATION/NAME, not 'model'"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named(old: str, new: str, expected: str) -> None:
@@ -99,24 +113,24 @@ def test_a_mistake_is_named(old: str, new: str, expected: str) -> None:
     assert expected in mistakes(text)
 
 
-def test_the_batch_is_checked_against_the_slice_before_it_exists() -> None:
-    assert "8 devices on 2 hosts" in mistakes(changed("global_batch_size: 64", "global_batch_size: 12"))
-    assert config_of(changed("v4-16", "v4-32")).train.global_batch_size == 64
+HUB = "hub: {repository: org/model}\n"
 
 
-def test_the_mesh_is_checked_against_the_slice_and_the_backend_before_anything_exists() -> None:
-    meshed = changed("global_batch_size: 64", "global_batch_size: 64\n  mesh: {fsdp: 3}")
-    told = "train.mesh.fsdp: train.mesh.fsdp is 3, which does not divide 8 devices; use 1, 2, 4, 8 ("
-    assert told in mistakes(meshed)
-    right = meshed.replace("fsdp: 3", "fsdp: 4")
-    assert config_of(right).train.mesh.fsdp == 4
-    assert "holds the whole state on every device" in mistakes(right + "backend: tensorflow\n")
-
-
-def test_only_tensorflow_takes_steps_per_call() -> None:
-    text = changed("steps: 100", "steps: 100\n  steps_per_call: 4")
-    assert "run.yaml:13: train.steps_per_call: only the TensorFlow backend" in mistakes(text)
-    assert config_of(f"{text}backend: tensorflow\n").train.steps_per_call == 4
+@pytest.mark.parametrize(
+    ("old", "new", "name", "value"),
+    [
+        ("v4-16", "v4-32", "train.global_batch_size", 64),
+        (BATCH, f"{BATCH}\n  mesh: {{fsdp: 4}}", "train.mesh.fsdp", 4),
+        ("train:\n", "backend: tensorflow\ntrain:\n  steps_per_call: 4\n", "train.steps_per_call", 4),
+        ("name: bert-tiny", "name: bert-base\n  hidden_size: 256", "model.shape", (256, 12, 4, 1024, 512)),
+        ("output", f"run: {{secrets: [HF_TOKEN]}}\n{HUB}output", "hub.repository", "org/model"),
+        ("output", f"gke: {{secrets: {{HF_TOKEN: huggingface/token}}}}\n{HUB}output", "hub.repository", "org/model"),
+        # Without a slice a token is the environment's business.
+        ("slice:\n  accelerator_type: v4-16\n", HUB, "hub.repository", "org/model"),
+    ],
+)
+def test_what_fits_together_is_read(old: str, new: str, name: str, value: Any) -> None:
+    assert attrgetter(name)(config_of(changed(old, new))) == value
 
 
 def test_the_batch_must_divide_by_the_gradient_accumulation_too() -> None:
@@ -139,29 +153,15 @@ def test_precision_follows_the_device_unless_the_file_says_it() -> None:
     assert exact.for_device("TPU") == exact
 
 
-def test_a_changed_width_takes_heads_and_intermediate_size_along() -> None:
-    config = config_of(changed("name: bert-tiny", "name: bert-base\n  hidden_size: 256"))
-    assert config.model.shape == (256, 12, 4, 1024, 512)
-
-
 NO_TOKEN = "run.yaml:17: hub: uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: gke.secrets)"
 
 
-def test_a_model_for_the_hub_needs_the_token_on_the_hosts() -> None:
-    hub = "hub: {repository: org/model}\n"
-    assert mistakes(GOOD + hub) == NO_TOKEN
-    for given in ("run: {secrets: [HF_TOKEN]}\n", "gke: {secrets: {HF_TOKEN: huggingface/token}}\n"):
-        assert config_of(GOOD + hub + given).hub is not None
-    without_slice = changed("slice:\n  accelerator_type: v4-16\n", "") + hub
-    assert config_of(without_slice).hub is not None  # the environment's business
-    told = "run.yaml:17: hub.repository: must be a name on the Hub, ORGANISATION/NAME, not 'model'"
-    assert told in mistakes(GOOD + "hub: {repository: model}\n")
-
-
-@pytest.mark.parametrize("section", ["run: {secrets: 5}", "run: {secrets: HF_TOKEN}", "gke: {secrets: 5}", "run: 5"])
-def test_secrets_that_are_no_list_name_no_token(section: str) -> None:
+@pytest.mark.parametrize(
+    "section", ["", "run: {secrets: 5}", "run: {secrets: HF_TOKEN}", "gke: {secrets: 5}", "run: 5"]
+)
+def test_secrets_without_a_list_that_has_it_name_no_token(section: str) -> None:
     """What they should be is the launcher's to say; nothing is raised here but the mistake."""
-    assert mistakes(f"{GOOD}hub: {{repository: a/b}}\n{section}\n") == NO_TOKEN
+    assert mistakes(f"{GOOD}{HUB}{section}\n") == NO_TOKEN
 
 
 @pytest.mark.parametrize("place", ["runs", "./gs", "/a b/c", "gs://b", "gs://my_bucket.example.com/a", "C:", "a:b/c"])

@@ -21,7 +21,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.processes import run_python
 from tests.training.mlm_rows import make_samples, mlm_batches, sample_ids
 from tests.training.mutations import flip
 from training import storage
@@ -189,22 +188,8 @@ def test_a_run_is_checked_against_its_data_before_anything_is_rented(gcs: Any) -
         check(dataset.url)
 
 
-def test_a_manifest_is_checked_without_numpy_and_frameworks() -> None:
-    """The launcher reads it on the workstation."""
-    heavy = ("numpy", "torch", "google.cloud.storage")
-    code = f"import sys, training.data.formats.dataset; print([name for name in {heavy} if name in sys.modules])"
-    assert run_python("-c", code) == "[]\n"
-
-
 def read_all(dataset: Dataset, **options: Any) -> Any:
     return open_source(dataset, vocabulary=100, **options).read(0, dataset.records, dataset.records)["input_ids"]
-
-
-def test_batches_are_those_of_the_compact_layout(tmp_path: Path, gcs: Any) -> None:
-    plain = make_samples(tmp_path, 300, per_shard=70)
-    one, two = mlm_batches(plain), mlm_batches(make_samples("gs://bucket/data", 300, per_shard=70, layout="recipe"))
-    for k in range(40):
-        assert np.array_equal(one.batch(k).input_ids, two.batch(k).input_ids)
 
 
 def row(ids: Any, *, padding: int = 0) -> bytes:

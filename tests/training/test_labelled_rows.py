@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -184,19 +183,6 @@ VALUES = [(-1.0) ** number * number / 7 for number in range(90)]
 def make_numbers(folder: Path, labels: list[Any] = VALUES) -> Dataset:
     texts = [f"0 {5 + number} {'5 ' * (number % 12)}1" for number in range(len(labels))]  # of 3 to 14 tokens
     return write(folder, list(zip(texts, map(str, labels), strict=True)), NUMBERS, (8, 16), 30).dataset
-
-
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_each_row_keeps_its_number(tmp_path: Path, hosts: int) -> None:
-    dataset = make_numbers(tmp_path)
-    seen = {}
-    for host in range(hosts):
-        for batch in labelled_evaluation(dataset, HostSlice(TOKENS, 24, host, hosts)):
-            assert batch.labels.dtype == np.float32
-            assert not batch.labels[batch.weights == 0].any()
-            real = batch.weights > 0
-            seen.update(zip((batch.input_ids[real, 1] - 5).tolist(), batch.labels[real].tolist(), strict=True))
-    assert seen == {number: float(np.float32(value)) for number, value in enumerate(VALUES)}
 
 
 @pytest.mark.parametrize("label", ["high", "nan", "inf", "1e60", ""])

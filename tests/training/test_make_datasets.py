@@ -26,7 +26,6 @@ from training.data.tokenizer import Tokenizer
 from training.errors import BadInput
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=300)
-NAMES = ["card", "cash", "transfer"]
 
 
 def encode(texts: list[str]) -> list[Any]:
@@ -41,42 +40,20 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(procedure.tokenizers, "encoder", lambda tokenizer: encode)
 
 
-def write_rows(path: Path, count: int) -> str:
-    rows = ({"text": "x" * (number % 40), "kind": NAMES[number % 3]} for number in range(1, count))
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return str(path)
-
-
 def options(tmp_path: Path, **changes: Any) -> DatasetOptions:
     default = DatasetOptions("builtin:pydoc", "t", str(tmp_path / "out"), sequence_length=32)
     return replace(default, **changes)
 
 
-def test_both_splits_of_a_corpus_are_made_and_share_no_document(tmp_path: Path) -> None:
-    train, evaluation = make_datasets(options(tmp_path, evaluation_percent=20.0))
-    assert (train.dataset.manifest.split, evaluation.dataset.manifest.split) == ("train", "evaluation")
-    plan = train.dataset.manifest.origin["plan"]
-    assert (plan["origin"]["corpus"], plan["origin"]["evaluation_percent"]) == ("builtin:pydoc", 20.0)
-    documents = [int(result.note.split()[1]) for result in (train, evaluation)]
-    assert sum(documents) > documents[0] > documents[1] > 0
-
-
-def test_with_an_evaluation_corpus_every_document_is_used(tmp_path: Path) -> None:
-    corpus, other = write_rows(tmp_path / "a.jsonl", 60), write_rows(tmp_path / "b.jsonl", 30)
-    train, evaluation = make_datasets(options(tmp_path, corpus=corpus, evaluation_corpus=other))
-    origins = [result.dataset.manifest.origin["plan"]["origin"] for result in (train, evaluation)]
-    assert [(origin["corpus"], origin["evaluation_percent"]) for origin in origins] == [(corpus, None), (other, None)]
-
-
-def test_classes_are_numbered_in_the_order_of_their_names_or_of_a_file(tmp_path: Path) -> None:
-    corpus = write_rows(tmp_path / "a.jsonl", 60)
-    (tmp_path / "names.json").write_text(json.dumps(NAMES[::-1]))
-    for number, (labels, names) in enumerate([(None, NAMES), (str(tmp_path / "names.json"), NAMES[::-1])]):
-        changes = {"label": "kind", "labels": labels, "lengths": "8,32", "splits": ("train",)}
-        corpora = {"corpus": corpus, "evaluation_corpus": corpus}
-        [result] = make_datasets(options(tmp_path / str(number), task="classification", **corpora, **changes))
-        assert result.dataset.manifest.labels == names
-        assert {shard.length for shard in result.dataset.shards} == {8, 32}
+def test_classes_are_numbered_in_the_order_of_a_file(tmp_path: Path) -> None:
+    names = ["transfer", "cash", "card"]
+    rows = ({"text": "x" * (number % 40), "kind": names[number % 3]} for number in range(1, 60))
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    own = {"corpus": str(tmp_path / "a.jsonl"), "label": "kind", "labels": str(tmp_path / "names.json")}
+    made = list(make_datasets(options(tmp_path, task="classification", lengths="8,32", evaluation_percent=50.0, **own)))
+    assert [result.dataset.manifest.labels for result in made] == [names, names]
+    assert {shard.length for shard in made[0].dataset.shards} == {8, 32}
 
 
 @pytest.mark.parametrize(

@@ -18,21 +18,20 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from training import storage
-from training.batch import Signals, StepResult
 from training.checkpoint.snapshot import Snapshot
-from training.config import Hub, Model
+from training.config import Hub
 from training.data import tokenizer as tokenizers
 from training.data.formats.open_dataset import _read_tokenizer_hash
 from training.errors import BadInput
 from training.models.export import write_model_folder
 from training.models.flops import WorkCounter, flops_per_row, mfu, peak_flops
 from training.models.hub import BackgroundUploader, Push, find_result
-from training.models.hugging_face import ModelRequirements, build_model_config, read_labels, usable_positions
-from training.models.initial import initial_weight, initial_weights
+from training.models.hugging_face import usable_positions
+from training.models.initial import initial_weight
 from training.models.predict import pipeline_of
 from training.registry import TASKS, task_of_model
 from training.storage.hub import TOKENIZER_FILES, local_copy
-from training.tasks.labels import Regression, accuracy, check_labels, pearson, weighted_f1
+from training.tasks.labels import accuracy, check_labels, pearson, weighted_f1
 
 EMBEDDING = "bert.embeddings.word_embeddings.weight"
 
@@ -55,13 +54,6 @@ def test_biases_are_zero_norms_are_one_and_padding_is_zero() -> None:
     positions = "roberta.embeddings.position_embeddings.weight"
     assert not initial_weight(positions, (9, 4), seed=1, model_type="roberta", pad=1)[1].any()
     assert initial_weight(positions.replace("roberta", "bert"), (9, 4), seed=1, pad=1)[1].any()
-
-
-def test_weights_that_are_made_together_are_those_of_one_after_another() -> None:
-    parameters = [(f"layer.{number}.weight", (number + 1, 7)) for number in range(40)] + [("norm.bias", (3,))]
-    together = list(initial_weights(parameters, seed=3, deviation=0.05))
-    for (name, shape), values in zip(parameters, together, strict=True):
-        assert np.array_equal(values, initial_weight(name, shape, seed=3, deviation=0.05))
 
 
 BERT_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072, "vocab_size": 30522}
@@ -192,15 +184,6 @@ def test_a_prediction_takes_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytes
     assert pipeline_of("organisation/of-predict") == "text-generation"
 
 
-def test_a_classifiers_config_names_its_labels_in_order() -> None:
-    names = tuple(f"intent {number}" for number in range(12))
-    head = TASKS["classification"].head
-    config = build_model_config(Model(name="bert-tiny"), ModelRequirements(100, 0, 8, head, names), dropout=None)
-    assert config["hidden_dropout_prob"] == config["attention_probs_dropout_prob"] == 0.1, "unless train.dropout is set"
-    assert config["architectures"] == ["BertForSequenceClassification"]
-    assert read_labels(config) == [*names]
-
-
 values = st.lists(st.tuples(st.floats(-10, 10), st.floats(-10, 10)), min_size=2, max_size=40)
 
 
@@ -220,16 +203,6 @@ def test_pearson_is_numpys(pairs: list[tuple[float, float]]) -> None:
 def test_constant_predictions_are_not_correlated_with_anything() -> None:
     assert pearson(3, totals(np.ones(3), np.arange(3.0))) == 0
     assert pearson(0, np.zeros(5)) == 0
-
-
-def test_figures_are_means_over_the_rows_that_count() -> None:
-    predictions, labels = np.array([1.0, 2.0, 4.0]), np.array([1.5, 2.0, 2.0])
-    errors = predictions - labels
-    sums = {"loss": float((errors**2).sum()), "weight": 3.0, "correct": 0.0}
-    counts = np.array([np.abs(errors).sum(), *totals(predictions, labels)])
-    figures = Regression.figures(object.__new__(Regression), StepResult(sums, Signals(), counts))
-    mse, mae, pearson_r = (errors**2).mean(), np.abs(errors).mean(), np.corrcoef(predictions, labels)[0, 1]
-    assert figures == pytest.approx({"loss": mse, "mse": mse, "mae": mae, "pearson": pearson_r})
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.packed_datasets import pack_documents
-from tests.training.mlm_rows import require_alike_on_hosts
 from training import storage
 from training.data.formats.open_dataset import check_dataset
-from training.data.loading.batches import DocumentBatches, document_evaluation
+from training.data.loading.batches import document_evaluation
 from training.data.loading.record_source import FixedShards, HostSlice
 from training.data.prepare import dataset_writer, pack
 from training.data.prepare.dataset_writer import DatasetPlan, WrittenDataset
@@ -220,13 +219,3 @@ def test_positions_and_labels_are_by_document(tmp_path_factory: pytest.TempPathF
                 found.append(ids[start:end].tolist())
     long = sorted(piece for piece in expected if len(piece) > 1)
     assert sorted(piece for piece in found if len(piece) > 1) == long
-
-
-@pytest.mark.parametrize("hosts", [2, 4])
-def test_batches_do_not_depend_on_the_number_of_hosts(tmp_path: Path, hosts: int) -> None:
-    dataset = write(tmp_path / "rows", corpus(60))
-
-    def open_batches(**host: int) -> DocumentBatches:
-        return DocumentBatches(dataset, HostSlice(TOKENS, 4, **host), seed=3)
-
-    require_alike_on_hosts(open_batches, hosts, (5, 0))
