@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from tests.processes import run_module, run_python
 from training.cli.main import tpu_train
-from training.cli.processes import chip_process_environment, gloo_environment, run_script
+from training.cli.processes import chip_process_environment, gloo_environment
 from training.distributed.cluster import Cluster
 from training.errors import BadInput, Exit
 from training.lazy_command import LazyCommand
@@ -189,17 +189,3 @@ def test_a_tpu_host_leaves_the_bounds_of_processes_to_torch_xla() -> None:
 def test_two_devices_a_chip_are_refused() -> None:
     with pytest.raises(BadInput, match="v3-8 has two devices"):
         chip_process_environment(Cluster(0, ("10.0.0.2",), "v3-8"))
-
-
-def test_a_script_sees_its_arguments_and_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "neighbour_module.py").write_text("VALUE = 7\n")
-    script = tmp_path / "program.py"
-    script.write_text(
-        "import pathlib, sys, neighbour_module\n"
-        "if __name__ == '__main__':\n"
-        "    pathlib.Path(sys.argv[1]).write_text(f'{sys.argv[2]} {neighbour_module.VALUE}')\n"
-    )
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    run_script(str(script), [str(tmp_path / "result"), "--flag"])
-    assert (tmp_path / "result").read_text() == "--flag 7"
