@@ -3,7 +3,7 @@
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -85,57 +85,42 @@ def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]
     return {"terminated": {"exitCode": code, "reason": reason, "message": message, "startedAt": "a", "finishedAt": "b"}}
 
 
-EVICTION = {"reason": "EvictionByEvictionAPI", "message": "Eviction API: evicting"}
-TAKEN = [{"type": "DisruptionTarget", "status": "True", **EVICTION}]
-
-
-def test_the_state_of_a_container_is_reported_as_an_engine_does() -> None:
-    running = pod("Running", {"running": {"startedAt": "a"}})
-    assert running.state() == (ContainerState("running", started_at="a", image="i"), "")
-    failed = pod("Failed", ended(3, message="lines of its log"))
-    assert failed.state()[0] == ContainerState("exited", 3, False, "a", "b", "", "i")
-    oom = pod("Failed", ended(137, "OOMKilled")).state()[0]
-    assert oom.oom_killed
-    missing = pod("Failed", ended(128, "StartError", 'exec: "x": not found')).state()[0]
-    assert missing.error == 'exec: "x": not found'
-    assert pod("Pending").state() == (ContainerState("created"), "")
-    unclear = pod("Running", {"running": {}})
-    assert (unclear.worker, unclear.state()[0]) == (3, ContainerState("running", image="i"))
-    timeless = {"terminated": {"exitCode": 3, "startedAt": None, "finishedAt": None}}
-    assert pod("Failed", timeless).state()[0] == ContainerState("exited", 3, image="i")
-
-
-def test_a_disrupted_pod_is_a_lost_host_unless_its_exit_code_says_more() -> None:
-    for code in (137, 143, 1):
-        state, problem = pod("Failed", ended(code), TAKEN).state()
-        assert state is None
-        assert "EvictionByEvictionAPI: Eviction API: evicting" in problem
-    for code in (0, 2, 75):
-        state, problem = pod("Failed", ended(code), TAKEN).state()
-        assert state.exit_code == code
-    state, problem = pod("Failed", None, reason="Evicted", message="The node was low on resource: memory.").state()
-    assert state is None
-    assert problem == "its pod was disrupted: Evicted: The node was low on resource: memory."
-    assert pod("Running", {"running": {}}, TAKEN).state()[0] is not None, "it still runs: it may save"
+WHY = "EvictionByEvictionAPI: Eviction API: evicting"
+TAKEN = [{"type": "DisruptionTarget", "status": "True", "reason": WHY[:21], "message": WHY[23:]}]
+EXITED = ContainerState("exited", 3, False, "a", "b", image="i")
+RUNS = pod("Running", {"running": {}})
+RUNNING, GONE = ContainerState("running", image="i"), ContainerState("absent")
 
 
 @pytest.mark.parametrize(
-    ("found", "ended", "state", "problem"),
+    ("found", "over", "state", "problem"),
     [
-        (replace(pod("Running", {"running": {}}), gone=True), True, ContainerState("absent"), ""),
+        (pod("Running", {"running": {"startedAt": "a"}}), False, replace(RUNNING, started_at="a"), ""),
+        (RUNS, False, RUNNING, ""),
+        (replace(RUNS, gone=True), True, GONE, ""),
+        (pod("Failed", ended(3, message="lines of its log")), True, EXITED, ""),
+        (pod("Running", ended(3)), True, EXITED, ""),
+        (pod("Failed", ended(137, "OOMKilled")), True, replace(EXITED, exit_code=137, oom_killed=True), ""),
+        (pod("Failed", ended(128, "StartError", "no x")), True, replace(EXITED, exit_code=128, error="no x"), ""),
+        (pod("Failed", {"terminated": {"exitCode": 3, "startedAt": None, "finishedAt": None}}), True,
+         ContainerState("exited", 3, image="i"), ""),
         (pod("Pending"), False, ContainerState("created"), ""),
-        (replace(pod("Pending"), gone=True), True, ContainerState("absent"), ""),
-        (pod("Succeeded"), True, ContainerState("absent"), ""),
+        (replace(pod("Pending"), gone=True), True, GONE, ""),
+        (pod("Succeeded"), True, GONE, ""),
         (pod("Failed", {"waiting": {}}, reason="OutOfcpu"), True, None, "its pod failed: OutOfcpu"),
         (pod("Failed"), True, None, "its pod failed: no reason given"),
-        (pod("Running", ended(3)), True, ContainerState("exited", 3, False, "a", "b", image="i"), ""),
-        (pod("Running", {"running": {}}, reason="Evicted"), False, ContainerState("running", image="i"), ""),
+        *((pod("Failed", ended(code), TAKEN), True, None, f"its pod was disrupted: {WHY}") for code in (137, 143, 1)),
+        *((pod("Failed", ended(code), TAKEN), True, replace(EXITED, exit_code=code), "") for code in (0, 2, 75)),
+        (pod("Failed", reason="Evicted", message="The node was low on resource: memory."), True, None,
+         "its pod was disrupted: Evicted: The node was low on resource: memory."),
+        (pod("Running", {"running": {}}, TAKEN), False, RUNNING, ""),  # it may save
+        (pod("Running", {"running": {}}, reason="Evicted"), False, RUNNING, ""),
     ],
-)
-def test_the_state_of_a_pod_follows_from_its_phase_where_its_container_says_nothing(
-    found: pods.Pod, ended: bool, state: ContainerState | None, problem: str
+)  # fmt: skip
+def test_the_state_of_a_host_follows_from_its_container_its_pods_phase_and_its_disruption(
+    found: pods.Pod, over: bool, state: ContainerState | None, problem: str
 ) -> None:
-    assert (found.ended, found.disruption, found.state()) == (ended, "", (state, problem))
+    assert (found.worker, found.ended, found.state()) == (3, over, (state, problem))
 
 
 @pytest.mark.parametrize(
@@ -149,32 +134,30 @@ def test_the_state_of_a_pod_follows_from_its_phase_where_its_container_says_noth
     ],
 )
 def test_a_pod_that_has_not_started_says_why(state: dict[str, Any] | None, started: bool, words: str) -> None:
-    assert (pod("Pending", state).started, pods.describe_waiting({3: pod("Pending", state)})) == (
-        started,
-        f"host 3: {words}",
-    )
+    found = pod("Pending", state)
+    assert (found.started, pods.describe_waiting({3: found})) == (started, f"host 3: {words}")
 
 
 @pytest.mark.parametrize(
-    ("reason", "message", "code"),
+    ("reason", "message", "code", "words"),
     [
-        ("ImagePullBackOff", "failed to resolve reference: not found", Exit.BAD_INPUT),
-        ("ImagePullBackOff", "failed to authorize: failed to fetch oauth token: 403 Forbidden", Exit.PERMISSION),
-        ("InvalidImageName", "", Exit.BAD_INPUT),
-        ("CreateContainerConfigError", 'secret "x" not found', Exit.BAD_INPUT),
-        ("CreateContainerError", "", Exit.BAD_INPUT),
+        ("ImagePullBackOff", "resolve reference: not found", Exit.BAD_INPUT, "resolve reference: not found"),
+        ("ImagePullBackOff", "failed to fetch oauth token: 403 Forbidden", Exit.PERMISSION, "403 Forbidden"),
+        ("InvalidImageName", "", Exit.BAD_INPUT, "can't pull repository@"),
+        ("CreateContainerConfigError", 'secret "x" not found', Exit.BAD_INPUT, 'secret "x" not found'),
+        ("CreateContainerError", "", Exit.BAD_INPUT, "CreateContainerError"),
+        ("ContainerCreating", "", None, ""),
+        ("ErrImagePull", "", None, ""),
     ],
-)
-def test_a_pod_that_can_never_start_is_an_error(reason: str, message: str, code: Exit) -> None:
+)  # fmt: skip
+def test_a_pod_that_can_never_start_is_an_error(reason: str, message: str, code: Exit | None, words: str) -> None:
     waiting = pod("Pending", {"waiting": {"reason": reason, "message": message}})
     error = pods.find_start_error(waiting, "repository@sha256:1")
-    assert error.exit_code is code
-    assert {"InvalidImageName": "can't pull repository@"}.get(reason, message or reason) in str(error)
+    assert (error and error.exit_code) is code
+    assert words in str(error)
 
 
-def test_a_pod_that_may_still_start_is_no_error() -> None:
-    for reason in ("ContainerCreating", "ErrImagePull"):
-        assert pods.find_start_error(pod("Pending", {"waiting": {"reason": reason}}), "i") is None
+def test_hosts_that_wait_for_the_same_are_told_together() -> None:
     why = {"reason": "Unschedulable", "message": "0/3 nodes are available"}
     waiting = pod("Pending", None, [{"type": "PodScheduled", "status": "False", **why}])
     assert pods.find_start_error(waiting, "i") is None
@@ -207,6 +190,7 @@ class WatchedCluster:
         self.machine = replace(this_machine(), clock=self.clock)
         self.refusals = 0  # of the next logs
         self.breaks = False  # each log, after its lines
+        self.watch = PodWatch(self, "a=b")  # type: ignore[arg-type]
 
     def show(self, uid: str, **metadata: str) -> None:
         labels = {pods.INDEX: "0"}
@@ -233,11 +217,16 @@ class WatchedCluster:
             assert ended.wait(20)
 
 
-def test_a_watch_keeps_the_log_and_the_end_of_a_deleted_pod(request: pytest.FixtureRequest) -> None:
+@pytest.fixture
+def cluster() -> Iterator[WatchedCluster]:
     cluster = WatchedCluster()
-    watch = PodWatch(cluster, "a=b")  # type: ignore[arg-type]
+    yield cluster
+    cluster.watch.close()
+
+
+def test_a_watch_keeps_the_log_and_the_end_of_a_deleted_pod(cluster: WatchedCluster) -> None:
+    watch = cluster.watch
     watch.note_log_start(0, "2026-11-20T08:00:00Z")
-    request.addfinalizer(watch.close)
     cluster.show("one")
     assert watch.final_lines(watch.pods()[0], None) is None, "its log can be read"
     cluster.show("one", deletionTimestamp="2026-11-20T08:00:00Z")
@@ -247,8 +236,7 @@ def test_a_watch_keeps_the_log_and_the_end_of_a_deleted_pod(request: pytest.Fixt
     cluster.pods = []
     gone = watch.pods()[0]
     assert gone.gone
-    lines = watch.final_lines(gone, "2026-11-20T08:00:01.000000000Z")
-    assert [line.text for line in lines] == ["1"]
+    assert [line.text for line in watch.final_lines(gone, "2026-11-20T08:00:01.000000000Z")] == ["1"]
     assert watch.final_lines(replace(gone, uid="two"), None) == [], "it vanished unseen"
     cluster.show("three", creationTimestamp="2026-11-20T08:00:00Z", deletionTimestamp="2026-11-20T08:00:00Z")
     assert watch.final_lines(replace(watch.pods(fresh=True)[0], phase="Failed"), None)
@@ -261,11 +249,10 @@ def test_a_watch_keeps_the_log_and_the_end_of_a_deleted_pod(request: pytest.Fixt
 
 
 def test_a_late_event_does_not_undo_how_a_pod_ended() -> None:
-    runs, over = pod("Running", {"running": {}}), pod("Failed", ended(3))
-    lost = replace(pod("Failed", None, TAKEN), gone=True)
+    over, lost = pod("Failed", ended(3)), replace(pod("Failed", None, TAKEN), gone=True)
     told = replace(over, gone=True, disruption=lost.disruption)
-    for first, second, kept in ((over, runs, over), (over, lost, told), (told, runs, told), (lost, over, over)):
-        watch = PodWatch(WatchedCluster(), "a=b")  # type: ignore[arg-type]
+    for first, second, kept in ((over, RUNS, over), (over, lost, told), (told, RUNS, told), (lost, over, over)):
+        watch = WatchedCluster().watch
         watch._record_pod(first)
         watch._record_pod(second)
         assert [*watch._pods.values()] == [kept]
@@ -273,12 +260,10 @@ def test_a_late_event_does_not_undo_how_a_pod_ended() -> None:
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_the_log_of_a_pod_that_is_being_deleted_is_asked_for_until_the_cluster_gives_it(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, gone: bool
+    cluster: WatchedCluster, monkeypatch: pytest.MonkeyPatch, gone: bool
 ) -> None:
     """Keeps its silence from counting as a hang; nobody has the log of a pod that is gone."""
-    cluster = WatchedCluster()
-    watch = PodWatch(cluster, "a=b")  # type: ignore[arg-type]
-    request.addfinalizer(watch.close)
+    watch = cluster.watch
     monkeypatch.setattr("launcher.gke.pods._LIST_EVERY", 0.1)
     cluster.refusals, cluster.breaks = 1000 if gone else 2, True
     cluster.show("one", deletionTimestamp="2026-11-20T08:00:00Z")
@@ -286,8 +271,7 @@ def test_the_log_of_a_pod_that_is_being_deleted_is_asked_for_until_the_cluster_g
     if gone:
         cluster.pods = []
         watch.pods(fresh=True)
-    log = watch._final_logs[0]
-    assert log.ended.wait(20)
+    assert watch._final_logs[0].ended.wait(20)
     assert [line.text for line in watch.final_lines(pod, None) or []] == ([] if gone else ["0", "1"])
 
 

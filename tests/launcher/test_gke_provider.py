@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,12 @@ from tests.processes import wait_until
 from training.machine import Clock
 from training.telemetry.progress_line import ProgressLine
 
-FILE = """\
+FILE = f"""\
 project: p
 zone: us-central2-b
-slice: {name: two, accelerator_type: v4-16, create_minutes: CREATE, stockout_minutes: 0.01}
-image: {reference: 'IMAGE'}
-run: {command: [train], start_minutes: START}
+slice: {{name: two, accelerator_type: v4-16, create_minutes: CREATE, stockout_minutes: 0.01}}
+image: {{reference: '{IMAGE}'}}
+run: {{command: [train], start_minutes: START}}
 """
 KUBECTL = """
 cd "$(dirname "$0")" || exit 9
@@ -53,333 +54,313 @@ case "$*" in
   *create*) cat >/dev/null ;;
 esac
 """
+ATTEMPT = Attempt("two-0101-000000-0000", 0, IMAGE, ("train",), {}, host_secret="s" * 64)
+CONTAINER, JOBSET = ATTEMPT.container, f"{ATTEMPT.run_id}-0"
+NO_ANSWER = "Unable to connect to the server: dial tcp 34.1.2.3:443: i/o timeout\n"
+
+
+class Cluster:
+    """What kubectl shows, at first two running pods and no JobSet; files of `folder` change what it answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.said, self.opened = folder, list[str](), list[Gke]()
+        self.show_jobsets()
+        self.show("a", "b")
+
+    def show(self, *nodes: str, started: bool = True, ended: Any = (), taken: Any = ()) -> None:
+        """Shows a pod for each node; an empty name is an unschedulable pod."""
+        over = {"terminated": {"exitCode": 3, "finishedAt": "2026-01-01T00:00:01Z"}}
+        running = {"running": {"startedAt": "2026-01-01T00:00:00Z"}} if started else {}
+        waits = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/0 nodes"}
+        lost = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC"}
+        pods = []
+        for worker, node in enumerate(nodes):
+            phase = "Running" if node and started else "Pending"
+            status: dict[str, Any] = {"phase": phase, "conditions": [lost] * (worker in taken) if node else [waits]}
+            if node:
+                state = over if worker in ended else running
+                status["containerStatuses"] = [{"name": "trainer", "state": state}]
+            metadata = {"name": f"pod-{worker}", "uid": str(worker), "labels": {INDEX: str(worker)}}
+            pods.append({"metadata": metadata, "spec": {"nodeName": node} if node else {}, "status": status})
+        self.write("pods.new", json.dumps({"items": pods}))
+        (self.folder / "pods.new").replace(self.folder / "pods")
+
+    def show_jobsets(self, *names: str, run: str = ATTEMPT.run_id, **status: str) -> None:
+        labels = {LABEL_RUN: run}
+        each = [{"metadata": {"name": name, "labels": labels}, "spec": {}, "status": status} for name in names]
+        self.write("jobsets", json.dumps({"items": each}))
+
+    def write(self, file: str, text: str) -> None:
+        (self.folder / file).write_text(text)
+
+    def calls(self, verb: str) -> list[str]:
+        return [call for call in (self.folder / "calls").read_text().splitlines() if f" {verb} " in call]
+
+    @cached_property
+    def gke(self) -> Gke:
+        return self.new(1, 1)
+
+    def new(self, create: float, start: float) -> Gke:
+        """Returns a provider with these time-outs, in minutes."""
+        text = FILE.replace("CREATE", str(create)).replace("START", str(start))
+        self.opened.append(Gke(load_text(self.folder, text), self.said.append, this_machine()))
+        return self.opened[-1]
+
+    def observe(self, worker: int, *, progress: bool = False) -> Observation:
+        return self.gke.observe(worker, CONTAINER, None, progress=progress)
 
 
 @pytest.fixture
-def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    folder = write_program(tmp_path / "bin", "kubectl", KUBECTL).parent
-    show_jobsets(folder)
-    show(folder)
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    cluster = Cluster(write_program(tmp_path / "bin", "kubectl", KUBECTL).parent)
+    monkeypatch.setenv("PATH", f"{cluster.folder}:/usr/bin:/bin")
     monkeypatch.setattr("launcher.gke.pods._LIST_EVERY", 0.2)
-    yield folder
-    while _opened:
-        _opened.pop().close()
-
-
-def show(folder: Path, *nodes: str, started: bool = True, ended: Any = (), taken: Any = ()) -> None:
-    """Lets the cluster show a pod for each node; an empty name is an unschedulable pod."""
-    over = {"terminated": {"exitCode": 3, "finishedAt": "2026-01-01T00:00:01Z"}}
-    running = {"running": {"startedAt": "2026-01-01T00:00:00Z"}} if started else {}
-    waits = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/0 nodes"}
-    lost = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC"}
-    pods = []
-    for worker, node in enumerate(nodes):
-        phase = "Running" if node and started else "Pending"
-        status: dict[str, Any] = {"phase": phase, "conditions": [lost] * (worker in taken) if node else [waits]}
-        if node:
-            state = over if worker in ended else running
-            status["containerStatuses"] = [{"name": "trainer", "state": state}]
-        metadata = {"name": f"pod-{worker}", "uid": str(worker), "labels": {INDEX: str(worker)}}
-        pods.append({"metadata": metadata, "spec": {"nodeName": node} if node else {}, "status": status})
-    temporary = folder / "pods.new"
-    temporary.write_text(json.dumps({"items": pods}))
-    temporary.replace(folder / "pods")
-
-
-_opened: list[Gke] = []
-
-
-def provider(folder: Path, create: float, start: float) -> Gke:
-    text = FILE.replace("IMAGE", IMAGE).replace("CREATE", str(create)).replace("START", str(start))
-    gke = Gke(load_text(folder, text), print, this_machine())
-    _opened.append(gke)
-    return gke
-
-
-ATTEMPT = Attempt("two-0101-000000-0000", 0, IMAGE, ("train",), {}, host_secret="s" * 64)
-
-
-def show_jobsets(folder: Path, *names: str, run: str = ATTEMPT.run_id, **status: str) -> None:
-    each = [{"metadata": {"name": name, "labels": {LABEL_RUN: run}}, "spec": {}, "status": status} for name in names]
-    (folder / "jobsets").write_text(json.dumps({"items": each}))
+    yield cluster
+    for gke in cluster.opened:
+        gke.close()
 
 
 @pytest.mark.parametrize(("there", "deleted", "created"), [(0, True, True), (1, False, False)])
-def test_a_start_removes_earlier_attempts_of_its_run(kubectl: Path, there: int, deleted: bool, created: bool) -> None:
-    show(kubectl, "a", "b")
-    attempt = replace(ATTEMPT, number=1)
-    show_jobsets(kubectl, name := f"{attempt.run_id}-{there}")
-    gke = provider(kubectl, 1, 1)
-    gke.start(attempt)
-    (owned,) = calls(kubectl, "patch")
-    assert f" configmaps/{attempt.run_id}-1 secrets/{attempt.run_id}-1 " in owned
+def test_a_start_removes_earlier_attempts_of_its_run(
+    cluster: Cluster, there: int, deleted: bool, created: bool
+) -> None:
+    cluster.show_jobsets(name := f"{ATTEMPT.run_id}-{there}")
+    cluster.gke.start(replace(ATTEMPT, number=1))
+    (owned,) = cluster.calls("patch")
+    assert f" configmaps/{ATTEMPT.run_id}-1 secrets/{ATTEMPT.run_id}-1 " in owned
     assert "the-uid" in owned
-    assert any("jobsets" in call and name in call for call in calls(kubectl, "delete")) == deleted
-    assert bool(calls(kubectl, "create")) == created
+    assert any("jobsets" in call and name in call for call in cluster.calls("delete")) == deleted
+    assert bool(cluster.calls("create")) == created
 
 
-def test_a_node_may_come_later_than_a_container_may_take_to_start(kubectl: Path) -> None:
-    show(kubectl, "a", "")
-    gke, said = provider(kubectl, create=1, start=0.03), list[str]()
-    gke.say = said.append
-    threading.Timer(3.5, show, (kubectl, "a", "b")).start()
-    gke.start(ATTEMPT)
-    assert said == ["waiting for 1 of 2 hosts: host 1: no node takes its pod (Unschedulable: 0/0 nodes)"]
+def test_a_node_may_come_later_than_a_container_may_take_to_start(cluster: Cluster) -> None:
+    cluster.show("a", "")
+    threading.Timer(3.5, cluster.show, ("a", "b")).start()
+    cluster.new(create=1, start=0.03).start(ATTEMPT)
+    assert cluster.said == ["waiting for 1 of 2 hosts: host 1: no node takes its pod (Unschedulable: 0/0 nodes)"]
 
 
 @pytest.mark.parametrize("pods", [(), ("a",)])
-def test_a_jobset_that_ended_unseen_is_not_waited_for(kubectl: Path, pods: tuple[str, ...]) -> None:
-    show(kubectl, *pods, ended={0})
-    show_jobsets(kubectl, f"{ATTEMPT.run_id}-0", terminalState="Failed")
-    gke = provider(kubectl, 1, 1)
+def test_a_jobset_that_ended_unseen_is_not_waited_for(cluster: Cluster, pods: tuple[str, ...]) -> None:
+    cluster.show(*pods, ended={0})
+    cluster.show_jobsets(JOBSET, terminalState="Failed")
     if pods:
-        assert all(report.ok for report in gke.start(ATTEMPT))
+        assert all(report.ok for report in cluster.gke.start(ATTEMPT))
     else:
         with pytest.raises(LaunchError, match="lost its pods") as bad:
-            gke.start(ATTEMPT)
+            cluster.gke.start(ATTEMPT)
         assert bad.value.exit_code is Exit.HOST_LOST
 
 
-def test_only_hosts_without_nodes_are_a_stockout(kubectl: Path) -> None:
+def test_only_hosts_without_nodes_are_a_stockout(cluster: Cluster) -> None:
     for node, create, told, code in (
         ("b", 30, r"within run\.start_minutes \(0\.02\) after they had nodes", Exit.CLOUD_ERROR),
         ("", 0.02, r"no nodes for all hosts within 0\.03 minutes", Exit.STOCKOUT),
     ):
-        show(kubectl, "a", node, started=False)
+        cluster.show("a", node, started=False)
         with pytest.raises(LaunchError, match=told) as bad:
-            provider(kubectl, create, start=0.02).start(ATTEMPT)
+            cluster.new(create, start=0.02).start(ATTEMPT)
         assert bad.value.exit_code is code
 
 
-NO_ANSWER = "Unable to connect to the server: dial tcp 34.1.2.3:443: i/o timeout\n"
-
-
-def calls(kubectl: Path, verb: str) -> list[str]:
-    return [call for call in (kubectl / "calls").read_text().splitlines() if f" {verb} " in call]
-
-
-def test_a_failed_creation_is_removed_and_explained(kubectl: Path) -> None:
-    (kubectl / "refused-create").write_text(NO_ANSWER)
-    gke = provider(kubectl, 1, 1)
+def test_a_failed_creation_is_removed_and_explained(cluster: Cluster) -> None:
+    cluster.write("refused-create", NO_ANSWER)
     with pytest.raises(LaunchError, match="does not answer"):
-        gke.start(ATTEMPT)
-    assert "jobsets" in calls(kubectl, "delete")[-1]
-    (kubectl / "refused-delete").write_text('Error from server (InternalError): "etcd" leader changed\n')
+        cluster.gke.start(ATTEMPT)
+    assert "jobsets" in cluster.calls("delete")[-1]
+    cluster.write("refused-delete", 'Error from server (InternalError): "etcd" leader changed\n')
     with pytest.raises(LaunchError, match=r"leader changed|does not answer") as bad:
-        gke.start(ATTEMPT)
+        cluster.gke.start(ATTEMPT)
     assert bad.value.transient
 
 
-def test_a_start_waits_for_a_silent_cluster_until_its_time_is_over(kubectl: Path) -> None:
-    (kubectl / "refused-get").write_text(NO_ANSWER)
-    gke, said = provider(kubectl, create=0.02, start=0.03), list[str]()
-    gke.say = said.append
-    with pytest.raises(LaunchError, match="does not answer") as bad:
-        gke._wait_started(ATTEMPT, "demo", Clock())
-    assert bad.value.exit_code is Exit.CLOUD_ERROR
-    assert len(said) == 1
-
-
-def test_neither_a_start_nor_a_stop_waits_for_a_permission(kubectl: Path) -> None:
-    (kubectl / "refused-get").write_text('Error from server (Forbidden): pods is forbidden: User "a@b.c" cannot list\n')
-    gke = provider(kubectl, create=30, start=30)
+def test_a_start_waits_for_a_silent_cluster_until_its_time_is_over_and_for_no_permission(cluster: Cluster) -> None:
+    for answer, create, code in (
+        (NO_ANSWER, 0.02, Exit.CLOUD_ERROR),
+        ('Error from server (Forbidden): pods is forbidden: User "a@b.c" cannot list\n', 30, Exit.PERMISSION),
+    ):
+        cluster.write("refused-get", answer)
+        with pytest.raises(LaunchError) as bad:
+            cluster.new(create, start=0.03)._wait_started(ATTEMPT, "demo", Clock())
+        assert bad.value.exit_code is code
+        assert [text for text in cluster.said if "does not answer" in text] == cluster.said
+        assert len(cluster.said) == 1
     with pytest.raises(LaunchError) as bad:
-        gke._wait_started(ATTEMPT, "demo", Clock())
-    with pytest.raises(LaunchError) as refused:
-        gke.stop(ATTEMPT.container, grace=1, remove=True)
-    assert bad.value.exit_code is refused.value.exit_code is Exit.PERMISSION
+        cluster.gke.stop(CONTAINER, grace=1, remove=True)
+    assert bad.value.exit_code is Exit.PERMISSION
 
 
-def test_a_cluster_that_does_not_answer_fails_no_ended_run(kubectl: Path) -> None:
-    show(kubectl, "a", "b")
-    gke = provider(kubectl, 1, 1)
-    (kubectl / "refused-get").write_text(NO_ANSWER)
-    reports = gke.stop(ATTEMPT.container, grace=1, remove=True)
-    assert [report.ok for report in reports] == [False, False]
-    assert "does not answer" in reports[0].detail
-    assert gke.evidence(ATTEMPT.container, [0, 1]) == {}
-    assert gke.stacks(ATTEMPT.container) == {}
+def test_a_cluster_that_does_not_answer_fails_no_ended_run(cluster: Cluster) -> None:
+    cluster.write("refused-get", NO_ANSWER)
+    reports = cluster.gke.stop(CONTAINER, grace=1, remove=True)
+    assert [(report.ok, "does not answer" in report.detail) for report in reports] == [(False, True)] * 2
+    assert cluster.gke.evidence(CONTAINER, [0, 1]) == cluster.gke.stacks(CONTAINER) == {}
 
 
-def test_a_missing_pod_is_not_absent_and_hosts_share_a_list(kubectl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    show(kubectl, "a")
-    gke = provider(kubectl, 1, 1)
-    assert gke.observe(1, ATTEMPT.container, None) == Observation(1, None, problem="its pod is gone")
+def test_a_missing_pod_is_not_absent_and_hosts_share_a_list(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.show("a")
+    assert cluster.observe(1) == Observation(1, None, problem="its pod is gone")
     for name in ("refused-get", "slow"):
-        (kubectl / name).write_text(NO_ANSWER)
+        cluster.write(name, NO_ANSWER)
     time.sleep(0.3)
-    assert "does not answer" in gke.observe(0, ATTEMPT.container, None).problem
+    assert "does not answer" in cluster.observe(0).problem
     monkeypatch.setattr("launcher.gke.pods._LIST_EVERY", 1.0)  # a failed list counts for 0.2 s, and takes 0.3 s
-    before = len(calls(kubectl, "get"))
-    assert all("does not answer" in gke.observe(worker, ATTEMPT.container, None).problem for worker in range(50))
-    assert len(calls(kubectl, "get")) - before < 10
+    before = len(cluster.calls("get"))
+    assert all("does not answer" in cluster.observe(worker).problem for worker in range(50))
+    assert len(cluster.calls("get")) - before < 10
 
 
-def test_a_watch_that_was_refused_is_tried_again_and_counts_with_its_first_pod(kubectl: Path) -> None:
-    show(kubectl, "a", "b")
-    (kubectl / "refused---watch").write_text("error: You must be logged in to the server (Unauthorized)\n")
-    gke = provider(kubectl, 1, 1)
-
-    def wait_for(problem: str) -> None:
-        wait_until(lambda: gke.observe(0, ATTEMPT.container, None).problem[:27] == problem, 60)
-
-    wait_for("the cluster does not accept")
-    pod = json.loads((kubectl / "pods").read_text())["items"][0]
-    (kubectl / "event").write_text(json.dumps({"type": "ADDED", "object": pod}) + "\n")
-    (kubectl / "refused---watch").unlink()
-    wait_for("")
+def test_a_watch_that_was_refused_is_tried_again_and_counts_with_its_first_pod(cluster: Cluster) -> None:
+    cluster.write("refused---watch", "error: You must be logged in to the server (Unauthorized)\n")
+    wait_until(lambda: cluster.observe(0).problem.startswith("the cluster does not accept"), 60)
+    pod = json.loads((cluster.folder / "pods").read_text())["items"][0]
+    cluster.write("event", json.dumps({"type": "ADDED", "object": pod}) + "\n")
+    (cluster.folder / "refused---watch").unlink()
+    wait_until(lambda: cluster.observe(0).problem == "", 60)
 
 
-def test_a_line_of_progress_is_read_where_it_is_asked_for_and_its_refusal_is_no_problem(kubectl: Path) -> None:
-    show(kubectl, "a", "b", ended={0})
-    (kubectl / "progress").write_text('progress {"step": 3}\n')
-    gke = provider(kubectl, 1, 1)
-    assert gke.observe(1, ATTEMPT.container, None).progress == ()
-    assert gke.observe(0, ATTEMPT.container, None, progress=True).progress == ()
-    assert not calls(kubectl, "exec")
-    seen = gke.observe(1, ATTEMPT.container, None, progress=True)
-    assert seen.progress == (ProgressLine(3),)
-    assert "exec pod-1 --container trainer" in calls(kubectl, "exec")[0]
-    (kubectl / "refused-exec").write_text("Error from server (Forbidden): cannot create resource pods/exec\n")
-    seen = gke.observe(1, ATTEMPT.container, None, progress=True)
+def test_a_line_of_progress_is_read_where_it_is_asked_for_and_its_refusal_is_no_problem(cluster: Cluster) -> None:
+    cluster.show("a", "b", ended={0})
+    cluster.write("progress", 'progress {"step": 3}\n')
+    assert cluster.observe(1).progress == cluster.observe(0, progress=True).progress == ()
+    assert not cluster.calls("exec")
+    assert cluster.observe(1, progress=True).progress == (ProgressLine(3),)
+    assert "exec pod-1 --container trainer" in cluster.calls("exec")[0]
+    cluster.write("refused-exec", "Error from server (Forbidden): cannot create resource pods/exec\n")
+    seen = cluster.observe(1, progress=True)
     assert (seen.progress, seen.problem, [line.text for line in seen.lines]) == ((), "", ["a line"])
 
 
 @pytest.mark.parametrize("pods", [(), ("a", "")])
-def test_a_stop_before_any_pod_has_started_deletes_the_jobset(kubectl: Path, pods: tuple[str, ...]) -> None:
+def test_a_stop_before_any_pod_has_started_deletes_the_jobset(cluster: Cluster, pods: tuple[str, ...]) -> None:
     """A JobSet that waits for nodes, or for Kueue, would start after the stop."""
-    show(kubectl, *pods, started=False)
-    reports = provider(kubectl, 1, 1).stop(ATTEMPT.container, grace=1, remove=False)
-    assert all(report.ok for report in reports)
-    assert any("jobsets" in call and "two-0101-000000-0000-0" in call for call in calls(kubectl, "delete"))
+    cluster.show(*pods, started=False)
+    assert all(report.ok for report in cluster.gke.stop(CONTAINER, grace=1, remove=False))
+    assert any("jobsets" in call and JOBSET in call for call in cluster.calls("delete"))
 
 
-def test_a_stop_that_came_before_the_jobset_ends_its_start(kubectl: Path) -> None:
+def test_a_stop_that_came_before_the_jobset_ends_its_start(cluster: Cluster) -> None:
     class Stopped(Clock):
         def sleep(self, seconds: float) -> None:
             raise LaunchError("it was stopped")
 
     with pytest.raises(LaunchError, match="it was stopped"):
-        provider(kubectl, 1, 1).start(ATTEMPT, Stopped())
-    assert "jobsets" in calls(kubectl, "delete")[-1]
-    assert not calls(kubectl, "create")
-    show_jobsets(kubectl, f"{ATTEMPT.run_id}-0")  # of an interrupted start
-    show(kubectl, "a", "b")
+        cluster.gke.start(ATTEMPT, Stopped())
+    assert "jobsets" in cluster.calls("delete")[-1]
+    assert not cluster.calls("create")
+    cluster.show_jobsets(JOBSET)  # of an interrupted start
     with pytest.raises(LaunchError, match="it was stopped"):
-        provider(kubectl, 1, 1).start(ATTEMPT, Stopped())
+        cluster.gke.start(ATTEMPT, Stopped())
 
 
-def test_a_start_refuses_an_image_that_nodes_can_not_pull_and_a_slice_that_another_run_uses(kubectl: Path) -> None:
-    show(kubectl, "a", "b")
-    gke = provider(kubectl, 1, 1)
+def test_a_start_refuses_an_image_that_nodes_can_not_pull_and_a_slice_that_another_run_uses(cluster: Cluster) -> None:
     with pytest.raises(LaunchError, match="can't pull image trainer:latest") as bad:
-        gke.start(replace(ATTEMPT, image="trainer:latest"))
+        cluster.gke.start(replace(ATTEMPT, image="trainer:latest"))
     assert bad.value.exit_code is Exit.BAD_INPUT
-    show_jobsets(kubectl, "other-0", run="other")
-    assert [(report.ok, report.occupied_by) for report in gke.start(ATTEMPT)] == [(False, "other")] * 2
-    show_jobsets(kubectl, "other-0", run="other", terminalState="Failed")
-    assert all(report.ok for report in gke.start(ATTEMPT))
+    cluster.show_jobsets("other-0", run="other")
+    assert [(report.ok, report.occupied_by) for report in cluster.gke.start(ATTEMPT)] == [(False, "other")] * 2
+    cluster.show_jobsets("other-0", run="other", terminalState="Failed")
+    assert all(report.ok for report in cluster.gke.start(ATTEMPT))
 
 
-def test_an_up_tells_of_nodes_that_are_missing_or_hidden_and_fails_without_an_answer(kubectl: Path) -> None:
-    gke, said = provider(kubectl, 1, 1), list[str]()
-    gke.say = said.append
-    gke.create()
-    (kubectl / "refused-nodes").write_text('Error from server (Forbidden): User "a" cannot list resource "nodes"\n')
-    gke.create()
-    assert [text[:25] for text in said] == ["the cluster has 0 of 2 no", "you may not list nodes: o"]
-    (kubectl / "refused-nodes").write_text(NO_ANSWER)
+def test_an_up_tells_of_nodes_that_are_missing_or_hidden_and_fails_without_an_answer(cluster: Cluster) -> None:
+    cluster.write("left", "node/a\nnode/b\n")
+    cluster.gke.create()
+    cluster.write("left", "")
+    cluster.gke.create()
+    cluster.write("refused-nodes", 'Error from server (Forbidden): User "a" cannot list resource "nodes"\n')
+    cluster.gke.create()
+    assert [text[:25] for text in cluster.said] == ["the cluster has 0 of 2 no", "you may not list nodes: o"]
+    cluster.write("refused-nodes", NO_ANSWER)
     with pytest.raises(LaunchError, match="does not answer"):
-        gke.create()
+        cluster.gke.create()
 
 
-def test_a_slice_is_preempted_once_all_its_pods_were_disrupted_and_have_ended(kubectl: Path) -> None:
-    both, one = {0, 1}, {0}
-    for pods, taken, ended, attempt in (("ab", both, both, 0), ("ab", both, both, 1), ("ab", both, one, 0),
-                                        ("ab", one, both, 0), ("", (), (), 0)):  # fmt: skip
-        show(kubectl, *pods, ended=ended, taken=taken)
-        show_jobsets(kubectl, f"{ATTEMPT.run_id}-{attempt}")
-        gke = provider(kubectl, 1, 1)
-        gke.observe(0, ATTEMPT.container, None)
-        preempted = taken == ended == both and attempt == 0
-        assert gke.describe().state == ("PREEMPTED" if preempted else "READY")
+@pytest.mark.parametrize(
+    ("taken", "ended", "attempt", "state"),
+    [({0, 1}, {0, 1}, 0, "PREEMPTED"), ({0, 1}, {0, 1}, 1, "READY"), ({0, 1}, {0}, 0, "READY"),
+     ({0}, {0, 1}, 0, "READY"), (None, (), 0, "READY")],
+)  # fmt: skip
+def test_a_slice_is_preempted_once_all_its_pods_were_disrupted_and_have_ended(
+    cluster: Cluster, taken: Any, ended: Any, attempt: int, state: str
+) -> None:
+    cluster.show(*("" if taken is None else "ab"), ended=ended, taken=taken)
+    cluster.show_jobsets(f"{ATTEMPT.run_id}-{attempt}")
+    cluster.observe(0)
+    assert cluster.gke.describe().state == state
 
 
-def test_how_a_pod_ended_is_known_without_its_log_which_may_be_gone_with_its_node(kubectl: Path) -> None:
-    show(kubectl, "a", "b", ended={0})
-    (kubectl / "refused-logs").write_text("Error from server: dial tcp 10.4.0.1:10250: connect: no route to host\n")
-    gke = provider(kubectl, 1, 1)
-    ended, runs = (gke.observe(worker, ATTEMPT.container, None) for worker in range(2))
-    assert ended.container.exit_code == 3
-    assert runs.container is None
+def test_how_a_pod_ended_is_known_without_its_log_which_may_be_gone_with_its_node(cluster: Cluster) -> None:
+    cluster.show("a", "b", ended={0})
+    cluster.write("refused-logs", "Error from server: dial tcp 10.4.0.1:10250: connect: no route to host\n")
+    ended, runs = cluster.observe(0), cluster.observe(1)
+    assert (ended.container.exit_code, runs.container) == (3, None)
     assert ("no route to host" in ended.problem, runs.not_taken) == (True, False)
-    (kubectl / "refused-logs").write_text(NO_ANSWER)
-    assert gke.observe(1, ATTEMPT.container, None).not_taken, "it says nothing about the host"
+    cluster.write("refused-logs", NO_ANSWER)
+    assert cluster.observe(1).not_taken, "it says nothing about the host"
 
 
-def test_only_pods_that_run_are_stopped_and_asked_for_stacks_and_each_host_is_reported(kubectl: Path) -> None:
-    show(kubectl, "a", "b", "", ended={0})
-    gke = provider(kubectl, 1, 1)
-    assert set(gke.stacks(ATTEMPT.container)) == {1}
-    reports = gke.stop(ATTEMPT.container, grace=-29, remove=False)
+def test_only_pods_that_run_are_stopped_and_asked_for_stacks_and_each_host_is_reported(cluster: Cluster) -> None:
+    cluster.show("a", "b", "", ended={0})
+    assert set(cluster.gke.stacks(CONTAINER)) == {1}
+    reports = cluster.gke.stop(CONTAINER, grace=-29, remove=False)
     assert [(report.ok, report.detail) for report in reports] == [(True, ""), (False, "its pod did not end within 1 s")]
-    (delete,) = calls(kubectl, "delete")
+    (delete,) = cluster.calls("delete")
     assert ("pod-1" in delete, "pod-0" in delete) == (True, False)
-    assert [report.ok for report in gke.stop(ATTEMPT.container, grace=-29, remove=False, workers=[0])] == [True]
-    assert len(calls(kubectl, "delete")) == 1
-    assert not gke.known_ready(), "a cluster may lose nodes at any time"
+    assert [report.ok for report in cluster.gke.stop(CONTAINER, grace=-29, remove=False, workers=[0])] == [True]
+    assert len(cluster.calls("delete")) == 1
+    assert not cluster.gke.known_ready(), "a cluster may lose nodes at any time"
+    with pytest.raises(LaunchError, match="exec pod-1 -- train"):
+        cluster.gke.execute(CONTAINER, ["train"], [1], seconds=1, on_line=print)
 
 
-def test_a_jobset_that_another_client_deleted_is_told_from_one_that_this_process_removed(kubectl: Path) -> None:
-    show(kubectl, "a", "b")
-    gke = provider(kubectl, 1, 1)
-    show_jobsets(kubectl, ATTEMPT.run_id + "-0")
-    gke.observe(0, ATTEMPT.container, None)
-    assert (gke.describe().state, gke.describe().trouble) == ("READY", "")
-    show_jobsets(kubectl)
-    assert gke.describe().state == "DELETED"
-    show_jobsets(kubectl, ATTEMPT.run_id + "-1")  # the run's launcher has started its next attempt
-    assert gke.describe().state == "READY"
-    removing = provider(kubectl, 1, 1)
-    removing.observe(0, ATTEMPT.container, None)
-    show_jobsets(kubectl, ATTEMPT.run_id + "-0")
-    removing.stop(ATTEMPT.container, grace=-29, remove=True)
-    show_jobsets(kubectl)
+def test_a_jobset_that_another_client_deleted_is_told_from_one_that_this_process_removed(cluster: Cluster) -> None:
+    cluster.show_jobsets(JOBSET)
+    cluster.observe(0)
+    assert (cluster.gke.describe().state, cluster.gke.describe().trouble) == ("READY", "")
+    assert cluster.gke.describe().hosts[0].startswith(JOBSET)
+    cluster.show_jobsets(JOBSET, terminalState="Failed")
+    assert cluster.gke.describe().hosts == ("", "")
+    cluster.show_jobsets()
+    assert cluster.gke.describe().state == "DELETED"
+    cluster.show_jobsets(f"{ATTEMPT.run_id}-1")  # the run's launcher has started its next attempt
+    assert cluster.gke.describe().state == "READY"
+    removing = cluster.new(1, 1)
+    removing.observe(0, CONTAINER, None)
+    cluster.show_jobsets(JOBSET)
+    removing.stop(CONTAINER, grace=-29, remove=True)
+    cluster.show_jobsets()
     assert (removing.describe().state, removing._watches) == ("READY", {})
-    gke.observe(0, ATTEMPT.container, None)
-    gke.stop(ATTEMPT.container, grace=-29, remove=True)
-    assert gke.describe().state == "DELETED", "before the stop"
+    cluster.observe(0)
+    cluster.gke.stop(CONTAINER, grace=-29, remove=True)
+    assert cluster.gke.describe().state == "DELETED", "before the stop"
 
 
-def test_pods_that_outlive_their_deletion_are_told(kubectl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    gke = provider(kubectl, 1, 1)
-    gke.say = said.append
-    gke.delete()
-    assert said == ["the JobSets are deleted; the node pool stays"]
-    (delete,) = calls(kubectl, "delete")
+def test_pods_that_outlive_their_deletion_are_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.gke.delete()
+    assert cluster.said == ["the JobSets are deleted; the node pool stays"]
+    (delete,) = cluster.calls("delete")
     assert "delete jobsets.jobset.x-k8s.io,configmaps --selector tpu-launch/slice=two " in delete
-    (kubectl / "left").write_text("pod/pod-0\n")
-    monkeypatch.setattr("launcher.gke.provider._GONE_SECONDS", -gke.config.run.stop_seconds - 1)
+    cluster.write("left", "pod/pod-0\n")
+    monkeypatch.setattr("launcher.gke.provider._GONE_SECONDS", -cluster.gke.config.run.stop_seconds - 1)
     with pytest.raises(LaunchError, match=r"1 pods are still there -1 s after deletion: pod/pod-0"):
-        gke.delete()
-    assert all("still there" in report.detail for report in gke.stop(ATTEMPT.container, grace=-29, remove=True))
+        cluster.gke.delete()
+    assert all("still there" in report.detail for report in cluster.gke.stop(CONTAINER, grace=-29, remove=True))
 
 
-def test_a_look_tells_the_state_of_a_pod_and_its_newest_lines(kubectl: Path) -> None:
-    show(kubectl, "a", "b", "", ended={0})
-    gke = provider(kubectl, 1, 1)
-    states = [gke.look(worker, ATTEMPT.container).container for worker in range(4)]
-    assert [state.status for state in states] == ["exited", "running", "created", "absent"]
-    assert [state.exit_code for state in states] == [3, None, None, None]
-    assert not calls(kubectl, "logs")
-    assert all(gke.look(worker, ATTEMPT.container, lines=5).container is not None for worker in (0, 2))
-    (log,) = calls(kubectl, "logs")
+def test_a_look_tells_the_state_of_a_pod_and_its_newest_lines(cluster: Cluster) -> None:
+    cluster.show("a", "b", "", ended={0})
+    states = [cluster.gke.look(worker, CONTAINER).container for worker in range(4)]
+    assert [(state.status, state.exit_code) for state in states] == [
+        ("exited", 3), ("running", None), ("created", None), ("absent", None),
+    ]  # fmt: skip
+    assert not cluster.calls("logs")
+    assert all(cluster.gke.look(worker, CONTAINER, lines=5).container is not None for worker in (0, 2))
+    (log,) = cluster.calls("logs")
     assert "--tail=5" in log
-    show(kubectl, "a", taken={0}, ended={0})
-    wait_until(lambda: gke.look(0, ATTEMPT.container).problem == "its pod was disrupted: DeletionByPodGC")
-    gke._kubectl.follow("logs", "pod-0", on_line=print, on_start=lambda end: None, seconds=9)  # ends well
+    cluster.show("a", taken={0}, ended={0})
+    wait_until(lambda: cluster.gke.look(0, CONTAINER).problem == "its pod was disrupted: DeletionByPodGC")
+    cluster.gke._kubectl.follow("logs", "pod-0", on_line=print, on_start=lambda end: None, seconds=9)  # ends well
 
 
 @given(st.text("$()Aa =", max_size=12), st.dictionaries(st.text("Aa", min_size=1), st.text(max_size=3)))
