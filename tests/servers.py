@@ -3,13 +3,10 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from launcher.emulator import storage
 from launcher.emulator.bucket import Buckets
@@ -17,7 +14,6 @@ from launcher.emulator.http_server import Handler, HttpRequest, HttpResponse, ac
 from launcher.emulator.registry import NAMES, EmulatedRegistry
 from launcher.emulator.state import EmulatorState, Store
 from launcher.emulator.tls import CA_FILE, serve_tls, tls_context
-from launcher.images.registry import ADDRESS
 
 HOST = "us-central2-docker.pkg.dev"
 OTHER_HOST = "registry.example.com"  # one that is not Google's
@@ -104,13 +100,3 @@ class RegistryServer(LoopbackServer):
         self.asked.append(f"{request.method} {request.path}")
         self.bytes_received += int(request.headers.get("Content-Length") or 0)
         return self.before(request) or self.api.answer(request)
-
-
-@contextmanager
-def serve(folder: Path, patch: pytest.MonkeyPatch) -> Iterator[RegistryServer]:
-    """A registry that this process's client reaches under any name."""
-    server = RegistryServer(folder)
-    patch.setenv(ADDRESS, server.address)
-    patch.setenv("SSL_CERT_FILE", str(server.ca))
-    yield server
-    server.close()

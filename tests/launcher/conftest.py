@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from launcher.images.registry import ADDRESS
 from tests.launcher.emulated_gcloud import Cloud
 from tests.launcher.script_host import SHELLS, ScriptHost
 from tests.launcher.test_runs import Hosts, Workstation
-from tests.servers import BucketServer
+from tests.servers import BucketServer, RegistryServer
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +24,16 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketSe
     """Cloud Storage, in the test's folder."""
     server = BucketServer(tmp_path / "storage")
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RegistryServer]:
+    """A registry, which this process's client reaches under any name."""
+    server = RegistryServer(tmp_path / "registry")
+    monkeypatch.setenv(ADDRESS, server.address)
+    monkeypatch.setenv("SSL_CERT_FILE", str(server.ca))
     yield server
     server.close()
 

@@ -7,26 +7,26 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher.checks.doctor import check_base_image
-from launcher.config import Config
+from launcher.config import Config, load
 from launcher.emulator.http_server import HttpRequest
 from launcher.errors import BadInput
 from launcher.images import appended, local, overlays, repositories
 from launcher.images.layers import LARGE_BYTES
 from launcher.images.registry import Blob, ManifestDocument, Registry, sha256
 from launcher.images.repositories import RegistryCredentials, find_credentials
+from tests.kubernetes.golden import EXAMPLE
 from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.script_host import write_program
-from tests.servers import HOST, OTHER_HOST, TOKEN, RegistryServer, serve
+from tests.servers import HOST, OTHER_HOST, TOKEN, RegistryServer
 
 MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
-REPOSITORY = f"{OTHER_HOST}/p/images/code"
+REPOSITORY, MINE = f"{OTHER_HOST}/p/images/code", f"{OTHER_HOST}/p/images/mine:1"
 FILE = f"""\
 {SLICE}image: {{repository: {REPOSITORY}, build: registry, backend: torch-xla, code: own}}
 run: {{command: [python, main.py]}}
@@ -34,23 +34,26 @@ run: {{command: [python, main.py]}}
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RegistryServer]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: RegistryServer) -> RegistryServer:
     """A registry to which docker's settings have the login."""
     login = RegistryCredentials("oauth2accesstoken", TOKEN).basic.removeprefix("Basic ")
     (tmp_path / "docker").mkdir()
     (tmp_path / "docker" / "config.json").write_text(json.dumps({"auths": {OTHER_HOST: {"auth": login}}}))
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
-    with serve(tmp_path / "server", monkeypatch) as served:
-        yield served
+    return registry
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
-    """A run's file with a program of two files beside it."""
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "main.py").write_text("print(1)\n")
-    (tmp_path / "own" / "tool.sh").write_text("#!/bin/sh\n")
-    (tmp_path / "own" / "tool.sh").chmod(0o700)
+def code(tmp_path: Path) -> Path:
+    """The folder of a program of two files."""
+    tool = write_program(tmp_path / "own", "tool.sh")
+    tool.chmod(0o700)
+    (tool.parent / "main.py").write_text("print(1)\n")
+    return tool.parent
+
+
+@pytest.fixture
+def config(tmp_path: Path, code: Path) -> Config:
     return load_text(tmp_path, FILE)
 
 
@@ -99,35 +102,33 @@ def read(name: str) -> tuple[dict[str, tarfile.TarInfo], Any]:
     return entries, json.loads(blobs[0])
 
 
-def test_an_unchanged_image_sends_no_byte(server: RegistryServer, config: Config) -> None:
+def test_only_a_changed_layer_is_sent_with_configuration_and_manifest(
+    server: RegistryServer, config: Config, code: Path
+) -> None:
     push_our_base(config)
+    (code / "weights.bin").write_bytes(os.urandom(LARGE_BYTES))
     assert local.published(config) is None
     first = make(config)
     assert local.published(config) == first
     sent = server.bytes_received
-    for path in (config.folder / "own").iterdir():
+    assert sent > LARGE_BYTES
+    for path in code.iterdir():
         os.utime(path, (1, 1))
     assert make(config) == first
     assert server.bytes_received == sent
-
-
-def test_a_changed_line_sends_its_layer_configuration_and_manifest(server: RegistryServer, config: Config) -> None:
-    push_our_base(config)
-    (config.folder / "own" / "weights.bin").write_bytes(os.urandom(LARGE_BYTES))
-    first, before = make(config), server.bytes_received
-    assert before > LARGE_BYTES
-    (config.folder / "own" / "main.py").write_text("print(2)\n")
+    (code / "main.py").write_text("print(2)\n")
     second = make(config)
     assert second != first
-    assert server.bytes_received - before < 4000
+    assert server.bytes_received - sent < 4000
     for name, text in ((first, "print(1)\n"), (second, "print(2)\n")):
         assert read(name)[0]["home/trainer/main.py"].pax_headers["text"] == text
 
 
-def test_the_image_holds_what_a_build_would_copy(server: RegistryServer, config: Config) -> None:
-    (config.folder / "own" / ".env").write_text("SECRET=1\n")
-    (config.folder / "own" / "package").mkdir()
-    (config.folder / "own" / "package" / "link.py").symlink_to("../main.py")
+@pytest.mark.usefixtures("server")
+def test_the_image_holds_what_a_build_would_copy(config: Config, code: Path) -> None:
+    (code / ".env").write_text("SECRET=1\n")
+    (code / "package").mkdir()
+    (code / "package" / "link.py").symlink_to("../main.py")
     push_our_base(config)
     entries, described = read(make(config))
     assert entries["base-file"]
@@ -145,8 +146,8 @@ def test_the_image_holds_what_a_build_would_copy(server: RegistryServer, config:
 
 
 def test_a_users_own_base_gets_only_the_code_and_is_not_sent(server: RegistryServer, config: Config) -> None:
-    push_base(f"{OTHER_HOST}/p/images/mine:1", folder="/srv/app")
-    text = FILE.replace("build: registry", f"base: {OTHER_HOST}/p/images/mine:1")
+    push_base(MINE, folder="/srv/app")
+    text = FILE.replace("build: registry", f"base: {MINE}")
     name = make(load_text(config.folder, text))
     assert name.startswith(f"{REPOSITORY}@sha256:")
     assert set(read(name)[0]) == {"base-file", "srv/app/main.py", "srv/app/tool.sh"}
@@ -155,10 +156,11 @@ def test_a_users_own_base_gets_only_the_code_and_is_not_sent(server: RegistrySer
         make(load_text(config.folder, text.replace(", code: own", "")))
 
 
-def test_sync_goes_where_the_base_has_code_and_sees_edits_during_builds(server: RegistryServer, config: Config) -> None:
-    push_base(f"{OTHER_HOST}/p/images/mine:1", folder="/srv/app")
-    config = load_text(config.folder, FILE.replace("build: registry", f"base: {OTHER_HOST}/p/images/mine:1"))
-    code, home = config.folder / "own", config.folder / "home"
+def test_sync_goes_where_the_base_has_code_and_sees_edits_during_builds(
+    server: RegistryServer, tmp_path: Path, code: Path
+) -> None:
+    push_base(MINE, folder="/srv/app")
+    config, home = load_text(tmp_path, FILE.replace("build: registry", f"base: {MINE}")), tmp_path / "home"
     (code / "link.py").symlink_to("main.py")
     (code / "token.json").write_text("{}")
     with pytest.raises(BadInput, match=r"where is that folder in your image"):
@@ -180,38 +182,34 @@ def test_sync_goes_where_the_base_has_code_and_sees_edits_during_builds(server: 
     assert overlays.find_changes(str(code), config, home, image.reference).changed == ()
 
 
-def test_a_missing_base_is_an_error_that_says_how_to_make_it(server: RegistryServer, config: Config) -> None:
+def test_a_missing_base_is_an_error_that_says_how_to_make_it_and_doctor_looks_for_it(
+    server: RegistryServer, config: Config
+) -> None:
     how = r"base-[0-9a-f]{16} is not in the registry.*tpu-launch image base -f \S*run\.yaml"
     with pytest.raises(BadInput, match=how):
         make(config)
+    missing = check_base_image(config)
+    assert (missing.severity, "tpu-launch image base" in missing.fix) == ("FAIL", True)
+    push_our_base(config)
+    assert check_base_image(config).severity == "PASS"
+    (config.folder / "docker" / "config.json").write_text("{}")
+    refused = check_base_image(config)
+    assert (refused.severity, "refuses these credentials" in refused.message) == ("FAIL", True)
     own = load_text(config.folder, FILE.replace("build: registry", "base: elsewhere.example.com/a/b:1"))
     with pytest.raises(BadInput, match=r"is in another registry than image\.repository"):
         make(own)
 
 
-def test_doctor_looks_for_the_base(server: RegistryServer, config: Config) -> None:
-    missing = check_base_image(config)
-    assert missing.severity == "FAIL"
-    assert "tpu-launch image base" in missing.fix
-    push_our_base(config)
-    assert check_base_image(config).severity == "PASS"
-    (config.folder / "docker" / "config.json").write_text("{}")
-    refused = check_base_image(config)
-    assert refused.severity == "FAIL"
-    assert "refuses these credentials" in refused.message
-
-
 def test_without_engine_the_registry_is_taken(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no docker, and nothing else
     auto = FILE.replace("build: registry, ", "")
-    assert not local.needs_engine(load_text(config.folder, auto))
-    for change in ("repository: " + REPOSITORY + ", ", "code: own"):
-        text = auto.replace(change, "" if "repository" in change else "dockerfile: own/Dockerfile")
-        changed = load_text(config.folder, text)
+    assert not local.needs_engine(load_text(tmp_path, auto))
+    for old, new in ((f"repository: {REPOSITORY}, ", ""), ("code: own", "dockerfile: own/Dockerfile")):
+        changed = load_text(tmp_path, auto.replace(old, new))
         assert local.needs_engine(changed)
         with pytest.raises(BadInput):
             local.check(changed)
-    assert local.needs_engine(load_text(config.folder, FILE.replace("registry,", "engine,")))
+    assert local.needs_engine(load_text(tmp_path, FILE.replace("registry,", "engine,")))
     assert not local.needs_engine(config)
     local.check(config)
 
@@ -219,25 +217,23 @@ def test_without_engine_the_registry_is_taken(config: Config, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("build: registry, dockerfile: D", "code comes into our image"),
-        ("build: registry, target: test", "build: registry runs no Dockerfile"),
-        ("build: engine, base: gcr.io/p/i:1", "base is appended to in the registry"),
-        ("build: somewhere", "build"),
+        ("registry, dockerfile: D", "code comes into our image"),
+        ("registry, target: test", "build: registry runs no Dockerfile"),
+        ("engine, base: gcr.io/p/i:1", "base is appended to in the registry"),
+        ("somewhere", "build"),
     ],
 )
 def test_contradicting_keys_are_refused(config: Config, change: str, message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        load_text(config.folder, FILE.replace("build: registry", change))
+        load_text(config.folder, FILE.replace("build: registry", f"build: {change}"))
 
 
 def test_cloud_build_makes_the_same_base(config: Config, tmp_path: Path) -> None:
     spec = local.image_spec(config)
-    commands = appended.cloud_build_commands(spec, "p")
-    script = tmp_path / "script.sh"
     write_program(tmp_path / "bin", "gcloud", 'echo "$@"')
-    script.write_text(commands)
     environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    words = subprocess.check_output(["sh", "-eu", script], cwd=tmp_path, env=environment, text=True).split()
+    command = ["sh", "-euc", appended.cloud_build_commands(spec, "p")]
+    words = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True).split()
     assert words[:2] == ["builds", "submit"]
     folder = tmp_path / words[2]
     assert not [path for path in folder.iterdir() if path.is_symlink()], "Cloud Build gets no other folder"
@@ -262,15 +258,8 @@ def test_making_an_image_in_the_registry_needs_no_module_of_linux_alone() -> Non
 
 @pytest.mark.parametrize("backend", ["torch-xla", "tensorflow"])
 def test_trackers_bring_their_packages_into_our_image_and_change_no_other_pin(backend: str, tmp_path: Path) -> None:
-    trainer = """\
-backend: BACKEND
-model: {name: bert-tiny}
-data: {train: gs://b/train, tokenizer: gs://b/tokenizer}
-train: {global_batch_size: 8, steps: 10, learning_rate: 0.001}
-output: gs://b/runs
-telemetry: {trackers: [wandb]}
-""".replace("BACKEND", backend)
-    spec = local.image_spec(load_text(tmp_path, SLICE + trainer))
+    overrides = (f"backend={backend}", "telemetry.trackers=[wandb]")
+    spec = local.image_spec(load(EXAMPLE, overrides))
     assert ("EXTRA", "requirements-trackers.txt") in spec.build_args
     lock = dict(spec.context)
 

@@ -4,7 +4,6 @@ Docker is a script here. tests/rehearsal/test_fault_matrix.py makes a repository
 """
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from launcher.images.build_context import hash_file
 from launcher.images.registry import ADDRESS
 from launcher.images.specification import ImageSpec, folder_spec
 from tests.launcher.script_host import write_program
-from tests.servers import serve
+from tests.servers import RegistryServer
 
 
 def client_script(version: str = "28.2.2", *, buildx: bool = False, else_says: str = "") -> str:
@@ -88,7 +87,7 @@ esac
 
 
 @pytest.fixture
-def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: RegistryServer) -> Path:
     """The folder of the script, its state and its calls, with a registry that has an image once it was pushed."""
     folder = write_program(tmp_path / "bin", "docker", DOCKER).parent
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
@@ -97,9 +96,8 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     def answer(request: HttpRequest) -> HttpResponse:
         return HttpResponse(200 if (folder / "stored").exists() else 404, b"", {"Docker-Content-Digest": DIGEST})
 
-    with serve(tmp_path / "registry", monkeypatch) as server:
-        server.before = answer
-        yield folder
+    registry.before = answer
+    return folder
 
 
 @pytest.fixture
@@ -108,6 +106,10 @@ def spec(tmp_path: Path) -> ImageSpec:
     context.mkdir()
     (context / "Dockerfile").write_text("FROM debian:bookworm-slim\n")
     return dataclasses.replace(folder_spec("test/image", context), repository="registry.example.com/p/n")
+
+
+def push(spec: ImageSpec) -> None:
+    assert ensure_image(spec, print).reference == REFERENCE
 
 
 def count_pushes(docker: Path) -> int:
@@ -138,29 +140,26 @@ def test_an_interrupted_push_is_done_again(docker: Path, spec: ImageSpec) -> Non
         ensure_image(spec, print)
     assert [command[1] for command in list_commands(spec)] == ["tag", "push"]
     (docker / "interrupted").unlink()
-    assert ensure_image(spec, print).reference == REFERENCE
+    push(spec)
     assert count_pushes(docker) == 2
 
 
-def test_what_the_registry_has_under_the_tag_is_not_pushed_again(docker: Path, spec: ImageSpec, tmp_path: Path) -> None:
+def test_what_the_registry_has_under_the_tag_is_not_built_and_pushed_again(
+    docker: Path, spec: ImageSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not after a damaged record, nor after the image was removed, and built again: other bytes, the same sources."""
-    for _ in range(2):
-        assert ensure_image(spec, print).reference == REFERENCE
+    push(spec)
+    push(spec)
     assert list_commands(spec) == []
     assert find_pushed(spec) == REFERENCE
-    for record in (tmp_path / "home" / "images").glob("*.pushed"):
-        record.write_text("registry.example.com")
-    (docker / "image").unlink()
-    assert ensure_image(spec, print).reference == REFERENCE
-    assert count_pushes(docker) == 1
-
-
-def test_a_plan_does_not_build_what_was_pushed(docker: Path, spec: ImageSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    ensure_image(spec, print)
     (docker / "image").unlink()
     assert list_commands(spec) == []
     unpushed = dataclasses.replace(spec, repository=None)
     assert [command[3] for command in list_commands(unpushed)] == ["build"]
+    for record in (tmp_path / "home" / "images").glob("*.pushed"):
+        record.write_text("registry.example.com")
+    push(spec)
+    assert count_pushes(docker) == 1
     monkeypatch.setattr(engine, "SECONDS", 0.3)
     (docker / "hangs").touch()
     assert list_commands(unpushed)[0][1] == "pull", "an engine that hangs is none"
@@ -168,14 +167,13 @@ def test_a_plan_does_not_build_what_was_pushed(docker: Path, spec: ImageSpec, mo
 
 @pytest.mark.parametrize("headers", [{"Content-Type": "text/html; charset=utf-8"}, {}])
 def test_a_proxys_page_is_not_taken_for_a_pushed_image(
-    docker: Path, spec: ImageSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
+    docker: Path, spec: ImageSpec, registry: RegistryServer, headers: dict[str, str]
 ) -> None:
-    with serve(tmp_path / "proxy", monkeypatch) as server:
-        server.before = lambda request: HttpResponse(200, b"", headers)
-        assert find_pushed(spec) is None
-        assert ensure_image(spec, print).reference == REFERENCE
-        asked = [request.partition(" ")[0] for request in server.asked]
-        assert asked == ["HEAD", "GET"] * 2  # once for each: a registry that never answers takes a minute for one
+    registry.before = lambda request: HttpResponse(200, b"", headers)
+    assert find_pushed(spec) is None
+    assert ensure_image(spec, print).reference == REFERENCE
+    asked = [request.partition(" ")[0] for request in registry.asked]
+    assert asked == ["HEAD", "GET"] * 2  # once for each: a registry that never answers takes a minute for one
 
 
 @pytest.mark.parametrize("lost", ["deleted", "unreachable"])
@@ -215,9 +213,15 @@ def test_a_build_tells_of_a_registrys_refusal_only(docker: Path, spec: ImageSpec
 @pytest.mark.parametrize(
     "image", ["repository/image", "repository/deeper/image:tag", "repository/image@sha256:00", "repository"]
 )
-def test_location_project_and_name_are_read_from_an_images_name(image: str) -> None:
-    found = repositories.parse_repository(f"us-central2-docker.pkg.dev/my-project/{image}")
+def test_a_missing_repository_of_googles_is_created_privately_by_the_advised_command(image: str) -> None:
+    name = f"us-central2-docker.pkg.dev/my-project/{image}"
+    found = repositories.parse_repository(name)
     assert found == repositories.ArtifactRepository("us-central2", "my-project", "repository")
+    command = " ".join(found.create_command)
+    assert command.startswith("gcloud artifacts repositories create repository --project=my-project --location=us-cen")
+    assert "--quiet --repository-format=docker" in command
+    assert "allUsers" not in command
+    assert "gcloud artifacts repositories create repository" in repositories.advise_creation(name)
 
 
 @pytest.mark.parametrize(
@@ -227,15 +231,3 @@ def test_location_project_and_name_are_read_from_an_images_name(image: str) -> N
 def test_other_registries_are_left_alone(name: str) -> None:
     assert repositories.parse_repository(name) is None
     assert "create it in that registry" in repositories.advise_creation(name)
-
-
-def test_advice_for_a_missing_repository_is_the_command_that_creates_it_privately() -> None:
-    found = repositories.parse_repository("us-central2-docker.pkg.dev/p/r/i:t")
-    command = " ".join(found.create_command)
-    assert command.startswith(
-        "gcloud artifacts repositories create r --project=p --location=us-central2 --quiet --repository-format=docker"
-    )
-    assert "allUsers" not in command
-    assert "gcloud artifacts repositories create r" in repositories.advise_creation(
-        "us-central2-docker.pkg.dev/p/r/i:t"
-    )

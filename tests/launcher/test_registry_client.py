@@ -1,11 +1,9 @@
 """The registry's protocol as our client speaks it, to the emulated registry over TLS."""
 
-import contextlib
 import json
 import os
 import socket
 import ssl
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,32 +11,34 @@ import pytest
 
 from launcher.emulator.http_server import Disconnected, HttpRequest, HttpResponse, accept_in_thread, json_response
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.images import registry, repositories
+from launcher.images import repositories
 from launcher.images.layers import BaseImage, append_layers, choose_platform, read_image
-from launcher.images.registry import ADDRESS, Blob, ManifestDocument, Registry, sha256
+from launcher.images.registry import ADDRESS, Blob, ManifestDocument, Registry, _network_reason, sha256
 from launcher.images.repositories import RegistryCredentials, from_docker_settings
 from launcher.provider import Attempt
 from launcher.tpu_vm.host_scripts import start_script
 from tests.launcher.script_host import write_program
-from tests.servers import HOST, OTHER_HOST, TOKEN, RegistryServer, serve
+from tests.servers import HOST, OTHER_HOST, TOKEN, RegistryServer
 
 MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 
 
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RegistryServer]:
-    with serve(tmp_path / "server", monkeypatch) as served:
-        yield served
+CODE, NO_DIGEST = "p/images/code", "sha256:" + "0" * 64
 
 
-def session(host: str = HOST, password: str = TOKEN) -> Registry:
+def session(password: str = TOKEN) -> Registry:
     """Returns a session that pushes to p/images/code and does not sleep between tries."""
     login = RegistryCredentials("oauth2accesstoken", password)
-    images = {"writes": "p/images/code", "reads": ["p/images/base"]}
-    return Registry(host, lambda host: login, sleep=lambda seconds: None, **images)
+    return Registry(HOST, lambda host: login, sleep=lambda seconds: None, writes=CODE, reads=["p/images/base"])
 
 
-def test_an_interrupted_upload_begins_again(server: RegistryServer) -> None:
+@pytest.fixture
+def client(registry: RegistryServer) -> Iterator[Registry]:
+    with session() as client:
+        yield client
+
+
+def test_an_interrupted_upload_begins_again(registry: RegistryServer, client: Registry) -> None:
     failures = [503, 0]
 
     def fail(request: HttpRequest) -> HttpResponse | None:
@@ -48,31 +48,36 @@ def test_an_interrupted_upload_begins_again(server: RegistryServer) -> None:
             return json_response({}, status)
         raise Disconnected("for this test")
 
-    server.before = fail
+    registry.before = fail
     blob = Blob(os.urandom(100_000))
-    with session() as registry:
-        registry.upload("p/images/code", blob)
-        assert registry.has_blob("p/images/code", blob.digest)
+    client.upload(CODE, blob)
+    assert client.has_blob(CODE, blob.digest)
 
 
-def test_a_registry_that_stays_down_is_an_error_that_says_why(server: RegistryServer) -> None:
-    server.before = lambda request: json_response({"errors": [{"code": "UNAVAILABLE", "message": "down"}]}, 503)
-    with session() as registry, pytest.raises(LaunchError, match=r"failed 5 times.*503: down") as caught:
-        registry.read_manifest("p/images/code", "tag")
+def test_a_registry_that_stays_down_or_sends_other_bytes_says_so(registry: RegistryServer, client: Registry) -> None:
+    registry.before = lambda request: json_response({"errors": [{"code": "UNAVAILABLE", "message": "down"}]}, 503)
+    with pytest.raises(LaunchError, match=r"failed 5 times.*503: down") as caught:
+        client.read_manifest(CODE, "tag")
     assert caught.value.transient
+    registry.before = lambda request: HttpResponse(200, b"{}") if "manifests" in request.path else None
+    with pytest.raises(LaunchError, match="sent another manifest"):
+        client.read_manifest(CODE, NO_DIGEST)
 
 
-def test_a_refused_login_is_a_permission_error_without_the_token(server: RegistryServer) -> None:
-    with session(password="wrong-secret") as registry, pytest.raises(LaunchError, match="refuses these") as caught:
-        registry.find_manifest("p/images/code", "tag")
+@pytest.mark.usefixtures("registry")
+def test_a_refused_login_is_a_permission_error_without_the_token() -> None:
+    with session("wrong-secret") as client, pytest.raises(LaunchError, match="refuses these") as caught:
+        client.find_manifest(CODE, "tag")
     assert caught.value.exit_code == Exit.PERMISSION
     assert "wrong-secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("way", ["redirect", "upload"])
-def test_only_the_registrys_own_host_gets_an_authorization(server: RegistryServer, way: str) -> None:
+def test_only_the_registrys_own_host_gets_an_authorization(
+    registry: RegistryServer, client: Registry, way: str
+) -> None:
     """`localhost`, a server with a valid certificate to which the registry sends the client, demands a login."""
-    elsewhere, seen = f"localhost:{server.address.rpartition(':')[2]}", []
+    elsewhere, seen = f"localhost:{registry.address.rpartition(':')[2]}", []
 
     def answer(request: HttpRequest) -> HttpResponse | None:
         if request.headers["Host"] == elsewhere:
@@ -86,15 +91,10 @@ def test_only_the_registrys_own_host_gets_an_authorization(server: RegistryServe
             return HttpResponse(307, b"", target)
         return HttpResponse(202, b"", target) if request.method == "POST" else None
 
-    server.before = answer
-    with session() as registry:
-        assert not registry.has_blob("p/images/code", "sha256:" + "1" * 64)  # has a token from now on
-        ask = {
-            "redirect": lambda: registry.require_manifest("p/images/code", "v1"),
-            "upload": lambda: registry.upload("p/images/code", Blob(b"layer")),
-        }
-        with pytest.raises(LaunchError, match=r"refuses these credentials \(401\)"):
-            ask[way]()
+    registry.before = answer
+    assert not client.has_blob(CODE, NO_DIGEST)  # has a token from now on
+    with pytest.raises(LaunchError, match=r"refuses these credentials \(401\)"):
+        client.require_manifest(CODE, "v1") if way == "redirect" else client.upload(CODE, Blob(b"layer"))
     assert seen == [("GET" if way == "redirect" else "PUT", None)]
 
 
@@ -109,11 +109,11 @@ def test_similar_names_get_neither_googles_token_nor_docker_hubs_password(host: 
         assert f"registry={known or chr(39) * 2}\n" in start_script(attempt, ["10.0.0.1"], "v4-8")
 
 
-def test_other_authorities_are_refused(server: RegistryServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_authorities_are_refused(registry: RegistryServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt")
-    with session() as registry, pytest.raises(BadInput, match="does not trust"):
-        registry.find_manifest("p/images/code", "tag")
-    assert server.asked == []
+    with session() as client, pytest.raises(BadInput, match="does not trust"):
+        client.find_manifest(CODE, "tag")
+    assert registry.asked == []
     for wrong in ("somewhere", "here:65536", "here:0"):
         monkeypatch.setenv(ADDRESS, wrong)
         with pytest.raises(BadInput, match="must be HOST:PORT"):
@@ -133,52 +133,37 @@ def test_the_advice_fits_what_is_wrong_with_a_certificate(reason: str, advice: s
     """In OpenSSL's words."""
     text = f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {reason} (_ssl.c:1020)"
     with pytest.raises(BadInput, match=advice):
-        registry._network_reason(HOST, ssl.SSLCertVerificationError(1, text))
+        _network_reason(HOST, ssl.SSLCertVerificationError(1, text))
 
 
-def test_the_environments_proxy_is_used_with_its_login(server: RegistryServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environments_proxy_is_used_with_its_login(
+    registry: RegistryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heads: list[bytes] = []
 
     def tunnel(connection: socket.socket) -> None:
         connection.setblocking(True)
         heads.append(connection.recv(65536))
         connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-        with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as upstream:
-            back = threading.Thread(target=copy, args=(upstream, connection), daemon=True)
-            back.start()
-            copy(connection, upstream)
-            back.join(5)
-
-    def copy(source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
+        registry.serve(connection)
 
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         end = accept_in_thread(proxy, tunnel)
         monkeypatch.delenv(ADDRESS)
         monkeypatch.setenv("https_proxy", f"http://me:secret%21@127.0.0.1:{proxy.getsockname()[1]}")
         monkeypatch.delenv("no_proxy", raising=False)
-        with session() as registry:
-            assert registry.find_manifest("p/images/code", "tag") is None
+        with session() as client:
+            assert client.find_manifest(CODE, "tag") is None
         end.close()
     assert heads[0].startswith(f"CONNECT {HOST}:443 ".encode())
     assert RegistryCredentials("me", "secret!").basic.encode() in heads[0]
 
 
-def test_a_manifest_sent_under_another_digest_is_not_kept(server: RegistryServer) -> None:
+def test_a_manifest_sent_under_another_digest_is_not_kept(client: Registry) -> None:
     empty = ManifestDocument("application/vnd.oci.image.index.v1+json", b'{"manifests": []}')
-    with session() as registry:
-        with pytest.raises(LaunchError, match="the manifest is sha256:"):
-            registry.write_manifest("p/images/code", "sha256:" + "0" * 64, empty)
-        assert registry.find_manifest("p/images/code", sha256(empty.body)) is None
-
-
-def test_a_manifest_with_other_bytes_than_its_digest_is_refused(server: RegistryServer) -> None:
-    server.before = lambda request: HttpResponse(200, b"{}") if "manifests" in request.path else None
-    with session() as registry, pytest.raises(LaunchError, match="sent another manifest"):
-        registry.read_manifest("p/images/code", "sha256:" + "0" * 64)
+    with pytest.raises(LaunchError, match="the manifest is sha256:"):
+        client.write_manifest(CODE, NO_DIGEST, empty)
+    assert client.find_manifest(CODE, sha256(empty.body)) is None
 
 
 def test_names_of_images_are_parsed_and_malformed_ones_refused() -> None:
@@ -209,49 +194,47 @@ def test_credentials_come_from_dockers_settings(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_image_for_tpu_vms_is_chosen_from_an_index() -> None:
-    entries = [
-        {"digest": f"sha256:{number}", "platform": {"os": "linux", "architecture": architecture}}
-        for number, architecture in enumerate(["arm64", "amd64", "unknown"])
-    ]
-    index = "application/vnd.oci.image.index.v1+json"
-    assert choose_platform(ManifestDocument(index, json.dumps({"manifests": entries}).encode()), "name") == "sha256:1"
+    def choose(*architectures: str) -> str | None:
+        entries = [
+            {"digest": f"sha256:{number}", "platform": {"os": "linux", "architecture": architecture}}
+            for number, architecture in enumerate(architectures)
+        ]
+        body = json.dumps({"manifests": entries}).encode()
+        return choose_platform(ManifestDocument("application/vnd.oci.image.index.v1+json", body), "name")
+
+    assert choose("arm64", "amd64", "unknown") == "sha256:1"
     with pytest.raises(BadInput, match="no image for linux/amd64"):
-        choose_platform(ManifestDocument(index, json.dumps({"manifests": entries[:1]}).encode()), "name")
+        choose("arm64")
     assert choose_platform(ManifestDocument(MANIFEST, b"{}"), "name") is None
 
 
+def read(body: object, config: object = None) -> BaseImage:
+    """Reads an image of these documents."""
+    manifest = ManifestDocument(MANIFEST, body if isinstance(body, bytes) else json.dumps(body).encode())
+    return read_image(manifest, lambda digest, size: json.dumps(config).encode(), "name")
+
+
 ENTRY = {"digest": "sha256:1", "size": 1}
-
-
-def read(config: object, layers: int = 1) -> BaseImage:
-    """Reads an image with this configuration."""
-    body = json.dumps({"config": ENTRY, "layers": [ENTRY] * layers}).encode()
-    return read_image(ManifestDocument(MANIFEST, body), lambda digest, size: json.dumps(config).encode(), "name")
-
-
 AMD = {"os": "linux", "architecture": "amd64", "rootfs": {"diff_ids": ["sha256:1"]}}
 
 
-def test_damaged_documents_and_other_platforms_are_refused() -> None:
+def test_damaged_documents_other_platforms_and_too_many_layers_are_refused() -> None:
+    one = {"config": ENTRY, "layers": [ENTRY]}
     for body in (b"", b"[]", b"{}", b'{"config": {}, "layers": []}'):
         with pytest.raises(BadInput, match=r"^name: its manifest"):
-            read_image(ManifestDocument(MANIFEST, body), lambda digest, size: b"", "name")
+            read(body)
     with pytest.raises(BadInput, match="damaged"):
-        read({})
+        read(one, {})
     with pytest.raises(BadInput, match="is for linux/arm64"):
-        read({**AMD, "architecture": "arm64"})
-
-
-def test_an_image_takes_no_more_layers_than_engines_do() -> None:
+        read(one, {**AMD, "architecture": "arm64"})
     with pytest.raises(BadInput, match="too many"):
-        append_layers(read(AMD, layers=126), [])
+        append_layers(read({**one, "layers": [ENTRY] * 126}, AMD), [])
 
 
-def test_an_image_that_docker_only_named_says_how_to_get_its_bytes(server: RegistryServer) -> None:
-    server.state.pushed[f"{HOST}/p/images/code"] = {"named": "sha256:1"}
-    with session() as registry:
-        with pytest.raises(BadInput, match="--full-pushes"):
-            registry.require_manifest("p/images/code", "named")
-        with pytest.raises(BadInput, match="has no p/images/code/manifests/absent") as caught:
-            registry.require_manifest("p/images/code", "absent")
+def test_an_image_that_docker_only_named_says_how_to_get_its_bytes(registry: RegistryServer, client: Registry) -> None:
+    registry.state.pushed[f"{HOST}/{CODE}"] = {"named": "sha256:1"}
+    with pytest.raises(BadInput, match="--full-pushes"):
+        client.require_manifest(CODE, "named")
+    with pytest.raises(BadInput, match="has no p/images/code/manifests/absent") as caught:
+        client.require_manifest(CODE, "absent")
     assert "--full-pushes" not in str(caught.value)
