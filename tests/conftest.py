@@ -15,19 +15,11 @@ import pytest
 # Tests of these folders share a process, so a thread or socket of one can fail another.
 CHECKED_FOR_LEFTOVERS = ("tests/launcher/", "tests/training/", "tests/emulator/")
 
-_not_run = pytest.StashKey[list[str]]()
-
-
 with contextlib.suppress(ImportError):  # some images have no hypothesis
     from hypothesis import settings
 
     settings.register_profile("no-deadline", settings.default, deadline=None)  # a busy machine takes its time
     settings.load_profile("no-deadline")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_not_run] = []
-    config.pluginmanager.register(_NoSkips(config.stash[_not_run]), "no-skips")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,25 +54,20 @@ def locks_as_on_nfs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse_or_lock)
 
 
-class _NoSkips:
-    def __init__(self, not_run: list[str]) -> None:
-        self.not_run = not_run
-        self.strict = bool(os.environ.get("CI") or os.environ.get("TPU_LAUNCH_NO_SKIPS") == "1")
+def forbidden(reporter: Any) -> list[str]:
+    """Returns the tests that did not run, where that is a failure; `reporter`: pytest's, of the terminal."""
+    strict = os.environ.get("CI") or os.environ.get("TPU_LAUNCH_NO_SKIPS") == "1"
+    kinds = ("skipped", "xfailed", "xpassed") if strict else ()
+    return [report.nodeid for kind in kinds for report in reporter.stats.get(kind, ())]
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.skipped or hasattr(report, "wasxfail"):
-            self.not_run.append(report.nodeid)
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.skipped:
-            self.not_run.append(report.nodeid)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.exitstatus == pytest.ExitCode.OK and forbidden(reporter):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.strict and self.not_run and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self.strict and self.not_run:
-            terminalreporter.section("not run, which is a failure here")
-            for name in self.not_run:
-                terminalreporter.write_line(name)
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if names := forbidden(terminalreporter):
+        terminalreporter.section("not run, which is a failure here")
+        terminalreporter.write("".join(f"{name}\n" for name in names))

@@ -34,34 +34,28 @@ def fail_on_leftovers() -> Iterator[None]:
 
 def look() -> set[str]:
     """Returns the threads, children and listening sockets of this process, and the files at the checkout's top."""
-    return {*_threads(), *_children(), *_sockets(), *_files()}
-
-
-def _files() -> Iterator[str]:
-    for name in os.listdir(ROOT):
-        if not name.startswith("."):  # caches of tools that run beside the tests
-            yield f"file {name}"
-
-
-def _threads() -> Iterator[str]:
-    for thread in threading.enumerate():
-        if any(name in thread.name for name in LIBRARY_THREADS):
-            continue
-        yield f"thread {thread.name} ({thread.ident})"
+    files = {f"file {name}" for name in os.listdir(ROOT) if not name.startswith(".")}  # hidden: caches of other tools
+    threads = {
+        f"thread {thread.name} ({thread.ident})"
+        for thread in threading.enumerate()
+        if not any(name in thread.name for name in LIBRARY_THREADS)
+    }
+    return {*files, *threads, *_children(), *_sockets()}
 
 
 def _children() -> Iterator[str]:
-    for task in os.listdir("/proc/self/task"):
-        try:
-            children = Path(f"/proc/self/task/{task}/children").read_text(encoding="ascii").split()
-        except OSError:  # the thread has ended meanwhile
-            continue
-        for child in children:
-            try:
-                name = Path(f"/proc/{child}/comm").read_text(encoding="utf-8").strip()
-            except OSError:
-                continue
-            yield f"process {child} ({name})"
+    for task in Path("/proc/self/task").iterdir():
+        for child in _read(task / "children").split():
+            if name := _read(Path("/proc", child, "comm")).strip():
+                yield f"process {child} ({name})"
+
+
+def _read(path: Path) -> str:
+    """Returns a file's text; "" where its thread or process has ended meanwhile."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def _sockets() -> Iterator[str]:

@@ -1,12 +1,56 @@
 """What a profile of a trainer at work must be, in any framework."""
 
 import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.container import small_runs
-from tests.xplane import Event, events
 from training.profiler import Answer, folder_of, request
+from training.protobuf import message_classes
+
+# The profilers' file, XSpace of tsl/profiler/protobuf/xplane.proto, read without a framework.
+SPACE = message_classes(
+    {
+        "Space": {"planes": (1, "Plane*")},
+        "Plane": {"lines": (3, "Line*"), "events": (4, "Entry*"), "stats": (5, "Entry*")},
+        "Entry": {"value": (2, "Metadata")},
+        "Metadata": {"id": (1, "int64"), "name": (2, "bytes")},
+        "Line": {"events": (4, "Event*")},
+        "Event": {"id": (1, "int64"), "begin": (2, "int64"), "picoseconds": (3, "int64"), "stats": (4, "Stat*")},
+        "Stat": {"id": (1, "int64"), "unsigned": (3, "int64"), "signed": (4, "int64")},
+    }
+)["Space"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A block of time."""
+
+    name: str
+    line: tuple[int, int]  # plane and line: a thread or a device's queue
+    begin: int  # picoseconds, of this line
+    end: int
+    stats: dict[str, Any]
+
+
+def events(profile: bytes) -> Iterator[Event]:
+    """Yields all events of all planes, whose ids mean something only in their plane."""
+    for number, plane in enumerate(SPACE.FromString(profile).planes):
+        names, stat_names = (
+            {entry.value.id: entry.value.name.decode() for entry in entries} for entries in (plane.events, plane.stats)
+        )
+        for position, line in enumerate(plane.lines):
+            for event in line.events:
+                stats = {
+                    stat_names.get(stat.id, ""): getattr(stat, kind)
+                    for stat in event.stats
+                    for kind in ("signed", "unsigned")
+                    if stat.HasField(kind)
+                }
+                end = event.begin + event.picoseconds
+                yield Event(names.get(event.id, ""), (number, position), event.begin, end, stats)
 
 
 def require_a_profile(tmp_path: Path, **changes: Any) -> bytes:
@@ -33,11 +77,9 @@ def require_a_profile(tmp_path: Path, **changes: Any) -> bytes:
 
     (answer,) = answers
     assert answer.last - answer.first == 4
-    assert answer.file == str(
-        folder / "runs" / "profiled" / "profiles" / "five" / "plugins" / "profile" / "five" / "host-0.xplane.pb"
-    )
+    assert answer.file == f"{folder}/runs/profiled/profiles/five/plugins/profile/five/host-0.xplane.pb"
     profile = Path(answer.file).read_bytes()
-    found = events(profile)
+    found = [*events(profile)]
     steps = [event for event in found if event.name == "train"]
     assert {event.stats["step_num"] for event in steps} >= set(range(answer.first, answer.last + 1))
     for step in steps:
