@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -44,11 +45,10 @@ def judged(*odd: Observation) -> list[DeviceReport]:
 def test_hosts_that_are_well_have_a_row_each_and_no_problem() -> None:
     results = judged()
     assert all(result.ok and not result.problems for result in results)
-    row = dict(zip(COLUMNS, results[1].row(), strict=True))
-    assert row["devices"] == "8 of 8 TPU"
-    assert row["memory"] == "16.0 GiB"
-    assert (row["bf16 product"], row["sum over all"]) == ("right", "right")
-    assert (row["clock"], row["disk free"], row["bucket w / r"]) == ("+0.0 s", "100 GiB", "50 / 80 MB/s")
+    assert dict(zip(COLUMNS, results[1].row(), strict=True)).items() >= {
+        "devices": "8 of 8 TPU", "memory": "16.0 GiB", "bf16 product": "right", "sum over all": "right",
+        "clock": "+0.0 s", "disk free": "100 GiB", "bucket w / r": "50 / 80 MB/s",
+    }.items()  # fmt: skip
     assert parse_facts(PREFIX + line for line in ('{"sum": 8}', "5", '[["sum", 1]]', '{"sum": 2')) == {"sum": 8}
 
 
@@ -62,10 +62,8 @@ def test_hosts_that_are_well_have_a_row_each_and_no_problem() -> None:
         (host(2, bucket_error="gs://b: 403"), "output: gs://b: 403"),
         (host(2, 1, phase="opening the devices", error="Couldn't mmap"), "opening the devices: Couldn't mmap"),
         (host(2, None, phase="opening the devices"), "not done after 300 s, in phase 'opening the devices'"),
-        (
-            host(2, 134, phase="opening the devices", last="F0000 check failed"),
-            "opening the devices: ended with exit code 134: F0000 check failed",
-        ),
+        (host(2, 134, phase="opening", last="F0 failed"), "opening: ended with exit code 134: F0 failed"),
+        (host(2, 76, phase="opening", lost="host 1"), "not finished, because of another host: host 1"),
         (Observation(2, None, problem="no route to host"), "does not answer: no route to host"),
     ],
 )
@@ -74,7 +72,7 @@ def test_what_is_wrong_with_a_host_is_told_in_one_line(observation: Observation,
     assert [result.ok for result in results] == [True, True, False, True]
     (finding,) = results[2].problems
     assert (finding.message, "\n" in finding.message) == (message, False)
-    assert finding.fix
+    assert bool(finding.fix) == ("another host" not in message)
     assert results[2].row()[-1] == "FAIL"
 
 
@@ -104,11 +102,6 @@ def test_the_check_reads_users_capabilities_and_device_files(tmp_path: Path) -> 
     assert facts["device_files"] == [f"{owner} {tmp_path}/accel0", f"{owner} {tmp_path}/vfio/1"]
 
 
-def test_a_host_that_lost_another_is_a_symptom_and_says_so() -> None:
-    results = judged(host(2, 1, error="x", phase="opening the devices"), host(3, 76, phase="opening", lost="host 2"))
-    assert results[3].problems[0].message == "not finished, because of another host: host 2"
-
-
 def test_a_clock_that_is_off_and_a_full_disk_are_told_and_keep_no_run_from_starting() -> None:
     results = judged(host(1, clock=1042.0), host(3, disk_free_bytes=1 << 30))
     assert all(result.ok for result in results)
@@ -117,29 +110,21 @@ def test_a_clock_that_is_off_and_a_full_disk_are_told_and_keep_no_run_from_start
 
 
 class CheckedHosts(FakeProvider):
-    """Two hosts that report what they are told to; host 1 may refuse the container."""
-
-    refusing = False
-
-    def start(self, attempt: Any, clock: Any = None) -> list[HostReport]:
-        reports = super().start(attempt, clock)
-        return [reports[0], HostReport(1, False, "no engine")] if self.refusing else list(reports)
+    """Two hosts that report what they are told to."""
 
     def observe(self, worker: int, container: str, since: str | None, **_: object) -> Observation:
         return host(worker, slice_devices=2, devices=1, devices_expected=1, sum=2.0, kind="CPU")
 
 
-def checked(work: Workstation) -> list[DeviceReport]:
-    context = work.context()
-    object.__setattr__(context, "make_provider", lambda config: CheckedHosts(config, work.hosts))
+def checked(work: Workstation, provider: type[FakeProvider] = CheckedHosts) -> list[DeviceReport]:
+    context = replace(work.context(), make_provider=lambda config: provider(config, work.hosts))
     return check_devices(work.config(), context, seconds=1)
 
 
 def test_the_container_runs_once_on_every_host_and_is_removed(work: Workstation) -> None:
     assert [result.ok for result in checked(work)] == [True, True]
     (attempt,) = work.hosts.attempts
-    assert attempt.command[:2] == ("tpu-train", "check-devices")
-    assert attempt.secrets == {}
+    assert (attempt.command[:2], attempt.secrets) == (("tpu-train", "check-devices"), {})
     assert work.hosts.state == {}
 
 
@@ -151,9 +136,12 @@ def test_it_does_not_start_beside_a_run(work: Workstation) -> None:
     assert len(work.hosts.attempts) == 1
 
 
-def test_the_host_that_refuses_the_container_is_named(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CheckedHosts, "refusing", True)
-    first, second = checked(work)
+def test_the_host_that_refuses_the_container_is_named(work: Workstation) -> None:
+    class Refusing(CheckedHosts):
+        def start(self, attempt: Any, clock: Any = None) -> list[HostReport]:
+            return [super().start(attempt, clock)[0], HostReport(1, False, "no engine")]
+
+    first, second = checked(work, Refusing)
     assert first.ok
     assert second.problems[0].message == "could not start the container: no engine"
     assert work.hosts.state == {}
@@ -161,8 +149,7 @@ def test_the_host_that_refuses_the_container_is_named(work: Workstation, monkeyp
 
 def test_the_bucket_of_the_file_is_what_is_measured() -> None:
     config = load(EXAMPLE)
-    attempt = make_attempt(config, "device-check-1", "image")
-    assert attempt.command[-2:] == ("--output", config.trainer.output)
+    assert make_attempt(config, "device-check-1", "image").command[-2:] == ("--output", config.trainer.output)
 
 
 def test_an_error_of_the_driver_is_one_line_with_the_phase_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,14 +164,12 @@ def test_an_error_of_the_driver_is_one_line_with_the_phase_before_it(monkeypatch
 def test_the_bucket_is_measured_and_left_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts: dict[str, Any] = {}
     device_check.measure_bucket(f"{tmp_path}/object", facts.__setitem__)
-    assert facts["bucket_write_mb_s"] > 0
-    assert facts["bucket_read_mb_s"] > 0
+    assert min(facts["bucket_write_mb_s"], facts["bucket_read_mb_s"]) > 0
     assert list(tmp_path.iterdir()) == []
-    device_check.measure_bucket("/proc/no/such", facts.__setitem__)
-    assert "/proc/no" in facts["bucket_error"]
     monkeypatch.setattr(device_check.storage, "read", Mock(side_effect=StorageError("no answer")))
-    device_check.measure_bucket(f"{tmp_path}/object", facts.__setitem__)
-    assert facts["bucket_error"] == "no answer"
+    for place, error in ("/proc/no/such", "/proc/no"), (f"{tmp_path}/object", "no answer"):
+        device_check.measure_bucket(place, facts.__setitem__)
+        assert error in facts["bucket_error"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -198,8 +183,7 @@ def test_the_command_prints_a_row_a_host(work: Workstation, monkeypatch: pytest.
     if as_json:
         assert [result["ok"] for result in json.loads(ended.stdout)] == [True, True, False, True]
         return
-    heading, *rows = ended.stdout.splitlines()
-    assert heading.split()[:2] == ["host", "devices"]
-    assert [row.split()[0] for row in rows[:4]] == ["0", "1", "2", "3"]
-    assert rows[4] == "host 2: 6 TPU devices, and it should have 8"
-    assert rows[5].strip().startswith("fix: ")
+    rows = ended.stdout.splitlines()
+    assert [row.split()[0] for row in rows[:5]] == ["host", "0", "1", "2", "3"]
+    assert rows[5] == "host 2: 6 TPU devices, and it should have 8"
+    assert rows[6].strip().startswith("fix: ")

@@ -30,14 +30,14 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def code_blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+def code_blocks(language: str) -> Iterator[tuple[str, str]]:
+    """Yields the page and the text of every code block in a language."""
+    for page in PAGES:
+        for block in re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            yield name(page), block
 
 
-def yaml_files() -> list[tuple[str, str]]:
-    """Every whole YAML file that a page shows."""
-    blocks = [(name(page), block) for page in PAGES for block in code_blocks(page, "yaml")]
-    return [(page, block) for page, block in blocks if "project:" in block]
+FILES = [(page, block) for page, block in code_blocks("yaml") if "project:" in block]  # whole ones
 
 
 def shown_commands() -> Iterator[tuple[str, list[str]]]:
@@ -45,15 +45,14 @@ def shown_commands() -> Iterator[tuple[str, list[str]]]:
 
     What follows three spaces is a remark: so the commands' own help has it.
     """
-    for page in PAGES:
-        for block in code_blocks(page, "console"):
-            for line in re.sub(r"\\\n *", "", block).splitlines():
-                text = re.split(r" \| | > | {3,}", line.removeprefix("$ "))[0]
-                if re.match(r"tpu-(launch|train) ", text) and "..." not in text:
-                    words = shlex.split(text, comments=True)
-                    yield name(page), words
-                    if "tpu-train" in words[1:]:
-                        yield name(page), words[words.index("tpu-train") :]
+    for page, block in code_blocks("console"):
+        for line in re.sub(r"\\\n *", "", block).splitlines():
+            text = re.split(r" \| | > | {3,}", line.removeprefix("$ "))[0]
+            if re.match(r"tpu-(launch|train) ", text) and "..." not in text:
+                words = shlex.split(text, comments=True)
+                yield page, words
+                if "tpu-train" in words[1:]:
+                    yield page, words[words.index("tpu-train") :]
 
 
 def parse(words: list[str]) -> None:
@@ -66,19 +65,17 @@ def parse(words: list[str]) -> None:
         command, context = found, found.make_context(found.name, rest, parent=context)
 
 
-@pytest.mark.parametrize(("page", "text"), yaml_files(), ids=[page for page, _ in yaml_files()])
+@pytest.mark.parametrize(("page", "text"), FILES, ids=[page for page, _ in FILES])
 def test_yaml_files_are_valid(tmp_path: Path, page: str, text: str) -> None:
     assert load_text(tmp_path, text).trainer is not None
 
 
 def test_the_readme_is_short_and_shows_a_file() -> None:
-    assert {"README.md", "docs/guide/run-file.md"} <= {page for page, _ in yaml_files()}
+    assert {"README.md", "docs/guide/run-file.md"} <= dict(FILES).keys()
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize(
-    ("page", "words"), list(shown_commands()), ids=lambda value: value if isinstance(value, str) else ""
-)
+@pytest.mark.parametrize(("page", "words"), list(shown_commands()), ids=str)
 def test_shown_commands_are_valid(page: str, words: list[str]) -> None:
     try:
         parse(words)
@@ -104,18 +101,12 @@ def test_the_picture_of_the_readme_has_its_losses_and_loads_nothing() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-        if not re.match(r"https?://|#", target):
-            assert (page.parent / target.split("#")[0]).exists(), f"{name(page)} links to {target}"
-
-
-def test_files_that_pages_name_exist() -> None:
-    """Paths in backquotes that begin with a folder of this repository, in the current documentation."""
-    folders = "launcher|training|tests|tools|docs|images|k8s|examples|benchmarks"
-    for page in PAGES:
-        if page.name == "CHANGELOG.md":
-            continue
+def test_links_lead_somewhere_and_named_files_exist(page: Path) -> None:
+    """Files: paths in backquotes that begin with a folder of this repository, in the current documentation."""
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), f"{name(page)} links to {target}"
+    if page.name != "CHANGELOG.md":
+        folders = "launcher|training|tests|tools|docs|images|k8s|examples|benchmarks"
         for path in re.findall(rf"`((?:{folders})/[\w./-]*[\w/])`", page.read_text()):
             assert (ROOT / path).exists(), f"{name(page)} names {path}"
 
@@ -133,34 +124,26 @@ def test_documentation_builds_and_needs_no_network(tmp_path: Path) -> None:
 
 
 COMMANDS = [*reference.all_commands("tpu-launch", cli), *reference.all_commands("tpu-train", tpu_train)]
-KEYS = dict(reference.all_keys())
 
 
 def test_pages_are_what_the_code_says() -> None:
     assert reference.stale() == [], "run `make reference` and commit what it writes"
 
 
-@pytest.mark.parametrize("path", KEYS)
-def test_every_key_has_a_meaning(path: str) -> None:
-    assert KEYS[path].meaning
+def test_every_section_and_subcommand_is_there_and_every_key_has_a_meaning() -> None:
+    assert {"tpu-launch emulator inject preempt", "tpu-train checkpoint verify"} <= dict(COMMANDS).keys()
+    for path, key in reference.all_keys():
+        assert key.meaning, path
+        assert key.section is None or inspect.cleandoc(key.section.__doc__ or ""), path
 
 
-def test_every_section_and_subcommand_is_there() -> None:
-    assert {"tpu-launch emulator inject preempt", "tpu-train checkpoint verify"} <= {name for name, _ in COMMANDS}
-    for path, key in KEYS.items():
-        if key.section is not None:
-            assert inspect.cleandoc(key.section.__doc__ or ""), path
-
-
-@pytest.mark.parametrize(("name", "command"), COMMANDS, ids=[name for name, _ in COMMANDS])
+@pytest.mark.parametrize(("name", "command"), COMMANDS, ids=dict(COMMANDS))
 def test_every_command_and_option_has_a_help_text(name: str, command: click.Command) -> None:
     assert command.help, name
     for item in reference.parameters(command):
-        if isinstance(item, click.Option):
-            assert item.help, f"{name} {item.opts[0]}"
+        assert not isinstance(item, click.Option) or item.help, f"{name} {item.opts[0]}"
 
 
 @pytest.mark.parametrize("codes", [launcher.errors.Exit, training.errors.Exit])
 def test_every_exit_code_has_a_meaning(codes: type[launcher.errors.Exit] | type[training.errors.Exit]) -> None:
-    meanings = reference.member_texts(codes)
-    assert [code.name for code in codes if not meanings.get(code.name)] == []
+    assert {code.name for code in codes} <= {name for name, text in reference.member_texts(codes).items() if text}

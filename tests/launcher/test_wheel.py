@@ -4,20 +4,22 @@ cells are valid, and it runs on a plain machine, without our images (at night: t
 
 import ast
 import functools
-import http.server
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from launcher.emulator.http_server import HttpResponse
+from tests.servers import LoopbackServer
 
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,9 +33,7 @@ INIT = (*SMALL, "--bucket", "my-bucket", "--repository", REPOSITORY)
 # The interpreter of these tests, and at night the others that pyproject.toml names.
 VERSIONS = [
     pytest.param(version, marks=[] if version == HERE else pytest.mark.nightly)
-    for version in dict.fromkeys(
-        (HERE, *re.findall(r'"[\w :]+ Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text()))
-    )
+    for version in sorted({HERE, *re.findall(r'"[\w :]+ Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())})
 ]
 
 
@@ -139,17 +139,14 @@ def test_doctor_says_what_an_empty_machine_lacks(installed: Path, tmp_path: Path
 
 
 def test_package_data_is_complete(installed: Path) -> None:
-    """Every file of a package that is not Python, every Dockerfile's folder, and every example."""
-    environment = installed.parent
-    (packages,) = (environment / "lib").glob("python*/site-packages")
-    for name in ("launcher", "training"):
-        for path in (ROOT / name).rglob("*"):
-            if path.is_file() and "__pycache__" not in path.parts:
-                assert (packages / path.relative_to(ROOT)).is_file(), path
-    share = environment / "share" / "tpu-launch"
-    for pattern in ("images/*/*", "examples/*.yaml"):
+    """Every file of a package, every Dockerfile's folder, and every example."""
+    (packages,) = (installed.parent / "lib").glob("python*/site-packages")
+    share = installed.parent / "share" / "tpu-launch"
+    places = {"launcher/**/*": packages, "training/**/*": packages, "images/*/*": share, "examples/*.yaml": share}
+    for pattern, place in places.items():
         for path in ROOT.glob(pattern):
-            assert (share / path.relative_to(ROOT)).is_file(), path
+            if path.is_file() and "__pycache__" not in path.parts:
+                assert (place / path.relative_to(ROOT)).is_file(), path
 
 
 def test_completion_prints_a_script_and_names_commands(installed: Path, tmp_path: Path) -> None:
@@ -173,14 +170,9 @@ def test_installing_as_the_readme_says(checkout: Path, tmp_path: Path, command: 
     run(uv(), "venv", "--quiet", "--seed", "--python", sys.executable, tmp_path / "venv", folder=tmp_path)
     programs = tmp_path / "venv" / "bin"
     run(programs / "pip", "install", "--quiet", "pipx", "uv", folder=tmp_path)
-    machine = {
-        "HOME": str(tmp_path),
-        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-        "PIPX_HOME": str(tmp_path / "pipx"),
-        "PIPX_BIN_DIR": str(tmp_path / "bin"),
-        "UV_TOOL_DIR": str(tmp_path / "uv"),
-        "UV_TOOL_BIN_DIR": str(tmp_path / "bin"),
-    }
+    places = {"PIPX_HOME": "pipx", "PIPX_BIN_DIR": "bin", "UV_TOOL_DIR": "uv", "UV_TOOL_BIN_DIR": "bin", "HOME": ""}
+    machine = {name: str(tmp_path / place) for name, place in places.items()}
+    machine["PATH"] = f"{programs}{os.pathsep}{os.environ['PATH']}"
     words = command.replace("https://HOST/PATH/tpu-launch.git", f"file://{checkout}").split()
     run(*words, folder=checkout, **machine)
     folder = programs if words[0] == "pip" else tmp_path / "bin"
@@ -227,83 +219,60 @@ print(*(output.get("text", "") for cell in notebook.cells for output in cell.get
 """
 
 
-def cells(tag: str | None = None) -> list[dict[str, Any]]:
-    """The cells of code; those with this tag."""
+def cells(kind: str = "code") -> list[tuple[str, dict[str, Any]]]:
+    """The source of each cell of a kind, and the cell."""
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    return [cell for cell in code if tag is None or tag in cell["metadata"].get("tags", ())]
-
-
-def source(cell: dict[str, Any]) -> str:
-    return "".join(cell["source"])
-
-
-def parameters() -> dict[str, Any]:
-    [cell] = cells("parameters")
-    values: dict[str, Any] = {}
-    exec(source(cell), values)
-    return values
+    return [("".join(cell["source"]), cell) for cell in notebook["cells"] if cell["cell_type"] == kind]
 
 
 @pytest.fixture
-def website(tmp_path: Path) -> Iterator[str]:
+def website() -> Iterator[str]:
     """The address of a web server with texts in the layout of BANKING77's."""
-    folder = tmp_path / "website"
-    folder.mkdir()
+    files = {"/categories.json": b'["card", "money"]'}
     for name, rows in (("train", 64), ("test", 20)):
-        texts = [("where is my card", "card") if number % 2 else ("send some money", "money") for number in range(rows)]
-        table = "".join(f"{text} number {number},{label}\n" for number, (text, label) in enumerate(texts))
-        (folder / f"{name}.csv").write_text("text,category\n" + table)
-    (folder / "categories.json").write_text(json.dumps(["card", "money"]))
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+        texts = ("send some money number {},money\n", "where is my card number {},card\n")
+        table = "".join(texts[number % 2].format(number) for number in range(rows))
+        files[f"/{name}.csv"] = f"text,category\n{table}".encode()
+    server = LoopbackServer(lambda request: HttpResponse(200, files[request.path]))
+    yield server.url
+    server.close()
 
 
 def test_cells_are_python_and_carry_no_output() -> None:
-    for cell in cells():
-        ast.parse(re.sub(r"^%pip .*", "", source(cell), flags=re.MULTILINE))
+    for source, cell in cells():
+        ast.parse(re.sub(r"^%pip .*", "", source, flags=re.MULTILINE))
         assert (cell["outputs"], cell["execution_count"]) == ([], None)
 
 
 def test_the_first_cell_of_code_installs_an_extra_that_the_package_has() -> None:
-    [install] = cells("install")
-    assert install == cells()[0]
-    assert all(line.startswith("%pip install ") for line in source(install).splitlines())
-    folder, extra = re.findall(r'"(\S+)\[(\S+)\]"', source(install))[0]
+    install, cell = cells()[0]
+    assert "install" in cell["metadata"]["tags"]
+    assert all(line.startswith("%pip install ") for line in install.splitlines())
+    folder, extra = re.findall(r'"(\S+)\[(\S+)\]"', install)[0]
     project = tomllib.loads((NOTEBOOK.parent / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert extra in project["optional-dependencies"]
-    opening = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"][0]
-    for version in re.findall(r"3\.\d+", source(opening)):
+    for version in re.findall(r"3\.\d+", cells("markdown")[0][0]):
         assert f"Programming Language :: Python :: {version}" in project["classifiers"]
-
-
-@pytest.fixture
-def environment(tmp_path: Path) -> Iterator[Path]:
-    """Where a virtual environment may be made; 8 GB, which are not kept."""
-    folder = tmp_path / "environment"
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(INSTALL_SECONDS + 600)
 @pytest.mark.parametrize("version", ["3.11", "3.12"])
-def test_every_cell_runs_on_a_plain_machine(version: str, website: str, environment: Path, tmp_path: Path) -> None:
+def test_every_cell_runs_on_a_plain_machine(version: str, website: str, tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     copy_sources(checkout)
     run_here = functools.partial(run, folder=checkout / "examples", seconds=INSTALL_SECONDS)
-    run_here(uv(), "venv", "--quiet", "--seed", "--python", find_python(version), environment)
-    run_here(environment / "bin" / "python", "-m", "pip", "install", "--quiet", *PACKAGES)
     changes = [
         f"source = {website!r}",
         'settings = ["train.steps=12", "train.warmup_steps=2", "evaluation.every=12"]',
         'query = "where is my card"',
     ]
-    printed = run_here(environment / "bin" / "python", "-c", EXECUTE, "\n".join(changes))
+    with tempfile.TemporaryDirectory(dir=tmp_path) as environment:  # 8 GB, which are not kept
+        run_here(uv(), "venv", "--quiet", "--seed", "--python", find_python(version), environment)
+        python = Path(environment, "bin", "python")
+        run_here(python, "-m", "pip", "install", "--quiet", *PACKAGES)
+        printed = run_here(python, "-c", EXECUTE, "\n".join(changes))
     assert "64 records of 16 tokens" in printed, printed
     assert re.search(r"after step 12: weighted F1 \d\.\d{4}", printed), printed
     assert re.findall(r"^ ?\d\.\d{4}  (\w+)$", printed, re.MULTILINE)[0] == "card", printed
