@@ -283,9 +283,7 @@ def test_a_lease_ends_by_the_buckets_clock(machines: Machines, waits: int, monke
     assert taken[1] < taken[0] + 5, "one that was released does not need to expire"
 
 
-def test_a_lease_is_taken_at_once_that_was_released_or_whose_holder_in_this_folder_is_dead(
-    a: Machine, b: Machine
-) -> None:
+def test_a_lease_is_taken_at_once_if_released_or_its_holder_in_this_folder_is_dead(a: Machine, b: Machine) -> None:
     a.play(lambda: a.hold(lambda: a.scheduler.kill(a.process)))
     for machine in Machine(a.machines, "a"), b:
         machine.play(lambda: machine.hold(lambda: a.scheduler.sleep(1)))  # noqa: B023
@@ -293,12 +291,11 @@ def test_a_lease_is_taken_at_once_that_was_released_or_whose_holder_in_this_fold
     assert [event["event"] for event in a.machines.recorded()] == [Supervised.kind] * 3
 
 
+@pytest.mark.parametrize("is_pulled", [True, False], ids=["another command has pulled", "nothing is known here"])
 @pytest.mark.parametrize(
     "act", [lambda s: s.ledger.append(AttemptBegan(0)), lambda s: s.ledger.pull(), Session.check_stop]
 )
-def test_a_supervisor_ends_that_another_commands_pull_has_shown(
-    a: Machine, b: Machine, act: Callable[[Any], None]
-) -> None:
+def test_a_supervisor_ends_that_has_lost_its_lease(a: Machine, b: Machine, act: Any, is_pulled: bool) -> None:
     ledgers = [a.ledger()]
 
     def take(machine: Machine, ledger: Ledger) -> None:
@@ -308,7 +305,8 @@ def test_a_supervisor_ends_that_another_commands_pull_has_shown(
 
     a.play(lambda: take(a, ledgers[0]))
     b.play(lambda: take(b, b.ledger()))
-    Machine(a.machines, "a").play(lambda: a.ledger().pull())
+    if is_pulled:
+        Machine(a.machines, "a").play(lambda: a.ledger().pull())
     a.play(lambda: act(SimpleNamespace(ledger=ledgers[0])))
     assert a.machines.exits == ["a"]
     assert "run r is supervised by " in a.said[-1]
@@ -399,9 +397,7 @@ def test_a_lease_is_renewed_while_files_are_copied(a: Machine, b: Machine, monke
 
 
 @pytest.mark.parametrize("trouble", ["a stopped process is recording an event", "the disk is full"])
-def test_events_that_can_not_be_recorded_end_no_renewals(
-    a: Machine, trouble: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_that_wait_end_no_renewals(a: Machine, trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-Z of another command of the machine may come at any moment."""
     ages: list[float] = []
 

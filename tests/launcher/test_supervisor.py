@@ -133,9 +133,7 @@ def test_a_dead_launchers_run_goes_on(work: Workstation, recorded: list[RunEvent
     assert take_over(work, TOKEN="s3cret") is None, "nothing is left to do"
 
 
-def test_a_supervisor_deletes_the_slice_of_a_run_whose_launcher_died_after_its_budget_was_spent(
-    work: Workstation,
-) -> None:
+def test_a_supervisor_deletes_the_slice_of_a_dead_launchers_run_whose_budget_is_spent(work: Workstation) -> None:
     begin(work, "r", BEGAN, RUNS_NOW, SPENT, Ended(0, "saved"))
     assert take_over(work) is None
     assert work.hosts.slice_state is None, work.messages
@@ -157,7 +155,7 @@ def test_a_supervisor_deletes_the_slice_of_a_run_whose_launcher_died_after_its_b
         pytest.param([BEGAN, RUNS_NOW, Ended(0, "host lost"), AGAIN, REPLACED], id="replaced"),
     ],
 )
-def test_an_interrupted_deletion_goes_on_for_the_recorded_slice_only(
+def test_a_deletion_goes_on_for_the_recorded_slice_only(
     work: Workstation, created: str, recorded: list[RunEvent]
 ) -> None:
     begin(work, "r", *recorded)
@@ -179,9 +177,7 @@ def test_down_deletes_the_slice_although_the_run_s_bucket_refuses(work: Workstat
     assert any("run r: its stop can't be recorded" in text for text in work.messages)
 
 
-def test_a_run_that_another_machine_supervises_keeps_requests(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_supervised_elsewhere_keeps_its_requests(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = begin(work, "r", BEGAN, RUNS_NOW, PREEMPTED, AGAIN)
     ledger.bucket.write_lease("pod:1", ledger.bucket.read_lease().generation)
     monkeypatch.setattr(FakeProvider, "withdraw_unused", lambda provider: pytest.fail("they are another machine's"))
@@ -200,9 +196,7 @@ def test_a_lease_means_that_another_machine_supervises_the_run(work: Workstation
     assert ledger.supervised() == other
 
 
-def test_a_decision_that_only_the_bucket_can_hold_counts_once(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decision_that_only_the_bucket_holds_counts_once(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = begin(work, "r")
     before = len(ledger.events())
     monkeypatch.setattr(ledger, "clock", clock := Clock())
@@ -226,12 +220,7 @@ def test_lines_with_a_secret_that_the_supervisor_can_not_mask_do_not_go_to_the_b
     assert not any(b"s3cret" in storage.read(each.url) for each in storage.listing(f"{RUNS}/r"))
 
 
-def watch(
-    work: Workstation,
-    looks: int,
-    stream: Callable[..., Result] = pytest.fail,
-    after_look: Callable[[Supervisor], object] = lambda _: None,
-) -> None:
+def watch(work: Workstation, looks: int, stream: Any = pytest.fail, after_look: Any = lambda _: None) -> None:
     """Supervises RUNS, and ends that after some looks, as Ctrl-C does. `stream`: what starts a process."""
     clock = Clock()
     machine = replace(this_machine(), clock=clock, stream=stream)
@@ -335,7 +324,7 @@ def test_commands_take_a_run_of_a_bucket_on_any_machine(work: Workstation, capsy
     assert not bucket.read_lease().holder, "looking takes no lease"
 
 
-def test_the_ledger_is_in_the_bucket_if_the_output_is_and_this_account_may_write_there(
+def test_the_ledger_is_in_the_outputs_bucket_if_this_account_may_write_there(
     work: Workstation, server: BucketServer
 ) -> None:
     spec = specification.read(begin(work, "other").folder)

@@ -177,9 +177,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize(("told", "views", "kind", "cause"), TOLD.values(), ids=TOLD)
-def test_what_is_told_beside_the_hosts_counts(
-    told: dict[str, Any], views: list[HostView], kind: Kind, cause: int
-) -> None:
+def test_what_is_told_beside_the_hosts(told: dict[str, Any], views: list[HostView], kind: Kind, cause: int) -> None:
     assert judged(views, max(view.seen for view in views), **told) == (kind, cause)
     assert kind not in (Kind.PREEMPTED, Kind.DELETED) or kind.exit_code is Exit.PREEMPTED
 
