@@ -41,12 +41,8 @@ from training.machine import Clock, format_time
 from training.telemetry.progress_line import ProgressLine
 
 FILE = (
-    SLICE
-    + """\
-image: {reference: 'r/i@sha256:%s'}
-run: {command: [train], preemption_retries: 2, host_lost_seconds: 30, environment: {SETTING: SET}}
-"""
-    % ("0" * 64)
+    f"{SLICE}image: {{reference: 'r/i@sha256:{'0' * 64}'}}\n"
+    "run: {command: [train], preemption_retries: 2, host_lost_seconds: 30, environment: {SETTING: SET}}\n"
 )
 TPU_VM = Capabilities(cloud_tpu_node=True, emulated=True, sends_secrets=True, replaces_hosts=True, overlays=True)
 HOSTS = range(2)
