@@ -13,10 +13,9 @@ from launcher.images import build_context, overlays
 from launcher.images.build import Image
 from launcher.provider import Overlay
 from launcher.run import events
-from launcher.run.stop import stop_run
 from launcher.run.verdict import Kind
 from tests.launcher.run_files import SLICE, load_text
-from tests.launcher.test_runs import Hosts, Workstation, detach
+from tests.launcher.test_runs import Workstation, detach
 from tests.processes import wait_until
 from training.machine import Clock
 
@@ -97,25 +96,18 @@ def test_a_folder_that_can_not_be_synced_is_refused(
         overlays.find_changes(option, own_code, tmp_path, IMAGE)
 
 
-def test_in_a_users_own_image_the_target_must_be_named(tmp_path: Path, code: Path) -> None:
-    work = Workstation(tmp_path, Hosts([0]))
+def test_in_a_users_own_image_the_target_must_be_named(work: Workstation, code: Path) -> None:
     with pytest.raises(BadInput, match=r"--sync .*=TARGET, an absolute path"):
         work.run(work.config(), sync=str(code))
 
 
-def start_in_background(work: Workstation, config: Config) -> threading.Thread:
-    """A `tpu-launch run` in another terminal, whose attempt runs. Both wait for each other, so time is real."""
-    work.clock = Clock()  # type: ignore[assignment]
-    other = threading.Thread(target=lambda: work.run(config), daemon=True)
+def test_the_attempt_of_another_terminal_is_stopped_and_the_next_has_the_files(work: Workstation, code: Path) -> None:
+    """Both commands wait for each other, so time is real."""
+    work.hosts.exits[0], work.clock = None, Clock()  # type: ignore[assignment]
+    (code / "token.json").write_text("{}")
+    other = threading.Thread(target=lambda: work.run(work.config()), daemon=True)
     other.start()
     wait_until(lambda: any('"started"' in path.read_text() for path in work.home.glob("runs/*/events.jsonl")))
-    return other
-
-
-def test_the_attempt_of_another_terminal_is_stopped_and_the_next_has_the_files(tmp_path: Path, code: Path) -> None:
-    work = Workstation(tmp_path, Hosts([None, 0]))
-    (code / "token.json").write_text("{}")
-    other = start_in_background(work, work.config())
     outcome = work.run(work.config(), sync=f"{code}=/app")
     other.join(20)
     assert not other.is_alive()
@@ -128,8 +120,8 @@ def test_the_attempt_of_another_terminal_is_stopped_and_the_next_has_the_files(t
     assert ends == ["saved", "finished"]
 
 
-def test_no_files_are_sent_while_hosts_or_the_process_of_the_attempt_go_on(tmp_path: Path, code: Path) -> None:
-    work = Workstation(tmp_path, Hosts([None, 0]))
+def test_no_files_are_sent_while_hosts_or_the_process_of_the_attempt_go_on(work: Workstation, code: Path) -> None:
+    work.hosts.exits[0] = None
     detach(work, work.config())
     with work.ledger.supervising(), pytest.raises(LaunchError, match="has not ended within 60 s"):
         work.run(work.config(), sync=f"{code}=/app")
@@ -142,15 +134,13 @@ def test_no_files_are_sent_while_hosts_or_the_process_of_the_attempt_go_on(tmp_p
 @pytest.mark.parametrize(
     ("wrong", "words"), [({"sync": "nowhere=/app"}, "is not a folder"), ({"overlay": "CODE=/app"}, "one of the two")]
 )
-def test_a_refused_request_stops_nothing(tmp_path: Path, code: Path, wrong: dict[str, str], words: str) -> None:
-    work = Workstation(tmp_path, Hosts([None, 0]))
-    other = start_in_background(work, work.config())
+def test_a_refused_request_stops_nothing(work: Workstation, code: Path, wrong: dict[str, str], words: str) -> None:
+    work.hosts.exits[0] = None
+    detach(work, work.config())
     options = {"sync": f"{code}=/app", **{key: value.replace("CODE", str(code)) for key, value in wrong.items()}}
     with pytest.raises(BadInput, match=words):
         work.run(work.config(), **options)
     assert "stop" not in work.hosts.calls
-    stop_run(work.config(), work.context(), None, grace=None)
-    other.join(20)
 
 
 def test_the_same_files_are_the_same_overlay_and_others_another(tmp_path: Path) -> None:
@@ -169,8 +159,7 @@ def test_an_overlay_holds_no_secrets_of_the_folder(tmp_path: Path) -> None:
     for name in ("train.py", ".env", "sub/id_rsa", ".git/config", "account"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"private_key": "0123456789abcdef"}' if name == "account" else name)
-    with tarfile.open(fileobj=io.BytesIO(overlays.pack(f"{tmp_path}=/app").archive)) as archive:
-        assert archive.getnames() == ["train.py"]
+    assert [*contents(overlays.pack(f"{tmp_path}=/app"))] == ["train.py"]
 
 
 @pytest.mark.parametrize(
