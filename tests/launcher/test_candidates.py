@@ -32,7 +32,7 @@ from launcher.tpu_vm.requests import RequestRecord
 from launcher.tpu_vm.slices import NotOurs
 from tests.gcloud_commands import UnknownCommand
 from tests.launcher.emulated_gcloud import BOB, BOBS, NO_CAPACITY, OURS, Clock, Cloud, InOrder
-from tests.launcher.run_files import launch, load_text
+from tests.launcher.run_files import load_text
 from tests.servers import BucketServer
 
 V4, V3 = Candidate("v4-16", "us-central2-b", "spot"), Candidate("v3-8", "us-central1-a", "spot")
@@ -565,17 +565,6 @@ def test_a_share_that_is_killed_loses_and_doubles_no_open_request(
     assert steps > 20
 
 
-def test_the_command_shows_candidates_and_the_end_of_each_request(cloud: Cloud, config: Config, tmp_path: Path) -> None:
-    fill_v4_zone(cloud)
-    create(cloud, config)
-    shown = launch(tmp_path, "capacity", "-f", "run.yaml")
-    assert shown.returncode == 0, shown.stderr
-    lines = shown.stdout.splitlines()
-    assert any("v4-16" in line and "$7.37" in line and "never granted here" in line for line in lines)
-    assert any("v3-8 (spot) in us-central1-a" in line and "granted after" in line for line in lines)
-    assert sum("no capacity" in line for line in lines) == 2
-
-
 def test_the_command_shows_requests_that_another_machine_made_for_a_run_of_a_bucket(
     cloud: Cloud,
     tmp_path: Path,
@@ -605,11 +594,15 @@ def test_the_command_shows_requests_that_another_machine_made_for_a_run_of_a_buc
     monkeypatch.setenv("TPU_LAUNCH_HOME", laptop)
     for file in "gs://bucket/runs/r", str(tmp_path / "run.yaml"):
         assert shown(file) == [("first", "taken away"), ("second", "")]
+    requests_here.grant(requests_here.open()[0], 63.0)
     server.fault = lambda request: HttpResponse(403)
     cli(["capacity", "-f", str(tmp_path / "run.yaml")], standalone_mode=False)
     output = capsys.readouterr()
     assert "requests of other machines are not shown" in output.err
-    assert "v3-8" in output.out
+    lines = output.out.splitlines()
+    assert any("v4-16" in line and "$7.37" in line and "never granted here" in line for line in lines)
+    assert any("v3-8 (spot) in us-central1-a" in line and "granted after 60 s" in line for line in lines)
+    assert sum("taken away" in line for line in lines) == 1
 
 
 def test_two_processes_share_no_scratch_file_of_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
