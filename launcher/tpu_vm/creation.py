@@ -298,9 +298,9 @@ class _Creation:
 
 
 def add_bill(config: Config, error: LaunchError) -> LaunchError:
-    """Returns an error of the same class with one more line: the slice may exist, and is billed then."""
-    return type(error)(
+    """Adds a line to an error, which it returns: the slice may exist, and is billed then."""
+    error.args = (
         f"{error}\n  slice {config.slice.name} may exist, and is billed then: `tpu-launch up` goes on with it, "
         "`tpu-launch down` deletes it",
-        exit_code=error.exit_code,
     )
+    return error

@@ -11,6 +11,7 @@ from launcher.config import Config
 from launcher.errors import BadInput, CommandTimeout, Exit, LaunchError
 from launcher.gcloud import Conflict, Stockout, Unavailable
 from launcher.provider import SliceState
+from launcher.run.session import RunStopped
 from launcher.tpu_vm import candidates, creation, deletion, slice_hints, slices
 from launcher.tpu_vm.slices import NotOurs
 from launcher.workstation import Owner
@@ -122,6 +123,13 @@ def test_a_slice_that_may_exist_is_told_at_once_when_google_does_not_describe_it
         candidates.create(config, print, machine, machine)
     assert ("slice demo may exist, and is billed then" in str(refusal.value)) == may_exist
     assert len(cloud.calls) == 1 or section
+
+
+def test_a_stop_while_a_slice_is_awaited_tells_its_bill_too(config: Config) -> None:
+    stopped = creation.add_bill(config, RunStopped("demo-1"))
+    assert (type(stopped), stopped.exit_code) == (RunStopped, Exit.STOPPED)
+    assert "run demo-1 was stopped" in str(stopped)
+    assert "slice demo may exist, and is billed then" in str(stopped)
 
 
 def test_nothing_is_created_above_a_cost_limit(cloud: Cloud, tmp_path: Path) -> None:
