@@ -4,43 +4,38 @@ Google is the launcher's simulation of it, with a stock that a seed draws and sp
 The launcher's own `candidates.create` asks, waits and withdraws; training is a number of steps that a slice does in its
 time, and loses since its last checkpoint. With kills, two people have a run each, and each run has two supervisors on
 machines of their own, which share lease, ledger and requests in a bucket; they are killed at writes, and started again.
-
-    python -m tests.simulation.capacity.weeks 200 7    weeks with kills, from seed 7 on: what broke
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import random
 import shutil
-import sys
-import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 from unittest import mock
 
-from launcher.config import Config, load
+from launcher.config import Config
 from launcher.emulator.api import stock
 from launcher.errors import LaunchError
 from launcher.gcloud import Stockout
 from launcher.run import bucket, session, supervisor
-from launcher.run.events import AttemptBegan, Supervised
+from launcher.run.events import AttemptBegan
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.session import begin_run, import_run
 from launcher.run.specification import Specification
 from launcher.tpu_vm import candidates, deletion, requests
 from launcher.tpu_vm.requests import RequestRecord, create_only
 from launcher.workstation import CheckedClock, Workstation
+from tests.simulation.launcher import simulated_run
 from tests.simulation.launcher.bucket import CloudStorage
 from tests.simulation.launcher.machine import make_machine
 from tests.simulation.launcher.world import Actor, Laptop, World
 from tests.simulation.scheduler import Event, Process, Scheduler, Stuck
-from training import storage
 from training.accelerators import accelerator
 from training.storage import Stat
 
@@ -62,23 +57,13 @@ _FOLLOW = (
 @dataclass(frozen=True)
 class Result:
     broken: list[tuple[str, str]]
-    trace: list[str]
     hours: float  # to the last step; infinite if it was not reached within four weeks
 
 
-@functools.cache
-def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="tpu-launch-weeks-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-
-
-@functools.cache
 def make_config(follows: bool, name: str = "bert") -> Config:
     """Returns the configuration of a policy, for a slice of a name: with candidates, or with one type."""
-    path = _folder() / "run.yaml"
-    more = _FOLLOW if follows else ""
-    slice_ = f"{{name: {name}, {_SLICE}{more}}}"
-    path.write_text(f"project: p\nzone: us-central2-b\nslice: {slice_}\nrun: {{command: [train]}}\n")
-    return load(path)
+    slice_ = f"{{name: {name}, {_SLICE}{_FOLLOW if follows else ''}}}"
+    return simulated_run.make_config(f"project: p\nzone: us-central2-b\nslice: {slice_}\nrun: {{command: [train]}}\n")
 
 
 def draw_stock(seed: int) -> dict[str, object]:
@@ -110,7 +95,9 @@ class Person:
 
     def __init__(self, week: Week, user: str, machines: int) -> None:
         self.user, self.config = user, make_config(week.follows, week.name_of(user))
-        self.laptops = [Laptop(f"{user} {number}", user, _folder() / f"{user}-{number}") for number in range(machines)]
+        self.laptops = [
+            Laptop(f"{user} {number}", user, simulated_run.folder() / f"{user}-{number}") for number in range(machines)
+        ]
         self.acting: Process | None = None  # of the supervisor that has the lease
         self.left = (_WORK_WITH_KILLS if week.kills else WORK) * HOUR * speed("v4-16")
         self.deleted, self.hours = False, float("inf")
@@ -127,9 +114,7 @@ class Week:
         self.follows = follows
         self.scheduler = Scheduler(random.Random(f"tasks {seed}"), preempt=0.03)
         self.scheduler.trace = [] if trace else None
-        self.world = World(self.scheduler, random.Random(f"world {seed}"), [], [])
-        self.world.has_candidates = True
-        self.world.price_limit = _PRICE_LIMIT if follows else None
+        self.world = World(self.scheduler, random.Random(f"world {seed}"), make_config(follows))
         self.world.google.state.stock = draw_stock(seed)
         self.world.google.state.stock_since = self.world.google._now
         self.rng = random.Random(f"kills {seed}")
@@ -164,7 +149,7 @@ class Week:
                 self.scheduler.close()
         for task in self.scheduler.crashed:
             self.world.break_promise("every ending has a documented code", f"{task} raised {task.error!r}")
-        return Result(self.world.record.broken, self.scheduler.trace or [], self.people[0].hours)
+        return Result(self.world.record.broken, self.people[0].hours)
 
     def _is_over(self, person: Person) -> bool:
         return person.deleted or self.scheduler.now > 4 * WEEK
@@ -283,9 +268,6 @@ class Week:
             self.scheduler.kill(process)
 
     def _check_end(self, person: Person) -> None:
-        for event, holder in self._decisions(person):
-            if event != holder:
-                self.world.break_promise("who decides has the lease", f"{event} while {holder} had it")
         if person.left > 0:
             if self.kills and not self.same_name:
                 self.world.break_promise("the run finishes when there is stock", f"{person.left} is left")
@@ -299,14 +281,6 @@ class Week:
         for request in record.open():
             self.world.break_promise("every request is withdrawn or used", f"{request}")
 
-    def _decisions(self, person: Person) -> Iterator[tuple[str, str]]:
-        """Yields who made each decision in the bucket, and who had the lease then."""
-        holder = ""
-        for found in storage.listing(f"{person.url}/{bucket.FOLDER}/events"):
-            event = json.loads(storage.read(found.url))
-            holder = event["by"] if event["event"] == Supervised.kind else holder
-            yield event["by"], holder
-
 
 def speed(name: str) -> float:
     """Returns how fast a slice trains: its peak."""
@@ -314,18 +288,6 @@ def speed(name: str) -> float:
     return size.generation.bf16_flops_per_chip * size.chips
 
 
-def simulate(seed: int, *, trace: bool = False, without: Collection[int] = ()) -> Result:
-    """Simulates two runs that follow capacity, with kills; `without` is not used: there are no faults to leave out."""
-    return Week(seed, follows=True, kills=True, trace=trace).play()
-
-
-def main() -> None:
-    """Prints what kills broke, week by week."""
-    first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    for seed in range(first, first + int(sys.argv[1])):
-        result = simulate(seed)
-        print(seed, f"{result.hours:.1f} h", *result.broken, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def simulate(seed: int) -> Result:
+    """Simulates two runs that follow capacity, with kills."""
+    return Week(seed, follows=True, kills=True, trace=False).play()

@@ -89,7 +89,6 @@ def _describe_cluster(
         return f"{state}, and there are {sorted(before)}"
     observed = call.provider._observed
     run = observed.rpartition("-")[0]
-    later = any(name.rpartition("-")[0] == f"+{run}" for name in before & after)
     may_see_later = any(name.removeprefix("+").rpartition("-")[0] == run for name in (before | after) - {observed})
     by_another = observed and cluster.deleted.get(observed) is not call.command.actor
     gone = observed in cluster.deleted and observed not in before
@@ -99,8 +98,6 @@ def _describe_cluster(
     never = observed not in cluster.created  # its start was interrupted: nothing tells it from one that was deleted
     if state.state == "DELETED" and (observed in after or not (never or observed in cluster.deleted)):
         return f"{state}, and {observed} is there"
-    if later and observed not in before and state.state != "READY":
-        return f"{state}, and a later attempt than {observed} is there"
     return ""
 
 
@@ -109,7 +106,7 @@ def _create(call: _Call, _answer: None, *_given: Any, **_options: Any) -> str:
     world, since = call.command.world, call.began
     said = "\n".join(text for at, text in call.command.told if at >= since)
     if (cluster := world.cluster) is None:
-        nodes = [node for node in world.google.slices.values() if node.name.startswith(world.slice_name)]
+        nodes = [node for node in world.google.slices.values() if node.name.startswith(world.config.slice.name)]
         ready = [node for node in nodes if node.state == "READY"]
         up = any(all(host.key_known and host.engine_up for host in node.hosts) for node in ready)
         kept = connections.load_addresses(call.provider.config)

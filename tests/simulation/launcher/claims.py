@@ -12,13 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.costs import duration
 from launcher.errors import Exit
-from launcher.run import events, specification
-from launcher.run.status import HostStatus, Status, View
+from launcher.run import events
+from launcher.run.status import Status
 from tests.simulation.launcher import hangs
 from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.jobs import SUPERVISORS
+from tests.simulation.launcher.world import containers_of
 from training.machine import parse_time
 from training.telemetry.progress_line import parse
 
@@ -53,13 +53,21 @@ def told_stop_is_true(simulation: SimulatedRun, command: Command) -> None:
 
 
 def nothing_is_repeated_without_a_pause(simulation: SimulatedRun, command: Command) -> None:
-    """No line is told three times in a row within 10 s, and the cloud and each host are asked in moderation."""
-    excused = simulation.scenario.candidates is not None or simulation.full_disk is not None
+    """No line is told three times in a row within 10 s, or four times in half a minute, as if at each look; the cloud
+    and each host are asked in moderation."""
+    excused = simulation.races or simulation.full_disk
     excused |= command.name == "watch"  # which passes the lines of its processes on at their end
     for (began, line), (_, again), (at, third) in zip(command.told, command.told[1:], command.told[2:], strict=False):
         flaps = "does not answer: " in line or "still waiting, although: " in line  # and answers between
         if line == again == third and at - began < 10.0 and not excused and not flaps:
             simulation.break_promise("a line is not told again and again", f"{command.name}: {line}")
+    for four in zip(*(command.told[first:] for first in range(4)), strict=False) if not excused else ():
+        if (
+            2.0 < four[3][0] - four[0][0] < 30.0
+            and len({text for _, text in four}) == 1
+            and "although" not in four[0][1]
+        ):
+            simulation.break_promise("a line is not told again and again", f"{command.name}: {four}")
     for call, times in command.actor.calls.items():
         # gcloud itself takes a second. After Ctrl-C, what is being withdrawn is withdrawn once more beside that.
         limit = 16 * (1 + command.interrupted) if "describe" in call[:6] else 24 if "jobsets" in " ".join(call) else 40
@@ -139,17 +147,6 @@ def stop_of_a_start_is_told(simulation: SimulatedRun, command: Command) -> None:
         simulation.break_promise("a stop of a start is told", f"{command.name}: {command.error}")
 
 
-def kind_world_starts_a_run(simulation: SimulatedRun, command: Command) -> None:
-    """Without faults and without other users of the slice, `run` fails for no reason of a cloud."""
-    others = [each for each in simulation.commands if each.laptop is not command.laptop and each.name in ("up", "down")]
-    hostile = simulation.faults or simulation.full_disk or simulation.kill_at or others
-    if command.name not in ("run", "attach") or hostile or any(each.kind == "asleep" for each in simulation.actions):
-        return
-    candidates = simulation.scenario.candidates
-    if command.code == Exit.CLOUD_ERROR and (candidates is None or not candidates.kill_at):
-        simulation.break_promise("a run starts in a kind world", f"{command.name}: {command.error}")
-
-
 def status_shows_what_is(simulation: SimulatedRun, status: Status) -> None:
     """`status` shows of each host that answers what its container does, and the newest line that it has written."""
     job = simulation.world.record.jobs.get((status.run or "", status.attempt if status.attempt is not None else -1))
@@ -171,60 +168,6 @@ def status_shows_what_is(simulation: SimulatedRun, status: Status) -> None:
             simulation.break_promise("status shows what is", f"{container.name} is silent for {silent:.0f} s: {host}")
         if not any(host.last_line in text for text in ("", *(text for _, text in container.log))):
             simulation.break_promise("status shows what is", f"{container.name} never wrote {host.last_line!r}")
-
-
-def frames_show_the_run(simulation: SimulatedRun, command: Command) -> None:
-    """`top` fills the terminal: a bar of the steps, the curve of a falling loss, and the hosts that are behind."""
-    for view, columns, rows, lines in command.frames:
-        frame, progress = "\n".join(lines), view.progress
-        wrong = [line for line in lines if len(line) > columns]
-        if progress is not None and progress.steps:
-            bar = next((line for line in lines if line.startswith(f"step {progress.step:,}/{progress.steps:,} ")), "")
-            full, empty = bar.count("\u2588"), bar.count("\u2591")
-            wrong += [bar] if abs(full - progress.step / progress.steps * (full + empty)) > 0.5 or "…" in bar else []
-            wrong += [] if full + empty else [frame]
-            wrong += [] if f"loss {progress.loss:.5f}" in frame and "8.0 examples/s" in frame else [frame]
-        if len(view.losses) > 1:
-            curve = [line[9:] for line in lines if "\u2502" in line[:9]]
-            wrong += [] if curve and curve[0][:1] > "\u2800" and len(curve[-1]) == columns - 9 else [frame]
-        table = {int(line.split(" ")[0]): line for line in lines if line.split(" ")[0].isdigit()}
-        shown = [*table]
-        if columns >= 160:  # where there is room for all
-            wrong += [table[host.worker] for host in view.hosts if not _is_row(table.get(host.worker, ""), host)]
-            told = (view.run, view.time, view.slice, view.cost, *view.history[:-1])
-            wrong += [text for text in told if text[: columns - 1] not in frame]
-        history, (of_run, _, state) = "".join(view.history), view.run.rpartition(", ")
-        asked = "READY" in view.slice and state == "running"
-        wrong += [frame] if (view.hosts and not asked) or (asked and "started" in history and not view.hosts) else []
-        told = state == "running" or f"ended: {state}" in history or len(view.history) == 8
-        wrong += [frame] if of_run and not told else []
-        priced = simulation.world.cluster is None and "does not exist" not in view.slice
-        wrong += [frame] if priced != bool(view.cost) and " 0 hosts" not in view.slice else []  # not yet, or already
-        steps = {host.worker: host.progress.step if host.progress else -1 for host in view.hosts}
-        left = len(steps) - len(shown)
-        fits = len(lines) <= rows if left == 0 else len(lines) == rows and f"and {left} more" in lines
-        behind = not steps or min(steps.values()) in [steps[worker] for worker in shown]
-        wrong += [] if (fits or len(shown) == min(1, len(steps))) and behind else [frame]
-        if wrong:
-            simulation.break_promise("a frame shows the run", f"{columns} columns, {view}:\n{wrong[0]}")
-
-
-def _is_row(row: str, host: HostStatus) -> bool:
-    """Returns whether a row of `top`, which may be cut at its end, has all that is told of a host."""
-    line, shown = host.progress, " ".join(row.split())
-    told = "? ? ? ?" if line is None else f"{line.step:,} {line.phase} {line.memory_used >> 30}.0/100 GiB ? ?"
-    quiet = "" if host.quiet_seconds is None else f"{duration(host.quiet_seconds)} ago:"
-    wanted = " ".join(f"{host.worker} {host.address} {host.container} {told} {quiet} {host.last_line}".split())
-    length = len(wanted) if len(row) < 160 else len(shown) - 1
-    return wanted[:length] == shown[:length]
-
-
-def losses_are_shown(command: Command, view: View) -> None:
-    """Checks that `top` has the loss of each step that is kept of its run."""
-    files = command.laptop.home.glob(f"runs/{view.run.partition(':')[0].removeprefix('run ')}/progress-*.jsonl")
-    kept = [line for file in files for text in file.open() if (line := parse(text)) is not None]
-    if missing := [line for line in kept if view.losses.get(line.step) != line.loss]:
-        command.world.break_promise("a frame shows the run", f"losses {view.losses}, not {missing}")
 
 
 def lines_are_shown_once(simulation: SimulatedRun, command: Command) -> None:
@@ -261,10 +204,10 @@ def silence_of_logs_lasts(simulation: SimulatedRun, command: Command) -> None:
 
 def waits_are_told(simulation: SimulatedRun, command: Command) -> None:
     """`up` tells once what it waits for: each state in which Google has described the slice repeatedly."""
-    looks = command.name == "up" and simulation.scenario.candidates is None  # a race tells of its requests instead
+    looks = command.name == "up" and not simulation.races  # a race tells of its requests instead
     for (_, state), times in command.actor.states.items() if looks else ():
         told = [text for text in command.said if state in text]
-        if state in ("CREATING", "STARTING") and times > 3 and not told and not simulation.scenario.setting.queued:
+        if state in ("CREATING", "STARTING") and times > 3 and not told and not simulation.config.slice.queued:
             simulation.break_promise("a wait is told", f"{state} was seen {times} times")
     for before, after in pairwise(command.said):
         if before == after and re.search(r"slice \S+ is [A-Z]+$", after):
@@ -272,19 +215,17 @@ def waits_are_told(simulation: SimulatedRun, command: Command) -> None:
 
 
 def what_is_left_is_recorded(simulation: SimulatedRun, command: Command) -> None:
-    """After a verdict, each container of the attempt that a host still has is recorded as left behind."""
-    if command.verdict is None or command.outcome is None or simulation.loses_by_its_disk:
+    """After a verdict, what a host still has of the attempt, or runs of the run, is recorded as left behind."""
+    if command.verdict is None or (outcome := command.outcome) is None:
         return
-    outcome = command.outcome
     ledger = next(item for item in command.ledgers() if item.run_id == outcome.run_id)
-    job = simulation.world.record.jobs.get((outcome.run_id, outcome.attempt))
-    if job is None or ledger.state.phase.is_open or ledger.supervised():
+    if ledger.state.phase.is_open or ledger.supervised():  # another terminal has started it again
         return
     known = {(item.attempt, worker) for item in ledger.state.orphans for worker in item.hosts}
-    for worker, container in job.containers.items():
-        host = container.host
-        there = host.containers.get(container.name) is container and host.up and host.engine_up
-        if there and (outcome.attempt, worker) not in known and not host.gone:
+    for container in containers_of(simulation.world, outcome.run_id):
+        host, stays = container.host, container.attempt == outcome.attempt and not simulation.loses_by_its_disk
+        there = host.up and (container.running or (stays and host.engine_up and not host.gone))
+        if there and (container.attempt, host.worker) not in known:
             simulation.break_promise("what is left behind is recorded", f"{container.name} on {host!r}")
 
 
@@ -298,7 +239,7 @@ def rounds_keep_to_their_time(simulation: SimulatedRun) -> None:
             now, event = parse_time(entry.time) or 0.0, entry.event
             if isinstance(event, events.RoundFailed):
                 first = now if first is None else first
-                if now + event.delay - first > simulation.scenario.setting.recovery_minutes * 60 + 1.0:
+                if now + event.delay - first > simulation.config.run.recovery_minutes * 60 + 1.0:
                     simulation.break_promise("rounds keep to their time", f"{event} {now - first:.0f} s later")
             elif isinstance(event, _BEGIN_ROUNDS):
                 first = None
@@ -336,7 +277,7 @@ def unfinished_runs_are_taken_over(simulation: SimulatedRun, command: Command) -
 def left_behind_is_recorded_once(simulation: SimulatedRun) -> None:
     """Checks that a judged attempt's hosts are recorded as stopped or left behind: none twice, none without a cause."""
     asleep = any(each.asleep for each in simulation.world.laptops)
-    unkept = simulation.full_disk is not None or simulation.scenario.in_bucket or asleep
+    unkept = simulation.full_disk or simulation.scenario.in_bucket or asleep
     kind = not (simulation.faults or unkept or simulation.kill_at)
     for ledger in simulation.ledgers():
         kept, jobs = ledger.events(), simulation.world.record.jobs
@@ -350,14 +291,6 @@ def left_behind_is_recorded_once(simulation: SimulatedRun) -> None:
         again = len({*left}) < len(left) and not any(each.killed for each in simulation.commands)
         if wrong or alone or any(at < 0 for _, at in left) or again:
             simulation.break_promise("what is left behind is recorded", f"{ledger.run_id}: {left}, not {wrong}")
-
-
-def folders_are_whole(simulation: SimulatedRun) -> None:
-    """Checks that a run's folder has its configuration and what its attempts were started with."""
-    for ledger in simulation.ledgers():
-        kept, wanted = specification.read(ledger.folder), simulation.config.slice.name
-        if (ledger.record.slice, kept.run) != (wanted, ledger.run_id) or not (ledger.folder / "config.yaml").exists():
-            simulation.break_promise("a run's folder is whole", f"{ledger.run_id}: {ledger.record}, {kept}")
 
 
 def progress_is_kept(simulation: SimulatedRun) -> None:
@@ -381,7 +314,7 @@ def progress_is_kept(simulation: SimulatedRun) -> None:
 def failure_has_a_post_mortem(simulation: SimulatedRun, job: Job, event: events.Ended) -> None:
     """A failed attempt has an archive with the run's records and its logs, and no part of one is left."""
     folders, name = [home / "runs" / job.run for home in simulation.homes], f"post-mortem-{job.attempt}.tar.gz"
-    disturbed = simulation.full_disk is not None or simulation.scenario.in_bucket  # another machine may take it over
+    disturbed = simulation.full_disk or simulation.scenario.in_bucket  # another machine may take it over
     disturbed |= any(each.killed or each.interrupted for each in simulation.commands)
     due = event.outcome in ("failed", "stalled", "host lost", "connection lost") and job.confirmed and not disturbed
     found = [folder for folder in folders if (folder / name).exists()]
@@ -425,21 +358,6 @@ def _check_windows(simulation: SimulatedRun, job: Job, *, is_told: bool) -> None
     kept = [{int(worker): own for worker, own in json.loads(line)["seconds"].items()} for line in whole]
     most = defaultdict(lambda: 0.375, {} if slow is None else {slow.host: 0.875})
     wrong = not all(0.375 <= own <= most[worker] for each in kept for worker, own in each.items())
-    if job.watched and job.hosts > 1:
-        ends = [item.ended - (job.began or 0.0) for item in job.containers.values()]
-        least = _least_windows(job, min(ends))
-        wrong |= not max(0, least) <= len(lines) <= max(ends) / 30.0 + 1
-        wrong |= least > 0 and not any(file.with_suffix(".svg").exists() for file in files)
-        slowly = "".join("y" if len(each) > 1 and 0.875 in each.values() else "n" for each in kept)
-        wrong |= "yyy" in slowly and not is_told
-    if wrong:
+    slowly = "".join("y" if len(each) > 1 and 0.875 in each.values() else "n" for each in kept)
+    if wrong or (job.watched and "yyy" in slowly and not is_told):
         simulation.break_promise("a straggler is told", f"{job}: {kept}, {is_told}: {slow}")
-
-
-def _least_windows(job: Job, end: float) -> int:
-    """Returns how many half minutes of steps a supervisor has seen at least; the first may show one host alone."""
-    count, at, done = -2, -math.inf, 0
-    for moment, _, step in job.timeline:
-        if step > done and moment > at + _WINDOW_SECONDS and moment < end - _PROGRESS_SECONDS:
-            count, at, done = count + 1, moment, step
-    return count

@@ -360,29 +360,16 @@ class Kubectl:
         return ""
 
     def _check_jobset(self, jobset: Object) -> None:
-        """Checks that each host gets a pod with the chips, the command and the environment of the file."""
-        hosts, labels, spec = self.cluster.size, jobset["metadata"]["labels"], jobset["spec"]
-        job = spec["replicatedJobs"][0]["template"]["spec"]
-        pod, alone = job["template"]["spec"], "exclusive-topology" in str(jobset["metadata"].get("annotations"))
-        (container,) = pod["containers"]
-        given = {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
-        chips = [each.get("google.com/tpu") for each in container["resources"].values()]
-        mounts = {each["name"] for each in container["volumeMounts"]}
-        wanted = {"A": "b", "TPU_LAUNCH_RUN_ID": labels[LABEL_RUN], "TPU_LAUNCH_ATTEMPT": labels[LABEL_ATTEMPT],
-                  "HF_TOKEN": {"secretKeyRef": {"name": "hf", "key": "token"}},
-                  "TPU_LAUNCH_HOSTS": str(hosts) if hosts > 1 else None}  # fmt: skip
-        facts = (
-            (job["parallelism"], job["completions"], alone) == (hosts, hosts, hosts > 1),
-            all(given.get(name) == value for name, value in wanted.items()),
-            ("TPU_LAUNCH_SECRET" in given) == (hosts > 1),
-            container["command"][-1] == "train" and len(chips) == 2 and chips[0] == chips[1] is not None,
-            not container["securityContext"].get("allowPrivilegeEscalation", True),
-            "seccompProfile" in pod["securityContext"] and not pod.get("automountServiceAccountToken", True),
-            mounts == {each["name"] for each in pod["volumes"]} == {"config", "shm"},
-            spec["failurePolicy"]["maxRestarts"] == 0 and pod["restartPolicy"] == "Never",
-        )
-        if not all(facts):
-            self.world.break_promise("a pod gets what its file says", f"{facts}: {jobset}")
+        """Checks that each host gets a pod of the run's attempt, with the command of the file."""
+        hosts, labels = self.cluster.size, jobset["metadata"]["labels"]
+        job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+        (container,) = job["template"]["spec"]["containers"]
+        given = {each["name"]: each.get("value") for each in container["env"]}
+        wanted = {"A": "b", "TPU_LAUNCH_RUN_ID": labels[LABEL_RUN], "TPU_LAUNCH_ATTEMPT": labels[LABEL_ATTEMPT]}
+        if not (
+            job["completions"] == hosts and wanted.items() <= given.items() and container["command"][-1] == "train"
+        ):
+            self.world.break_promise("a pod gets what its file says", f"{jobset}")
 
     def _patch(self, _input: str | None) -> str:
         for target in [word for word in self.words[1:] if "/" in word]:

@@ -19,7 +19,7 @@ from launcher.run.supervisor import Supervisor, take_over
 from launcher.run.verdict import Kind, explain
 from launcher.tpu_vm import candidates, inventory
 from launcher.tpu_vm.provider import TpuVm
-from tests.simulation.launcher import claims, promises, slice_promises
+from tests.simulation.launcher import promises, slice_promises
 from tests.simulation.launcher.answers import check_answers
 from tests.simulation.launcher.bucket import OUTPUT
 from tests.simulation.launcher.jobs import SECRET
@@ -43,7 +43,6 @@ class Command:
         self.lines: Counter[tuple[int, str, str]] = Counter()  # of hosts, that it showed
         self.shows: Path | None = None  # the logs of the attempt that `logs` shows
         self.status: status.Status | None = None
-        self.frames: list[tuple[status.View, int, int, list[str]]] = []  # of `top`, with its columns and rows
         self.explained = ""  # what `explain` shows
         self.stacks: dict[str, str] = {}  # the files that it has written, by name
         self.attempt = -1  # that it explains
@@ -248,11 +247,9 @@ class Command:
             began, zones = self.world.scheduler.now, self.config.zones
             listing = inventory.list_owned(self.config.project, zones, self.machine)
             slice_promises.list_shows_what_is(self.world, listing, began, self.machine.clock.time())
-        looks = status.Top(self.config, self.context, provider)
-        for columns, rows, seconds in ((40, 24, 5.0), (80, 28, 60.0), (160, 60, 120.0)):
-            view = looks.look()
-            claims.losses_are_shown(self, view)
-            self.frames.append((view, columns, rows, status.render(view, columns, rows)))
+        top = status.Top(self.config, self.context, provider)
+        for seconds in (5.0, 60.0, 120.0):
+            status.render(top.look(), 80, 28)
             self.machine.clock.sleep(seconds)
         self.status = status.read_status(self.config, self.context, provider)
         return 0

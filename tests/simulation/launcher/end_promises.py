@@ -53,19 +53,19 @@ def hang_is_explained(simulation: SimulatedRun, job: Job, event: Ended, time: fl
 
 def _check_stall(simulation: SimulatedRun, job: Job, hang: Hang, event: Ended, most: float) -> None:
     """Checks that a verdict tells a hang's kind, since when (`most` seconds ago), advice, and where others are."""
-    told = [min(_told(job, worker, math.inf, math.inf)) for worker in range(job.hosts)]
-    says = {worker: hangs.says([hang.show(worker)] * 2, native=True) for worker in range(job.hosts)}
     silent, what = bool(hang.last_words(-1)), event.cause.what if event.cause is not None else ""
-    wanted = hangs.sentences(told, says, {hang.kind})
-    if silent:
-        wanted = [f"{hangs.NO_HEARTBEATS}: host {hang.host} {says[hang.host]}"]
-    found = re.fullmatch(rf"({'|'.join(map(re.escape, wanted))})(?: for (\d+) s)?; (.*)", what)
+    lasted = re.search(r" for (\d+) s; .", what)
     least = 0.0 if silent else hang.limit(job.stall_seconds or 0.0, job.hosts) - 1.0
-    lasts = least <= float(found[2] or -1.0) <= most + 1.0 if found is not None else False
-    right = found is not None and lasts == (hang.kind not in ("program", "step")) and hangs.advice(found[1]) in found[3]
-    others = [f"host {worker}: {told[worker]}: {says[worker]}" for worker in says if worker != hang.named]
-    if not right or (not silent and [*event.symptoms] != others):
-        simulation.break_promise("a hang is told by its kind", f"{job}: {event}, not {wanted}, {others}")
+    right = (lasted is None) == (hang.kind in ("program", "step")) and hang.words in what
+    right &= lasted is None or least <= float(lasted[1]) <= most + 1.0
+    others = [worker for worker in range(job.hosts) if worker != hang.named]
+    if not silent:
+        right &= len(event.symptoms) == len(others)
+        for worker, text in zip(others, event.symptoms, strict=False):
+            right &= text.startswith(f"host {worker}: {min(_told(job, worker, math.inf, math.inf))}: ")
+            right &= text.endswith(hangs.says(hang.show(worker)))
+    if not right:
+        simulation.break_promise("a hang is told by its kind", f"{job}: {event}, not {hang}")
 
 
 def _told(job: Job, worker: int, since: float, until: float) -> set[str]:
@@ -77,8 +77,7 @@ def _told(job: Job, worker: int, since: float, until: float) -> set[str]:
 
 
 def explain_tells_where_hosts_are(simulation: SimulatedRun, command: Command) -> None:
-    """`explain` tells where each host of a live run is, names only one that is elsewhere than the others, with advice
-    that fits, and writes what it has got of each host into a file, masked."""
+    """`explain` tells where each host of a live run is, and writes what it has got of each host into a file, masked."""
     job = simulation.world.record.jobs.get((command.run_id, command.attempt))
     if job is None or not command.stacks or simulation.faults or job.began is None or job.began > command.began:
         return
@@ -87,22 +86,13 @@ def explain_tells_where_hosts_are(simulation: SimulatedRun, command: Command) ->
     if changed or any(len(each) != 2 for each in shown.values()):  # it has begun to hang, or ended, meanwhile
         return
     mask = "***" if simulation.world.cluster is None else SECRET
-    what, *table, advice = command.explained.splitlines() or ("", "")
-    says = {worker: hangs.says([kind for kind, _ in each], native=False) for worker, each in shown.items()}
-    says = {worker: text.replace("***", mask) for worker, text in says.items()}
-    told = [
-        line.removesuffix(says[worker]).rpartition(f"host {worker}: ")[2][:-2]
-        for worker, line in zip(says, table, strict=False)
-    ]
     wanted = {f"host-{worker}": "\n=== 5 s later\n".join(text for _, text in each) for worker, each in shown.items()}
     wanted = {name: text.replace(SECRET, mask) for name, text in wanted.items()}
-    right = command.stacks == wanted | {"explanation": f"{command.explained}\n"} and hangs.advice(what) in advice
-    for worker, line in zip(says, table, strict=False):
-        place = f"{told[worker]}: " if job.plan.tells else ""
-        right &= told[worker] in _told(job, worker, command.began, command.ended)
-        right &= line == f"  host {worker}: {place}{says[worker]}"
-    kinds = {kind for each in shown.values() for kind, _ in each}
-    if not right or len(table) != job.hosts or what not in hangs.sentences(told, says, kinds):
+    right = command.stacks == wanted | {"explanation": f"{command.explained}\n"}
+    for worker, row in zip(shown, command.explained.splitlines()[1:], strict=False):
+        places = {f"  host {worker}: {told}".rstrip() for told in _told(job, worker, command.began, command.ended)}
+        right &= row.startswith((*places,)) and hangs.says(shown[worker][-1][0]) in row
+    if not right or len(command.explained.splitlines()) != job.hosts + 2:
         simulation.break_promise("`explain` tells where hosts are", f"{job}, {shown.keys()}: {command.explained}")
 
 
@@ -125,10 +115,17 @@ def exec_runs_once(simulation: SimulatedRun, command: Command) -> None:
         simulation.break_promise("`exec` runs once", f"hosts {wrong} of {command.reports}: ran {ran}, {command.lines}")
 
 
-def out_of_memory_is_no_lost_host(simulation: SimulatedRun, job: Job, event: Ended) -> None:
-    """A program that was killed for its memory does not count as a lost host."""
-    if event.outcome == "host lost" and event.cause is not None and event.cause.oom_killed:
-        simulation.break_promise("a program out of memory is no lost host", f"{job}: {event.cause}")
+def causes_are_true(simulation: SimulatedRun, job: Job, event: Ended) -> None:
+    """A program that was killed for its memory is no lost host, a first cause no symptom; and a container is called
+    removed only if it was removed from its host, not if the slice is another one by now."""
+    if (cause := event.cause) is None:
+        return
+    container = job.containers.get(cause.worker)
+    lost = simulation.world.cluster is not None or simulation.loses_by_its_disk  # a pod goes with its node
+    removed = "its container was removed" in cause.what and container is not None and container.host.gone
+    wrong = (event.outcome == "host lost" and cause.oom_killed) or (removed and not lost)
+    if wrong or any(line.startswith(f"host {cause.worker}:") for line in event.symptoms):
+        simulation.break_promise("a verdict's cause is true", f"{job} ended {event.outcome}: {cause}: {event.symptoms}")
 
 
 def finished_means_finished(simulation: SimulatedRun, job: Job, event: Ended) -> None:
@@ -142,8 +139,6 @@ def finished_means_finished(simulation: SimulatedRun, job: Job, event: Ended) ->
 
 def verdict_names_the_first_cause(simulation: SimulatedRun, job: Job, event: Ended) -> None:
     """The verdict names the first thing that was made to happen, where it can be told from all others."""
-    if event.cause is not None and any(line.startswith(f"host {event.cause.worker}:") for line in event.symptoms):
-        simulation.break_promise("the first cause is no symptom", f"{job} ended by {event.cause}: {event.symptoms}")
     causes = [truth for truth in job.causes if truth.kind != "kill"]
     if not causes or event.outcome == "not started" or job.plan.kind == "stall":
         return
@@ -232,29 +227,18 @@ def finished_programs_are_told_finished(simulation: SimulatedRun, job: Job, even
     cluster = simulation.world.cluster is not None and not simulation.actions
     calm = {fault.kind for fault in simulation.faults} <= ({"preempt", "maintenance"} if cluster else {"reboot"})
     if not cluster:  # a host that boots for longer is lost, and a look takes seconds
-        calm &= sum(fault.seconds for fault in simulation.faults) < simulation.scenario.setting.host_lost_seconds - 8.0
+        calm &= sum(fault.seconds for fault in simulation.faults) < simulation.config.run.host_lost_seconds - 8.0
     if calm and event.outcome in ("host lost", "failed", "connection lost"):
         simulation.break_promise("finished programs are told finished", f"{job} ended {event.outcome}: {event.cause}")
-
-
-def told_removal_is_true(simulation: SimulatedRun, job: Job, event: Ended) -> None:
-    """A container is called removed only if it was removed from its host, not if the slice is another one by now."""
-    removed = event.cause is not None and "its container was removed" in event.cause.what
-    lost = simulation.world.cluster is not None or simulation.loses_by_its_disk  # a pod goes with its node
-    if event.cause is None or not removed or lost:
-        return
-    container = job.containers.get(event.cause.worker)
-    if container is not None and container.host.gone:
-        simulation.break_promise("what is told removed was removed", f"{container.name} of {container.host!r}")
 
 
 def lost_host_is_told_in_time(simulation: SimulatedRun) -> None:
     """A host that dies ends the attempt within run.host_lost_seconds and a minute, while all else is in order."""
     if {fault.kind for fault in simulation.faults} & {*API_FAULTS, "cut", "hang", "filter", "engine"}:
         return
-    if simulation.full_disk is not None or any(action.kind == "asleep" for action in simulation.actions):
+    if simulation.full_disk or any(action.kind == "asleep" for action in simulation.actions):
         return
-    limit = simulation.scenario.setting.host_lost_seconds + _LOST_SECONDS
+    limit = simulation.config.run.host_lost_seconds + _LOST_SECONDS
     for (run, attempt), job in simulation.world.record.jobs.items():
         if (died := job.first_death) is None or job.began is None or died < job.began:
             continue

@@ -47,7 +47,7 @@ class Gcloud:
         self.command, self._shown, self._begun = gcloud_commands.parse(argv), "", world.scheduler.now
         self.stdin = stdin
         given = {word[2:].partition("=")[0] for word in argv if word.startswith("--")} - {"dry-run"}
-        capacity = {"spot"} if self.command.verb == "create" and world.has_candidates else set()
+        capacity = {"spot"} if self.command.verb == "create" and world.config.slice.candidates else set()
         wanted = _EVERY | _FLAGS.get((self.command.group, self.command.verb), set())
         if given - capacity != wanted or argv[1] != "compute":
             world.break_promise("gcloud gets its flags", f"{given} instead of {wanted}")
@@ -158,7 +158,7 @@ class Gcloud:
     def _on_hosts(self, hosts: Sequence[Host]) -> Output:
         """Runs the command on all hosts at once. gcloud repeats the whole command when ssh ends with 255."""
         script, outputs, errors = self.command.flags["command"], [], []
-        waiting = {host: self.world.execute(host, script, self.stdin, self.actor, tries=3) for host in hosts}
+        waiting = {host: self.world.execute(host, script, self.stdin, self.actor) for host in hosts}
         for host, execution in waiting.items():
             while execution.result is None:
                 self.scheduler.wait(execution.waiters, None, f"gcloud ssh to {host}")

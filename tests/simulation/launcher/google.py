@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from launcher.costs import per_hour
 from launcher.emulator import faults
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api import queued_resources
@@ -31,28 +32,36 @@ _WORDINGS = tuple(faults.STOCKOUTS)
 
 
 @dataclass(eq=False)
-class Slice:
-    """A node of the API, with what only the simulation knows of it."""
+class Owned:
+    """A node or a queued resource of the API, with what only the simulation knows of it."""
 
-    node: Node
+    made: Any  # the API's own object
     creator: str  # the user whose command requested it
     by: object  # the command that requested it
-    hosts: list[Host] = field(default_factory=list)
-    deleting: bool = False
-    ready_at: float = 0.0
-    gone_at: float | None = None
-    used_as: str = ""  # its last state before DELETING
 
     def __repr__(self) -> str:
-        return f"node {self.name} ({self.state})"
+        return f"{type(self).__name__.lower()} {self.name} ({self.state})"
 
     @property
     def name(self) -> str:
-        return self.node.short_name
+        return str(self.made.name.rpartition("/")[2])
 
     @property
     def state(self) -> str:
-        return self.node.state
+        return str(self.made.state)
+
+
+class Slice(Owned):
+    """A node."""
+
+    deleting = False
+    ready_at = 0.0
+    gone_at: float | None = None
+    used_as = ""  # its last state before DELETING
+
+    def __init__(self, node: Node, creator: str, by: object) -> None:
+        super().__init__(node, creator, by)
+        self.node, self.hosts = node, list[Host]()
 
     @property
     def expires(self) -> float | None:
@@ -61,26 +70,11 @@ class Slice:
         return float(label) if label else None
 
 
-@dataclass(eq=False)
-class Request:
-    """A queued resource of the API, with what only the simulation knows of it."""
+class Request(Owned):
+    """A queued resource."""
 
-    queued: QueuedResource
-    creator: str
-    by: object
-    deleter: str = ""  # the user who deleted it
+    deleter = ""  # the user who deleted it
     deleted_by: object = None
-
-    def __repr__(self) -> str:
-        return f"request {self.name} ({self.state})"
-
-    @property
-    def name(self) -> str:
-        return self.queued.name.rpartition("/")[2]
-
-    @property
-    def state(self) -> str:
-        return self.queued.state
 
 
 class Google:
@@ -149,7 +143,7 @@ class Google:
         if self.rng.random() < 0.01:
             seconds = _SLOW_CREATION
         stockout = self.world.api_fault("stockout") if creates else None
-        places = self.world.zones
+        places = self.world.config.zones
         if stockout is not None and zone in places:
             stockout = stockout if stockout.number % (len(places) + 1) in (0, 1 + places.index(zone)) else None
         if stockout is not None:
@@ -189,7 +183,7 @@ class Google:
     def _follow(self, user: str = "Google", by: object = None) -> None:
         """Brings slices, requests and timers up to date with the API's state, which `user` has changed."""
         for name, queued in self.state.queued.items():
-            if name not in self.requests or self.requests[name].queued is not queued:
+            if name not in self.requests or self.requests[name].made is not queued:
                 self.requests[name] = Request(queued, user, by)
                 self.world.note(f"Google accepts request {self.requests[name].name} of {user}")
                 self.world.reached("request")
@@ -203,12 +197,12 @@ class Google:
                     host.die(for_good=False)
             elif node.state == "DELETING" and not self.slices[name].deleting:
                 self._begin_deletion(self.slices[name], user, by)
-        self._check_price()
         for name in [name for name in self.slices if name not in self.state.nodes]:
             self.slices[name].gone_at = self.scheduler.now
             self.world.note(f"node {self.slices.pop(name).name} is gone")
         for name in [name for name in self.requests if name not in self.state.queued]:
             self.world.note(f"request {self.requests.pop(name).name} is gone")
+        self._check_price()
         for operation in self.state.operations.values():
             if operation.done:
                 self.scheduler.wake_all(self._waiters.pop(operation.name, {}))
@@ -221,15 +215,17 @@ class Google:
 
     def _check_price(self) -> None:
         """Checks that what ann may be granted now costs no more together than slice.price_limit."""
-        asked = {name.replace("/queuedResources/", "/nodes/"): queued.resource["tpu"]["nodeSpec"][0]["node"]
-                 | {"spot": "spot" in queued.resource} for name, queued in self.state.queued.items()
-                 if queued.state != "DELETING"
-                 and self.requests[name].by is not None and self.requests[name].creator == "ann"}  # fmt: skip
-        asked |= {name: node.resource | {"spot": "spot" in node.resource.get("schedulingConfig", {})}
-                  for name, node in self.state.nodes.items() if node.state != "DELETING"
-                  and self.slices[name].by is not None and self.slices[name].creator == "ann"}  # fmt: skip
-        slices = [(each["acceleratorType"], name.split("/")[3], bool(each["spot"])) for name, each in asked.items()]
-        self.world.check_price(slices)
+        owned = [*self.requests.items(), *self.slices.items()]
+        owned = [(name, each) for name, each in owned if each.by is not None and each.creator == "ann"]
+        asked = {}  # a request and its node are one
+        for name, each in [(name, each) for name, each in owned if each.state != "DELETING"]:
+            node = each.node.resource if isinstance(each, Slice) else each.made.resource["tpu"]["nodeSpec"][0]["node"]
+            spot = "spot" in (node.get("schedulingConfig", {}) if isinstance(each, Slice) else each.made.resource)
+            zone = name.split("/")[3]
+            asked[zone, name.rpartition("/")[2]] = node["acceleratorType"], zone, "spot" if spot else "on-demand"
+        limit, total = self.world.config.slice.price_limit, sum(per_hour(*each) or 0.0 for each in asked.values())
+        if limit is not None and total > limit + 1e-6:
+            self.world.break_promise("never above the price limit", f"{asked}: ${total:.2f} an hour")
 
     def _add_slice(self, name: str, node: Node, user: str, by: object) -> None:
         if (request := self.requests.get(node.resource.get("queuedResource", ""))) is not None:

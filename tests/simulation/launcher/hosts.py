@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launcher.provider import Overlay
 from tests.simulation.scheduler import Process, Scheduler, Task
@@ -121,11 +122,22 @@ class Container:
 
 @dataclass(eq=False)
 class Execution:
-    """A command on a host; tasks may wait for its result."""
+    """Work in a task of its own; other tasks may wait for its result."""
 
-    result: tuple[int, str] | None = None  # exit code and output, once it has ended
-    errors: str = ""
+    result: Any = None  # once it has ended: exit code and output, and errors of gcloud and kubectl
     waiters: dict[Task, None] = field(default_factory=dict)
+
+
+def begin(scheduler: Scheduler, work: Callable[[], Any], name: str, process: Process) -> Execution:
+    """Begins work in a task of a process, which ends with it."""
+    execution = Execution()
+
+    def do() -> None:
+        execution.result = work()
+        scheduler.wake_all(execution.waiters)
+
+    scheduler.spawn(do, name=name, process=process)
+    return execution
 
 
 class Host:
@@ -180,6 +192,12 @@ class Host:
         """Returns whether it has been reachable since a moment."""
         return self.reachable and self.engine_up and self.trouble_over < since
 
+    def begin(self, work: Callable[[], tuple[int, str]]) -> Execution:
+        """Runs a script, which ends with the host."""
+        execution = begin(self.scheduler, work, "a script", self.process)
+        self.executions[execution] = None
+        return execution
+
     def changed(self) -> None:
         """Wakes every task that waits for this host: it may have to fail."""
         for execution in self.executions:
@@ -187,30 +205,28 @@ class Host:
         for container in self.containers.values():
             self.scheduler.wake_all(container.waiters)
 
+    def cease(self, what: str) -> None:
+        """Records that it answers nothing; its peers notice."""
+        self.troubled.append(self.scheduler.now)
+        self.note(f"is {what}")
+        self.changed()
+        for container in list(self.containers.values()):
+            if container.job is not None and container.status in ("running", "lost"):
+                container.job.host_troubled(self, what)
+
     def cut_off(self) -> None:
         """Drops all packets to it; its programs go on."""
         self.cut = True
-        self.troubled.append(self.scheduler.now)
-        self.note("is cut off")
-        self.changed()
-        self._peers_notice("cut off")
-
-    def reconnect(self) -> None:
-        """Lets packets reach it again."""
-        self.cut, self.filtered, self.trouble_over = False, False, self.scheduler.now
-        self.note("is reachable again")
+        self.cease("cut off")
 
     def hang(self) -> None:
-        """Makes it answer nothing until `unhang` or a reboot."""
+        """Makes it answer nothing until `recover` or a reboot."""
         self.hung = True
-        self.troubled.append(self.scheduler.now)
-        self.note("hangs")
-        self.changed()
-        self._peers_notice("hangs")
+        self.cease("hanging")
 
-    def unhang(self) -> None:
+    def recover(self) -> None:
         """Makes it answer again; its state is unchanged."""
-        self.hung, self.trouble_over = False, self.scheduler.now
+        self.cut, self.filtered, self.hung, self.trouble_over = False, False, False, self.scheduler.now
         self.note("answers again")
 
     def die(self, *, for_good: bool) -> None:
@@ -219,8 +235,6 @@ class Host:
             self.gone = self.gone or for_good
             return
         self.up, self.gone = False, self.gone or for_good
-        self.troubled.append(self.scheduler.now)
-        self.note("is dead")
         self.scheduler.kill(self.process)
         self.process = Process(f"{self.slice_name}-w{self.worker}")
         for container in [item for item in self.containers.values() if item.running]:
@@ -228,8 +242,7 @@ class Host:
                 container.job.write_lines(container)
             container.end_line(None)
             container.status = "lost"
-        self.changed()
-        self._peers_notice("dead")
+        self.cease("dead")
 
     def boot_up(self, exit_code: int, *, writes_time: bool) -> None:
         """Boots it; the engine restores its containers with an invented exit code."""
@@ -247,8 +260,3 @@ class Host:
                 container.status, container.exit_code, container.invented = "exited", exit_code, True
                 container.ended = self.scheduler.now
                 container.finished_at = timestamp(self.scheduler.now + self.wall) if writes_time else _NEVER
-
-    def _peers_notice(self, what: str) -> None:
-        for container in list(self.containers.values()):
-            if container.job is not None and container.status in ("running", "lost"):
-                container.job.host_troubled(self, what)

@@ -47,7 +47,6 @@ class Plan:
 class Cause:
     kind: str  # of a plan; or stop, kill, host, deleted, no peers, no secrets
     worker: int = -1
-    code: int = 0
     detail: str = ""
 
 
@@ -148,7 +147,7 @@ class Job:
         else:
             kind = Random(f"{self} {worker} {step} {phase}").choice(hangs.HEALTHY[phase])
         shown = container.stacks.setdefault(by, [])
-        shown.append((kind, hangs.stacks(kind, worker, len(shown) + 1, native=native)))
+        shown.append((kind, hangs.stacks(kind, len(shown) + 1, native=native)))
         return shown[-1][1]
 
     @property
@@ -229,14 +228,14 @@ class Job:
         self.on_end()
         if plan.kind == "fail":
             first = plan.host % self.hosts  # a candidate may have fewer hosts than the file's slice
-            self.causes.append(Cause("fail", first, plan.code))
+            self.causes.append(Cause("fail", first))
             self._exit(self.containers[first], plan.code)
             if plan.second is not None and plan.second % self.hosts != first:
                 self._exit_later(self.containers[plan.second % self.hosts], 3, self.rng.uniform(0.01, 0.3))
             self._lose_peer()
             return
         code = {"finish": 0, "save": 75, "bad input": 2}[plan.kind]
-        self.causes.append(Cause(plan.kind, code=code))
+        self.causes.append(Cause(plan.kind))
         for container in self.containers.values():
             export = plan.apart if container.host.worker == 0 else 0.0
             self._exit_later(container, code, export + self.rng.uniform(0.0, 0.8))

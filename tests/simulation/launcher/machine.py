@@ -1,5 +1,6 @@
 """The launcher's `Workstation`, simulated: threads of the scheduler; a laptop's clock, processes and connections."""
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from random import Random
@@ -11,7 +12,7 @@ from launcher.workstation import Address, ConnectionFailed, Owner, Workstation, 
 from tests.simulation.launcher import scripts
 from tests.simulation.launcher.cluster import Kubectl
 from tests.simulation.launcher.gcloud import Gcloud
-from tests.simulation.launcher.hosts import EPOCH, Execution, Host
+from tests.simulation.launcher.hosts import EPOCH, Host, begin
 from tests.simulation.launcher.world import BROKEN_SECONDS, Actor, Laptop, World
 from tests.simulation.scheduler import Process, Scheduler, SimulatedThreads
 from training.machine import Clock
@@ -105,14 +106,7 @@ class Link:
 
     def _run_in_task(self, script: str, stdin: str | None, deadline: float) -> tuple[int, str]:
         host, scheduler = self.host, self.world.scheduler
-        execution = Execution()
-        host.executions[execution] = None
-
-        def work() -> None:
-            execution.result = scripts.Shell(self.world, host, self.actor).run(script, stdin)
-            scheduler.wake_all(execution.waiters)
-
-        scheduler.spawn(work, name="a script", process=host.process)
+        execution = host.begin(functools.partial(scripts.Shell(self.world, host, self.actor).run, script, stdin))
         try:
             while execution.result is None:
                 if scheduler.now >= deadline:
@@ -121,7 +115,8 @@ class Link:
                 self._require_packets(deadline)
         finally:
             host.executions.pop(execution, None)
-        return execution.result
+        code, output = execution.result
+        return code, output
 
     def _break(self, why: str) -> ConnectionFailed:
         self.closed = True
@@ -168,24 +163,19 @@ class Terminal:
             shown = [word for word in argv if not word.startswith(("--command", "--ssh-flag", "--metadata", "--quiet"))]
             world.note("$ " + " ".join(shown)[:200])
         self.actor.calls[tuple(argv)].append(scheduler.now)
-        execution, inherited = Execution(), [os.dup(descriptor) for descriptor in pass_fds]
+        inherited = [os.dup(descriptor) for descriptor in pass_fds]
         child = Process(f"{argv[0]} of {self.actor.command}")
 
-        def work() -> None:
+        def work() -> tuple[int, str, str]:
             try:
                 if world.cluster is not None:
-                    code, output, errors = Kubectl(world.cluster, self.actor, argv).run(str(input))
-                else:
-                    code, output, errors = Gcloud(world, self.actor, argv, input and str(input)).run()
+                    return Kubectl(world.cluster, self.actor, argv).run(str(input))
+                return Gcloud(world, self.actor, argv, input and str(input)).run()
             finally:
                 for descriptor in inherited:
                     os.close(descriptor)
-            execution.result = (code, output)
-            execution.errors = errors
-            scheduler.wake_all(execution.waiters)
 
-        scheduler.spawn(work, name="gcloud", process=child)
-
+        execution = begin(scheduler, work, "gcloud", child)
         deadline = scheduler.now + timeout
         try:
             while execution.result is None and scheduler.now < deadline:
@@ -196,8 +186,7 @@ class Terminal:
         if execution.result is None:
             scheduler.kill(child)
             raise CommandTimeout(f"no answer within {timeout:.0f} s from: {' '.join(argv)[:100]}\n  try again")
-        code, output = execution.result
-        return Result(tuple(argv), code, output, execution.errors)
+        return Result(tuple(argv), *execution.result)
 
     def _check_timeout(self, argv: Sequence[str], seconds: float) -> None:
         """A command ends in time, and later than kubectl ends itself."""

@@ -22,13 +22,13 @@ from launcher.run.session import list_runs
 from launcher.tpu_vm.requests import RequestRecord
 from tests.simulation.launcher import claims, end_promises, slice_promises
 from tests.simulation.launcher.jobs import REST, SECRET, SUPERVISORS
+from tests.simulation.launcher.world import containers_of, slices_of
 from training.machine import parse_time
 
 if TYPE_CHECKING:
     from launcher.run.events import RunEvent
     from tests.simulation.launcher.commands import Command
     from tests.simulation.launcher.google import Request, Slice
-    from tests.simulation.launcher.hosts import Container
     from tests.simulation.launcher.jobs import Job
     from tests.simulation.launcher.simulated_run import SimulatedRun
     from tests.simulation.launcher.world import Actor, World
@@ -41,11 +41,6 @@ _SILENCE_SECONDS = 40.0  # minutes are rounded, and an answer is handled seconds
 _TAKES_HOSTS = ("preempt", "maintenance", "reboot", "die")  # faults
 _BILLED = ("CREATING", "READY", "STOPPED", "STARTING")
 _UNBILLED_REQUESTS = ("DELETING", "SUSPENDING", "SUSPENDED", "FAILED")  # the next `up` replaces the last three
-
-
-def slices_of(world: World, user: str) -> list[Slice]:
-    """Returns the slices that a user pays for."""
-    return [node for node in world.google.slices.values() if node.creator == user]
 
 
 # -- of each command, when it ends ------------------------------------------------------------------------------------
@@ -87,6 +82,9 @@ def nothing_is_left_after_down(simulation: SimulatedRun, command: Command) -> No
         meanwhile = by is not None and by.ended > command.began and (by.name == "up" or going_on)
         if not elsewhere and not meanwhile:
             simulation.break_promise("after down nothing of ours is left", f"{item} by {by and by.name}")
+    jobsets = simulation.world.cluster.jobsets_of(user) if simulation.world.cluster is not None else []
+    if jobsets and not any(each is not command and each.ended > command.began - 120.0 for each in simulation.commands):
+        simulation.break_promise("after down nothing of ours is left", f"{jobsets}")
 
 
 def no_silent_bill(simulation: SimulatedRun, command: Command) -> None:
@@ -108,12 +106,22 @@ def no_silent_bill(simulation: SimulatedRun, command: Command) -> None:
         simulation.break_promise("money never runs unattended", f"{command.name} left {left[0]}: {text[-300:]}")
 
 
-def up_in_a_kind_world_succeeds(simulation: SimulatedRun, command: Command) -> None:
-    """Before any fault, the first `up` succeeds, whatever slice of the user exists."""
-    if command is not simulation.commands[0] or command.name != "up" or simulation.world.struck or command.interrupted:
+def a_kind_world_is_kind(simulation: SimulatedRun, command: Command) -> None:
+    """Before any fault, and with no other user of the slice, a command does not fail because of the cloud."""
+    here = command.laptop
+    others = [each for each in simulation.commands if each.laptop is not here and each.name in ("up", "down", "gc")]
+    others += [each for each in simulation.commands if each.name == "gc"]  # the slice may have expired
+    if simulation.world.struck or others or here.asleep or simulation.kill_at or command.interrupted:
         return
-    if command.code not in (0, Exit.CONFLICT) and "is STOPPED and is not started: the limit" not in str(command.error):
-        simulation.break_promise("up continues from the existing slice", f"{command.error}")
+    first = command is simulation.commands[0] and "is STOPPED and is not started: the limit" not in str(command.error)
+    wanted = {
+        "up": (0, Exit.CONFLICT) if first else None,  # whatever slice of the user exists
+        "stop": (0, Exit.BAD_INPUT),
+        "down": (0, Exit.BAD_INPUT, Exit.CONFLICT),
+        **dict.fromkeys(("run", "attach"), _CODES - {int(Exit.CLOUD_ERROR)}),
+    }.get(command.name)
+    if wanted is not None and command.code not in wanted:
+        simulation.break_promise("a kind world is kind", f"{command.name}: {command.code}: {command.said[-2:]}")
 
 
 def run_with_budget_continues(simulation: SimulatedRun, command: Command) -> None:
@@ -171,13 +179,6 @@ def after_a_stop_nothing_runs(simulation: SimulatedRun, command: Command) -> Non
             simulation.break_promise("after a stop nothing runs", f"{container.name} on {container.host!r}")
 
 
-def stop_in_a_kind_world_succeeds(simulation: SimulatedRun, command: Command) -> None:
-    struck = simulation.world.struck or any(each.name == "gc" for each in simulation.commands)  # the slice has expired
-    kind = command.name in ("stop", "down") and not struck and not command.interrupted
-    if kind and command.code not in (0, Exit.BAD_INPUT, *([Exit.CONFLICT] if command.name == "down" else [])):
-        simulation.break_promise("a stop in a kind world succeeds", f"{command.code}: {command.said[-2:]}")
-
-
 def logs_end_with_their_program(simulation: SimulatedRun, command: Command) -> None:
     """`logs -f` ends by itself when no container of the run can write any more; minutes later if a pod is gone."""
     if command.name != "logs" or not command.interrupted:
@@ -201,26 +202,21 @@ def command_ends_in_time(simulation: SimulatedRun, command: Command) -> None:
         simulation.break_promise("every wait ends in its time", f"{command.name} took {seconds:.0f} s")
 
 
-def deletion_outlasts_passing_failures(simulation: SimulatedRun, command: Command) -> None:
-    """A `down` that deletes does not give up within minutes because of another operation, the API or the network."""
-    if command.name != "down" or command.code != Exit.CLOUD_ERROR or simulation.loses_by_its_disk:
+def passing_failures_are_outlasted(simulation: SimulatedRun, command: Command) -> None:
+    """A `down` that deletes, or an `up` that has asked once for a slice, does not give up within minutes because of
+    another operation, the API or the network. Answers that are lost repeatedly end an `up`."""
+    if command.code != Exit.CLOUD_ERROR or simulation.loses_by_its_disk or command.name not in ("up", "down"):
         return
-    seconds = simulation.world.scheduler.now - command.began
-    longest = 100.0 if "not all zones are done" in str(command.error) else 300.0  # a place that does not answer
-    if seconds < longest and any("deleting slice" in text for text in command.said):
-        simulation.break_promise("a deletion outlasts passing failures", f"after {seconds:.0f} s: {command.error}")
-
-
-def creation_outlasts_passing_failures(simulation: SimulatedRun, command: Command) -> None:
-    """An `up` that has asked for a slice goes on after a passing failure. Answers that are lost repeatedly end it."""
-    if command.name != "up" or command.code != Exit.CLOUD_ERROR or simulation.loses_by_its_disk:
-        return
-    question = "requesting a " if simulation.scenario.setting.queued else "creating "
-    asked = sum(text.startswith(question) for text in command.said)
-    waited = "was READY, and is billed" in str(command.error)
-    seconds = simulation.world.scheduler.now - command.began
-    if seconds < 200.0 and (asked == 1 or waited):  # of five minutes: it leaves when the next pause would be too long
-        simulation.break_promise("a creation outlasts passing failures", f"after {seconds:.0f} s: {command.error}")
+    text, seconds = str(command.error), simulation.world.scheduler.now - command.began
+    if command.name == "down":
+        asked = any("deleting slice" in said for said in command.said)
+        longest = 100.0 if "not all zones are done" in text else 300.0  # a place that does not answer
+    else:  # of five minutes: it leaves when the next pause would be too long
+        question = "requesting a " if simulation.config.slice.queued else "creating "
+        asks = sum(said.startswith(question) for said in command.said)
+        asked, longest = asks == 1 or "was READY, and is billed" in text, 200.0
+    if asked and seconds < longest:
+        simulation.break_promise("passing failures are outlasted", f"{command.name}, {seconds:.0f} s: {text}")
 
 
 def stockout_is_reported_as_stockout(simulation: SimulatedRun, command: Command) -> None:
@@ -251,27 +247,6 @@ def conflict_has_another_party(simulation: SimulatedRun, command: Command) -> No
     others = [each for each in there if each.name in names and each.ended > command.began]
     if not others or (command.ended - command.began < _PATIENCE and command.name in SUPERVISORS):
         simulation.break_promise("a conflict has another party", f"{command.name}: {command.error}")
-
-
-def nothing_runs_after_a_verdict(simulation: SimulatedRun, command: Command) -> None:
-    """When a command reports how a run ended, no host runs it, except those recorded as left behind."""
-    if command.verdict is None or command.outcome is None:
-        return
-    run = command.outcome.run_id
-    ledger = next(item for item in command.ledgers() if item.run_id == run)
-    if ledger.state.phase.is_open or ledger.supervised():  # another terminal has started it again
-        return
-    left = {(item.attempt, worker) for item in ledger.state.orphans for worker in item.hosts}
-    for container in containers_of(simulation.world, run):
-        if container.running and container.host.up and (container.attempt, container.host.worker) not in left:
-            simulation.break_promise("nothing runs after a verdict", f"{container.name} on {container.host!r}")
-
-
-def containers_of(world: World, run: str) -> list[Container]:
-    """Returns the containers of a run on the hosts of existing slices, or on the nodes of the cluster."""
-    hosts = [host for node in world.google.slices.values() for host in node.hosts]
-    hosts += world.cluster.nodes if world.cluster is not None else []
-    return [item for host in hosts for item in host.containers.values() if item.run == run]
 
 
 # -- of one moment ----------------------------------------------------------------------------------------------------
@@ -351,33 +326,23 @@ def every_request_is_withdrawn_or_used(simulation: SimulatedRun) -> None:
 
 
 def budgets_are_kept(simulation: SimulatedRun) -> None:
-    """No more attempts than the budgets allow."""
-    run = simulation.config.run
-    for ledger in simulation.ledgers():
-        spent = spent_so_far(ledger.events())
-        after = [item.after for item in ledger.events() if isinstance(item, events.Recovering)]
-        connections = "connection lost" in after
-        if spent.preemptions > max(run.preemption_retries, 3 * connections) or spent.failures > run.failure_retries:
-            simulation.break_promise("budgets are spent on what they are for", f"{ledger.run_id}: {spent}")
-
-
-def one_event_costs_one_attempt(simulation: SimulatedRun) -> None:
-    """One event that takes a host or the slice costs one attempt of the budget, if one command handles it."""
-    if simulation.loses_by_its_disk or any(fault.kind not in _TAKES_HOSTS for fault in simulation.faults):
-        return
-    record = simulation.world.record
-    replaced = [
-        item.run_id for item in simulation.ledgers() for e in item.events() if isinstance(e, events.SliceReplaced)
-    ]
-    for ledger in simulation.ledgers():
-        spent = spent_so_far(ledger.events()).preemptions
-        saves = sum(job.plan.kind == "save" for job in record.jobs.values() if job.run == ledger.run_id)
-        stops = sum(stop.run == ledger.run_id and stop.by is not None for stop in record.stops)
-        left = sum(command.killed or command.interrupted for command in simulation.commands)
-        left += sum(command.name == "down" and command.laptop is not simulation.ann for command in simulation.commands)
-        left += len(replaced) - replaced.count(ledger.run_id)  # another machine's run may end this one's slice
-        if spent > len(simulation.faults) + saves + stops + left:
-            simulation.break_promise("budgets are spent on what they are for", f"{ledger.run_id}: {spent} attempts")
+    """No more attempts than the budgets allow; one event that takes a host or the slice costs one attempt, if one
+    command handles it."""
+    run, record, commands = simulation.config.run, simulation.world.record, simulation.commands
+    histories = {ledger.run_id: ledger.events() for ledger in simulation.ledgers()}
+    replaced = [name for name, known in histories.items() for each in known if isinstance(each, events.SliceReplaced)]
+    one_by_one = not any(fault.kind not in _TAKES_HOSTS for fault in simulation.faults)
+    for name, known in histories.items():
+        spent = spent_so_far(known)
+        again = any(isinstance(each, events.Recovering) and each.after == "connection lost" for each in known)
+        wrong = spent.preemptions > max(run.preemption_retries, 3 * again) or spent.failures > run.failure_retries
+        due = len(simulation.faults) + sum(stop.run == name and stop.by is not None for stop in record.stops)
+        due += sum(job.plan.kind == "save" for job in record.jobs.values() if job.run == name)
+        due += sum(each.killed or each.interrupted for each in commands)
+        due += sum(each.name == "down" and each.laptop is not simulation.ann for each in commands)
+        due += len(replaced) - replaced.count(name)  # another machine's run may end this one's slice
+        if wrong or (one_by_one and spent.preemptions > due):
+            simulation.break_promise("budgets are spent on what they are for", f"{name}: {spent}, {due}")
 
 
 def ledgers_are_in_order(simulation: SimulatedRun) -> None:
@@ -392,7 +357,7 @@ def ledgers_are_in_order(simulation: SimulatedRun) -> None:
             if isinstance(event, events.AttemptBegan) and isinstance(following, events.AttemptBegan):
                 simulation.break_promise("a ledger is in order", f"{ledger.run_id}: attempt {event.attempt} has no end")
         away, over, attempt = set[int](), set[int](), -1
-        recorded = simulation.full_disk is None and ledger.bucket is None  # which may lose what hosts did
+        recorded = not simulation.full_disk and ledger.bucket is None  # which may lose what hosts did
         for event in ledger.events() if recorded else ():
             if isinstance(event, events.AttemptBegan):
                 away, over, attempt = set(), set(), event.attempt

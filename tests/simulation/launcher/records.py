@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from launcher.run import events
 from launcher.tpu_vm.requests import RequestRecord
 from tests.simulation.launcher.hosts import EPOCH
-from tests.simulation.launcher.promises import containers_of, slices_of
+from tests.simulation.launcher.world import containers_of, slices_of
 from training.machine import parse_time
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def check_event(simulation: SimulatedRun, ledger: Ledger, event: RunEvent) -> No
             known = command.known_stops.get(ledger.run_id, 0) if command is not None else event.stops
             if event.stops > known and ledger.bucket is None:  # with a bucket, `run` first pulls what it has
                 _break(simulation, event, f"{known} stops were requested when the command began")
-            for down in simulation.commands if command is not None and simulation.full_disk is None else ():
+            for down in simulation.commands if command is not None and not simulation.full_disk else ():
                 at_work = down.name == "down" and down.code is None and not down.killed
                 if at_work and down.laptop is command.laptop and down.began < command.began:
                     _break(simulation, event, f"a `down` deletes the slice since {down.began:.1f}")
@@ -96,7 +96,7 @@ def _verdict_is_whole(simulation: SimulatedRun, ledger: Ledger, event: events.Ju
     wrong |= first in failed and failed[first].exit_code not in (None, code)
     wrong |= event.outcome == "connection lost" and any(each.exit_code != 76 for each in failed.values())
     again = len(judged) + isinstance(event, events.Judged) > 1  # after a supervisor that was killed
-    if wrong and not again and simulation.full_disk is None and ledger.bucket is None:
+    if wrong and not again and not simulation.full_disk and ledger.bucket is None:
         _break(simulation, event, f"hosts were seen to end so: {seen}")
 
 
@@ -124,7 +124,7 @@ def _what_follows_has_a_reason(simulation: SimulatedRun, ledger: Ledger, event: 
         case events.Recovered():
             times = {type(each.event): parse_time(each.time) or 0.0 for each in ledger.entries()}
             date, took = simulation.world.scheduler.now + EPOCH, event.seconds
-            waits = ledger.bucket is not None or simulation.full_disk is not None  # before it is recorded
+            waits = ledger.bucket is not None or simulation.full_disk  # before it is recorded
             began, late = times.get(events.Recovering, 0.0), math.inf if waits else 1.5
             here = began > since + EPOCH  # else another process began it
             jumps = any((each.wall, each.asleep) != (0.0, 0.0) for each in simulation.world.laptops)
@@ -149,7 +149,7 @@ def _pause_was_kept(simulation: SimulatedRun, ledger: Ledger, event: events.Atte
 
 def _requests_are_shared(simulation: SimulatedRun, ledger: Ledger, event: events.AttemptBegan) -> None:
     """Other machines know the open requests of a run that is in a bucket."""
-    hindered = simulation.full_disk is not None or any(each.kind in ("bucket", "offline") for each in simulation.faults)
+    hindered = simulation.full_disk or any(each.kind in ("bucket", "offline") for each in simulation.faults)
     if (bucket := ledger.bucket) is None or hindered:
         return
     for request in RequestRecord(simulation.config).read():
@@ -162,7 +162,7 @@ def _end_is_seen_in_time(simulation: SimulatedRun, ledger: Ledger, event: events
     """A supervisor for which nothing is out of order sees at once that a program ends, and then that all have."""
     world, command = simulation.world, simulation.running_command()
     job = world.record.jobs.get((ledger.run_id, event.attempt))
-    idle = simulation.full_disk is not None or any(action.kind == "asleep" for action in simulation.actions)
+    idle = simulation.full_disk or any(action.kind == "asleep" for action in simulation.actions)
     if job is None or job.began is None or command is None or command.began > job.began or idle:
         return
     items, of_host = job.containers.values(), isinstance(event, events.HostEnded)

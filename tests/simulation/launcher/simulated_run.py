@@ -1,60 +1,50 @@
 """One simulated run of the launcher: what users do, in which world, and what holds at its end. A seed decides all."""
 
 import contextlib
+import errno
 import functools
 import json
 import os
 import random
 import shutil
 import tempfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
+from typing import TypeVar
 from unittest import mock
 
 from launcher.config import Config, load
 from launcher.emulator.api.catalogue import ApiError
 from launcher.errors import Exit
 from launcher.home import write_whole
-from launcher.run import ledger
+from launcher.run import ledger, logs, supervise
 from launcher.run.events import RunEvent
 from launcher.run.ledger import Ledger
 from launcher.run.session import list_runs
-from launcher.tpu_vm import requests
+from launcher.tpu_vm import host_scripts, provider, requests
 from launcher.tpu_vm.commands import create_command, create_request_command, node_command
-from launcher.tpu_vm.host_scripts import LOG_BYTES
 from launcher.tpu_vm.requests import create_only
 from launcher.tpu_vm.slices import make_labels
 from launcher.workstation import Owner, hash_account
 from tests import gcloud_commands
-from tests.simulation.launcher import claims, faults, promises, records, scenarios, slice_promises
-from tests.simulation.launcher.bucket import TRAINER, CloudStorage
+from tests.simulation.launcher import claims, promises, records, scenarios, slice_promises
+from tests.simulation.launcher.bucket import CloudStorage
 from tests.simulation.launcher.cluster import Cluster
 from tests.simulation.launcher.commands import Command
-from tests.simulation.launcher.faults import FullDisk
 from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.jobs import SECRET, SUPERVISORS
-from tests.simulation.launcher.scenarios import Action, Candidates, Setting
-from tests.simulation.launcher.speed import observe_every, read_pages, remember_yaml
-from tests.simulation.launcher.world import Laptop, World
+from tests.simulation.launcher.scenarios import Action
+from tests.simulation.launcher.world import Laptop, World, slices_of
 from tests.simulation.scheduler import Scheduler, Stuck
+from training.accelerators import accelerator
+
+T = TypeVar("T")
 
 LONGEST_RUN = 20 * 3600.0  # virtual seconds: every wait ends long before
 LONGEST_LOOK = 900.0  # seconds for which a user watches logs: longer than any program runs
 _STEPS = 80_000
-_REFUSED = 0.08  # of all runs: hosts refuse the ssh connections of ann's workstation, but those of gcloud
-_KILLED_AT_WRITE = 0.1  # of all runs
-_WITH_ENV_FILE = 0.3  # of all runs
-_WITH_OVERLAY = 0.15
-_NAME = "bert"
-_CANDIDATES = (
-    {"accelerator_type": "v4-8", "capacity": ["spot", "on-demand"]},
-    {"accelerator_type": "v3-8", "zones": ["us-central1-a"]},
-    {"accelerator_type": "v2-8", "zones": ["us-central1-b"]},
-)
-_KEYS_OF_RUN = ("preemption_retries", "failure_retries", "host_lost_seconds", "unreachable_minutes", "recovery_minutes",
-                "budget", "replace_after", "stall_minutes")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,94 +54,64 @@ class Result:
 
 
 @functools.cache
-def _folder() -> Path:
+def folder() -> Path:
     parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
     return Path(tempfile.mkdtemp(prefix="tpu-launch-simulation-", dir=parent))
 
 
 @functools.cache
-def make_config(setting: Setting, candidates: Candidates | None = None, *, in_bucket: bool = False) -> Config:
-    """Returns the configuration of a setting. Cached: reading YAML takes as long as much of a simulated run."""
-    slice_ = {
-        "name": _NAME,
-        "accelerator_type": setting.accelerator,
-        "create_minutes": 60,
-        "stockout_minutes": setting.stockout_minutes,
-        "queued": {"valid_until_hours": 2} if setting.queued else None,
-        "zones": [*setting.zones] if len(setting.zones) > 1 else None,
-        "expires_hours": setting.expires_hours,
-        "candidates": _CANDIDATES if candidates is not None else None,
-        "price_limit": candidates.price_limit if candidates is not None else None,
-    }
-    run = {"secrets": ["HF_TOKEN"], "environment": {"A": "b"}, "command": None if in_bucket else ["train"]}
-    run |= {key: getattr(setting, key) for key in _KEYS_OF_RUN}
-    document = {
-        "project": "p",
-        "zone": setting.zones[0],
-        "slice": {key: value for key, value in slice_.items() if value is not None},
-        "image": {"reference": f"r/i@sha256:{'0' * 64}"},
-        "run": {key: value for key, value in run.items() if value is not None},
-    } | (TRAINER if in_bucket else {})
-    path = _folder() / "run.yaml"
-    path.write_text(json.dumps(document | ({"gke": {"secrets": {"HF_TOKEN": "hf/token"}}} if setting.gke else {})))
-    return replace(load(path), provider="gke") if setting.gke else load(path)
+def make_config(text: str, provider: str = "tpu-vm") -> Config:
+    """Returns the configuration in a file. Cached: reading YAML takes as long as much of a simulated run."""
+    path = folder() / "run.yaml"
+    path.write_text(text)
+    return replace(load(path), provider=provider)
 
 
 class SimulatedRun:
     def __init__(self, seed: int, *, trace: bool = False, without: Collection[int] = ()) -> None:
         """`trace`: whether to write down what happens; `without`: indices of faults, then actions, to leave out."""
-        self.seed = seed
-        self.scenario, drawn = scenarios.draw(seed)
-        self.faults = [fault for number, fault in enumerate(drawn) if number not in without]
-        self.actions = [each for number, each in enumerate(self.scenario.actions, len(drawn)) if number not in without]
+        self.seed, self.scenario = seed, (drawn := scenarios.draw(seed))
+        self.faults = [fault for number, fault in enumerate(drawn.faults) if number not in without]
+        first = len(drawn.faults)
+        self.actions = [each for number, each in enumerate(drawn.actions, first) if number not in without]
+        self.full_disk = any(fault.kind == "full" for fault in self.faults)
+        # Longer than the launcher waits to write lines and events.
+        self.loses_by_its_disk = any(fault.kind == "full" and fault.seconds > 40.0 for fault in self.faults)
+        self.kill_at = drawn.kill_at
+        self.config = make_config(json.dumps(drawn.file), "gke" if drawn.gke else "tpu-vm")
+        self.races = bool(self.config.slice.candidates)
         self.scheduler = Scheduler(random.Random(f"tasks {seed}"), preempt=0.03)
         self.scheduler.trace = [] if trace else None
-        self.world = World(self.scheduler, random.Random(f"world {seed}"), self.faults, self.scenario.plans)
+        self.world = World(self.scheduler, random.Random(f"world {seed}"), self.config, self.faults, drawn.plans)
+        self.world.in_bucket = drawn.in_bucket
         self.break_promise = self.world.break_promise
-        self.world.slice_name = _NAME
         self.world.on_creation = functools.partial(slice_promises.creation_is_due, self)
         self.world.on_deletion = functools.partial(slice_promises.deletion_follows_a_stop, self)
-        self.config = make_config(self.scenario.setting, self.scenario.candidates, in_bucket=self.scenario.in_bucket)
         self.world.storage = CloudStorage(self.world, seed, lambda: getattr(self.running_command(), "laptop", None))
-        stall = self.scenario.setting.stall_minutes
-        self.world.stall_seconds = stall * 60.0 if stall is not None else None
-        self.world.host_lost_seconds = self.scenario.setting.host_lost_seconds
-        self.world.unreachable_seconds = self.scenario.setting.unreachable_minutes * 60.0
-        self.world.zones = [*self.scenario.setting.zones]
-        if not self.scenario.setting.gke and random.Random(f"env file {seed}").random() < _WITH_ENV_FILE:
-            self.world.env_file = _folder() / "secrets.env"
+        if drawn.env_file:
+            self.world.env_file = folder() / "secrets.env"
             self.world.env_file.write_text(f"HF_TOKEN={SECRET}\nexport OF_FILE='a b'\n")
-        if not self.scenario.setting.gke and random.Random(f"overlay {seed}").random() < _WITH_OVERLAY:
-            (_folder() / "code").mkdir(exist_ok=True)
-            (_folder() / "code" / "main.py").write_text("print()\n")
-            self.world.overlay = f"{_folder() / 'code'}=/opt/code"
-        if self.scenario.setting.gke:
-            self.world.cluster = Cluster(self.world, self.scenario.setting.hosts)
+        if drawn.overlay:
+            (folder() / "code").mkdir(exist_ok=True)
+            (folder() / "code" / "main.py").write_text("print()\n")
+            self.world.overlay = f"{folder() / 'code'}=/opt/code"
+        if drawn.gke:
+            self.world.cluster = Cluster(self.world, accelerator(self.config.slice.accelerator_type).hosts)
         self.rng = random.Random(f"people {seed}")
-        observe_every(self.rng.choice((1.0, 2.0, 3.0, 4.0)))
-        pages = random.Random(f"pages {seed}")
-        read_pages(pages.choice((LOG_BYTES, LOG_BYTES, 20_000)), pages.choice((5000, 5000, 20)))
-        self.full_disk = faults.draw_full_disk(seed, stalls=self.scenario.theme == "standstills")
+        supervise.OBSERVE_EVERY = drawn.observe_every
+        supervise._INBOX_SECONDS, supervise._LONG_TURN_SECONDS = drawn.observe_every / 2, 1.0 + drawn.observe_every / 2
+        host_scripts.LOG_BYTES, provider._TAIL = drawn.page
         self.commands: list[Command] = []
         self.world.command, self.world.finish = self.command, self.finish
-        homes = _folder()
-        self.ann = Laptop("ann", "ann", homes / "ann")
-        if (ssh := random.Random(f"ssh {seed}")).random() < _REFUSED:
-            self.ann.refused_from = ssh.choice((0, 1))
-        self.bob = Laptop("bob", "bob", homes / "bob")
-        self.second = Laptop("ann-2", "ann", homes / "ann-2")  # another workstation of ann's
+        self.ann = Laptop("ann", "ann", folder() / "ann", refused_from=drawn.refused_from)
+        self.bob = Laptop("bob", "bob", folder() / "bob")
+        self.second = Laptop("ann-2", "ann", folder() / "ann-2")  # another workstation of ann's
         self.world.laptops = [self.ann, self.bob, self.second]
         for laptop in self.world.laptops:
             laptop.at_work = functools.partial(self._is_at_work, laptop)
-        self.world.has_candidates = self.scenario.candidates is not None
-        self.world.in_bucket = self.scenario.in_bucket
-        self.world.price_limit = self.scenario.candidates.price_limit if self.scenario.candidates else None
         self.homes = [self.ann.home, self.second.home]
-        kill = random.Random(f"write {seed}")
-        self.kill_at = kill.randrange(1, 20) if kill.random() < _KILLED_AT_WRITE else 0  # number of the event
-        self.half_written = kill.choice((0.0, 0.5, 1.0))  # the part of that event's line that is written
-        self.writes = self.requests = 0  # of events, and to the record of requests
-        self.leftover_zone = self.scenario.setting.zones[0]  # of the slice that exists before ann begins
+        self.writes = 0  # to ledgers and to the record of requests
+        self.leftover_zone = self.config.zone  # of the slice that exists before ann begins
         self.main: Command | None = None  # the newest command of ann's first terminal
         self.main_over = False
 
@@ -164,6 +124,7 @@ class SimulatedRun:
         self.scheduler.note(f"{self.scenario}")
         self.scheduler.note(f"faults: {'; '.join(map(str, self.faults)) or 'none'}")
         writes = mock.patch.object(ledger, "write_whole", self._write_event)
+        lines = mock.patch.object(logs, "write_whole", self._write_lines)
         asks = mock.patch.object(requests, "create_only", self._write_request)
         append = Ledger.append
 
@@ -171,15 +132,15 @@ class SimulatedRun:
             records.check_event(self, found, event)
             append(found, event, **options)
 
+        checks = mock.patch.object(Ledger, "append", check_and_append)
         try:
-            with writes, asks, mock.patch.object(Ledger, "append", check_and_append), self.world.storage.install():
+            with writes, lines, asks, checks, self.world.storage.install():
                 self.scheduler.spawn(self._live, name="ann's plan", process=self.scheduler.world)
                 self.scheduler.run(lambda: self.main_over, seconds=LONGEST_RUN, steps=_STEPS)
                 promises.check_end(self)
         except Stuck as stuck:
             self.world.break_promise("every wait ends", str(stuck)[:2000])
         finally:
-            faults.fill_disk(False)
             uninstall()
             self.scheduler.close()
         for task in self.scheduler.crashed:
@@ -197,16 +158,11 @@ class SimulatedRun:
         found.sort(key=lambda ledger: len(ledger.entries()))  # the copy that was pulled last counts
         return [*{ledger.run_id: ledger for ledger in found}.values()]
 
-    @property
-    def loses_by_its_disk(self) -> bool:
-        """Returns whether the laptop's disk is full for longer than the launcher waits to write lines and events."""
-        return self.full_disk is not None and self.full_disk.long
-
     def is_undisturbed(self, until: float) -> bool:
         """Returns whether, until a moment, users only looked at runs, and nothing failed."""
         disturbs = any(action.kind.split()[-1] not in ("logs", "status", "explain", "exec") for action in self.actions)
         disturbs |= any(stop.at < until for stop in self.world.record.stops)
-        return not (disturbs or self.faults or self.kill_at or self.full_disk)
+        return not (disturbs or self.faults or self.kill_at)
 
     # -- what users do -----------------------------------------------------------------------------------------------
 
@@ -239,8 +195,6 @@ class SimulatedRun:
     def _live(self) -> None:
         for action in self.actions:
             self.scheduler.spawn(self._act, action, name=action.kind, process=self.scheduler.world)
-        if self.full_disk is not None:
-            self.scheduler.spawn(self._fill_disk, self.full_disk, name="full disk", process=self.scheduler.world)
         self._leave_something()
         if self._get_slice():
             self._train()
@@ -255,9 +209,9 @@ class SimulatedRun:
         creator = "bob" if kind == "bob's" else "stranger" if kind == "a stranger's" else "ann"
         maker = Owner(creator, hash_account(creator))
         labels = make_labels(self.config, maker, self.scheduler.now + EPOCH) if creator != "stranger" else {}
-        zone = self.leftover_zone = self.rng.choice(self.scenario.setting.zones)
+        zone = self.leftover_zone = self.rng.choice(self.config.zones)
         placed = self.config.placed(replace(self.config.candidates[0], zone=zone))
-        queues = kind == "preempted" and self.scenario.setting.queued
+        queues = kind == "preempted" and self.config.slice.queued
         command = create_request_command(placed, labels, 7200.0) if queues else create_command(placed, labels)
         google.call(gcloud_commands.parse(command), creator)
         self.scheduler.sleep(0.0 if kind == "creating" else 100.0)
@@ -289,7 +243,8 @@ class SimulatedRun:
         return False
 
     def _is_name_taken(self) -> bool:
-        return any(node.name.startswith(_NAME) and node.creator != "ann" for node in self.world.google.slices.values())
+        name = self.config.slice.name
+        return any(node.name.startswith(name) and node.creator != "ann" for node in self.world.google.slices.values())
 
     def _train(self) -> None:
         next_command = "run"
@@ -322,8 +277,6 @@ class SimulatedRun:
         match action.kind:
             case "kill":
                 run.kill()
-                if self.rng.random() < 0.5:
-                    self._tear_last_line()
             case "ctrl-c":
                 run.interrupt()
             case "asleep":
@@ -349,48 +302,34 @@ class SimulatedRun:
         self.scheduler.thaw(run.process)
         self.world.awake(run.actor, seconds)
 
-    def _fill_disk(self, full: FullDisk) -> None:
-        self.world.wait_until(full.anchor)
-        self.scheduler.sleep(full.after)
-        self.world.struck = True
-        self.world.note(f"the laptop's disk is full for {full.seconds:.0f} s")
-        faults.fill_disk(True)
-        self.scheduler.sleep(full.seconds)
-        faults.fill_disk(False)
+    def _write_lines(self, file: FileIO, data: bytes) -> None:
+        """Writes to a file of a run's folder. Raises OSError after half of the data while ann's disk is full."""
+        write_whole(file, data[: len(data) // 2] if self.world.disk_is_full else data)
+        if self.world.disk_is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _write_event(self, file: FileIO, data: bytes) -> None:
-        """Writes an event to a ledger; kills its command at the write that was drawn."""
-        self.writes += 1
-        command = self.running_command()
-        if self.writes != self.kill_at or command is None:
-            write_whole(file, data)
-            return
-        write_whole(file, data[: int(len(data) * self.half_written)])
-        self.world.note(f"event {self.writes} is written by {self.half_written:.0%}: {data[:80]!r}")
-        command.kill()
+        half = data[: int(len(data) * self.scenario.half_written)]
+        self._write(lambda: self._write_lines(file, data), lambda: write_whole(file, half))
 
     def _write_request(self, path: Path, text: str) -> bool:
-        """Writes to the record of requests; kills its command before or after the write that was drawn."""
-        self.requests += 1
-        candidates, command = self.scenario.candidates, self.running_command()
-        kills = candidates is not None and self.requests == candidates.kill_at and command is not None
-        if kills and self.half_written < 1.0:
-            self.world.note(f"killed before {path.name}")
+        return self._write(lambda: create_only(path, text), lambda: None)
+
+    def _write(self, write: Callable[[], T], begin: Callable[[], object]) -> T:
+        """Writes an event or a request; kills its command before, amid or after the write that was drawn."""
+        self.writes += 1
+        command = self.running_command() if self.writes == self.kill_at else None
+        if command is not None and self.scenario.half_written < 1.0:
+            begin()
+            self.world.note(f"write {self.writes} kills")
             command.kill()
-        written = create_only(path, text)
-        self.world.note(f"the record has {path.name}")
-        if kills:
+        written = write()
+        if command is not None:
             command.kill()
         return written
 
     def running_command(self) -> Command | None:
         return next((item for item in self.commands if item.process is self.scheduler.current.process), None)
-
-    def _tear_last_line(self) -> None:
-        """Leaves half a line, as a process that was killed while it wrote."""
-        for path in self.ann.home.glob("runs/*/events.jsonl"):
-            with open(path, "a") as file:
-                file.write('{"time": "2027-01-15T08:0')
 
     def _clean_up(self) -> None:
         """Deletes ann's slice, and again what other commands, which are waited for, ask for meanwhile."""
@@ -402,11 +341,10 @@ class SimulatedRun:
                 if command.code is None and not command.killed:
                     command.over.wait(4 * 3600.0)
             left = self.world.cluster is not None and self.world.cluster.jobsets_of("ann")
-            if down.code in (0, Exit.CONFLICT, Exit.BAD_INPUT) and not (promises.slices_of(self.world, "ann") or left):
+            if down.code in (0, Exit.CONFLICT, Exit.BAD_INPUT) and not (slices_of(self.world, "ann") or left):
                 break
             self.scheduler.sleep(0.0 if down.code == 0 else 300.0)
 
 
 def simulate(seed: int, *, trace: bool = False, without: Collection[int] = ()) -> Result:
-    remember_yaml()
     return SimulatedRun(seed, trace=trace, without=without).play()

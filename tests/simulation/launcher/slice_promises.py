@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from launcher.config import Candidate
-from launcher.costs import duration, per_hour
+from launcher.costs import per_hour
 from launcher.errors import Exit
 from launcher.run import events
 from launcher.run.session import list_runs
 from launcher.tpu_vm.requests import RequestRecord
 from launcher.workstation import hash_account
 from tests.simulation.launcher.faults import API_FAULTS, MEDDLING
+from tests.simulation.launcher.google import Slice
 from tests.simulation.launcher.hosts import EPOCH
 from tests.simulation.launcher.jobs import SUPERVISORS
 from training.machine import parse_time
@@ -23,7 +24,6 @@ from training.machine import parse_time
 if TYPE_CHECKING:
     from launcher.tpu_vm.inventory import Listing
     from tests.simulation.launcher.commands import Command
-    from tests.simulation.launcher.google import Slice
     from tests.simulation.launcher.simulated_run import SimulatedRun
     from tests.simulation.launcher.world import Actor, World
 
@@ -57,7 +57,7 @@ def deletion_follows_a_stop(simulation: SimulatedRun, node: Slice, by: Actor) ->
 def creation_is_due(simulation: SimulatedRun, made: Slice, by: Actor) -> None:
     """Checks that a new slice has its owner's labels, follows no `down` that succeeded, and is not beside one that `up`
     could use, and that `run` creates one only in a recovery that was neither stopped nor given up before that `run`."""
-    labels, hours = made.node.resource.get("labels", {}), simulation.scenario.setting.expires_hours
+    labels, hours = made.node.resource.get("labels", {}), simulation.config.slice.expires_hours
     ours = [labels.get(f"tpu-launch{name}") for name in ("", "-owner", "-account")]
     late = 0.0 if made.expires is None else simulation.world.scheduler.now + EPOCH - made.expires + (hours or 0) * 3600
     expires = (made.expires is None) == (hours is None) and late < _QUEUE_SECONDS + 60.0
@@ -67,7 +67,7 @@ def creation_is_due(simulation: SimulatedRun, made: Slice, by: Actor) -> None:
     with mock.patch.dict(os.environ, TPU_LAUNCH_HOME=str(by.laptop.home)):
         asked = [item for item in RequestRecord(simulation.config).read() if item.node == made.name]
     recorded = any(item.candidate.zone == made.node.zone and item.ended is None for item in asked)
-    if simulation.scenario.candidates is not None and not recorded:
+    if simulation.races and not recorded:
         simulation.break_promise("what is asked for is recorded", f"{made} of {by.command}: {asked}")
     calm = not any(fault.kind in ("stale", "old describe", "date", *MEDDLING) for fault in simulation.faults)
     for down in simulation.commands if calm and not by.laptop.asleep else ():
@@ -75,7 +75,7 @@ def creation_is_due(simulation: SimulatedRun, made: Slice, by: Actor) -> None:
             simulation.break_promise("after down nothing of ours comes", f"{made} by {by.command}")
     for other in simulation.world.google.slices.values() if by.command == "up" and calm else ():
         known = other.creator == by.user and other.state == "READY" and other.ready_at < command.began
-        if known and other is not made and simulation.scenario.candidates is None:
+        if known and other is not made and not simulation.races:
             simulation.break_promise("up continues from the existing slice", f"{made} beside {other}")
     if by.command not in SUPERVISORS:
         return
@@ -108,32 +108,22 @@ def told_deletion_is_true(simulation: SimulatedRun, command: Command) -> None:
         simulation.break_promise("what is told deleted was deleted", f"{command.name}: {told[0][:300]}")
 
 
-def down_deletes_jobsets(simulation: SimulatedRun, command: Command) -> None:
-    """After a `down`, no JobSet of its user is left but those that another command has asked for."""
-    cluster = simulation.world.cluster
-    if command.name != "down" or command.code != 0 or cluster is None:
-        return
-    others = [each for each in simulation.commands if each is not command and each.ended > command.began - 120.0]
-    if (left := cluster.jobsets_of(command.laptop.user)) and not others:
-        simulation.break_promise("after down nothing of ours is left", f"{left}")
-
-
 def stockout_is_waited_out(simulation: SimulatedRun, command: Command) -> None:
     """An `up` gives up for lack of capacity only after slice.stockout_minutes, or the time of its own request."""
     if command.name != "up" or command.code != Exit.STOCKOUT or command.laptop.asleep or command.laptop.wall:
         return
-    setting = simulation.scenario.setting
-    queues = setting.queued and command is simulation.commands[0]
-    longest = _QUEUE_SECONDS if queues else setting.stockout_minutes * 60 - _LONGEST_PAUSE
+    section = simulation.config.slice
+    queues = section.queued and command is simulation.commands[0]
+    longest = _QUEUE_SECONDS if queues else section.stockout_minutes * 60 - _LONGEST_PAUSE
     seconds = simulation.world.scheduler.now - command.began
-    if (queues or not setting.queued) and seconds < longest and "can't be started" not in str(command.error):
+    if (queues or not section.queued) and seconds < longest and "can't be started" not in str(command.error):
         simulation.break_promise("a stock-out is waited out", f"{command.name} after {seconds:.0f} s: {command.error}")
 
 
 def what_was_asked_for_is_used_or_withdrawn(simulation: SimulatedRun, command: Command) -> None:
     """A command leaves no request but a granted one, unless it says so; one gives way only to another candidate's."""
     names, said = {str(each) for each in simulation.config.candidates}, [text for text in command.said if ": " in text]
-    if simulation.scenario.candidates is None or command.name not in ("up", *SUPERVISORS):
+    if not simulation.races or command.name not in ("up", *SUPERVISORS):
         return
     asked = [(number, *text.split(": ", 1)) for number, text in enumerate(said) if text.split(": ", 1)[1] in names]
     for number, text in enumerate(said):
@@ -171,9 +161,9 @@ def better_candidates_are_waited_for(simulation: SimulatedRun, command: Command)
 
 def places_are_tried_in_their_order(simulation: SimulatedRun, command: Command) -> None:
     """`up` tries zones in the file's order, each after the one before had no capacity; with a slice, its zone first."""
-    zones = simulation.scenario.setting.zones
+    zones = simulation.config.zones
     tried = [match[1] for text in command.said if (match := re.match(r"(?:creating|requesting) .* in ([\w-]+)", text))]
-    if command.name != "up" or simulation.scenario.candidates is not None or not tried:
+    if command.name != "up" or simulation.races or not tried:
         return
     order = [tried[0], *(zone for zone in zones if zone != tried[0])]
     wrong = [pair for pair in pairwise(tried) if pair[1] not in (pair[0], order[order.index(pair[0]) - len(order) + 1])]
@@ -185,36 +175,11 @@ def places_are_tried_in_their_order(simulation: SimulatedRun, command: Command) 
         simulation.break_promise("places are tried in their order", f"{tried} of {zones}")
 
 
-def waits_in_the_queue_are_told(simulation: SimulatedRun, command: Command) -> None:
-    """`up` tells each state of its request when Google first shows it, and again about once a minute."""
-    told = [(at, re.match(r"request \S+ is ([A-Z_]+)(?:, requested|$)|requesting", text)) for at, text in command.told]
-    lines = [(at, match[1] or "") for at, match in told if match is not None]
-    if command.name != "up" or simulation.scenario.candidates is not None or not simulation.scenario.setting.queued:
-        return
-    for (before, state), (at, again) in pairwise(lines):
-        if state and state == again and at - before < _TOLD_EVERY:  # a request whose answer is lost is made again
-            simulation.break_promise("a wait is told", f"{state} at {before:.0f} and {at:.0f}")
-    for name, seen in command.actor.seen.items():
-        for at, state in seen if "/queuedResources/" in name else ():
-            near = any(state == line and at - _TOLD_EVERY - 5.0 < then < at + 5.0 for then, line in lines)
-            if state in _WAITS and lines and lines[0][0] < at < command.ended - 10.0 and not near:
-                simulation.break_promise("a wait is told", f"{state} at {at:.0f}: {lines}")
-
-
-def a_wait_is_told_once(simulation: SimulatedRun, command: Command) -> None:
-    """No command tells the same four times in a row within half a minute, as if at each look."""
-    alone = command.name != "watch" and simulation.scenario.candidates is None  # no processes, zones beside it
-    for four in zip(*(command.told[first:] for first in range(4)), strict=False) if alone else ():
-        (began, text), (ended, _) = four[0], four[3]
-        if 2.0 < ended - began < 30.0 and {told for _, told in four} == {text} and "although" not in text:
-            simulation.break_promise("a wait is told once", f"{command.name} from {began:.0f} to {ended:.0f}: {text}")
-
-
 def told_missing_is_missing(simulation: SimulatedRun, command: Command) -> None:
     """Checks that a slice is called missing only if it was, at some time since the command began."""
     told = f"slice {simulation.config.slice.name} does not exist" in str(command.error)
     lags = any(fault.kind in ("stale", "old describe", *MEDDLING) for fault in simulation.faults)
-    if not told or lags or simulation.scenario.candidates is not None:
+    if not told or lags or simulation.races:
         return
     for node in simulation.world.google.slices.values():
         if node.creator == command.laptop.user and node.state == "READY" and node.ready_at < command.began - 5.0:
@@ -230,7 +195,7 @@ def slices_are_replaced_for_their_own_hosts(simulation: SimulatedRun) -> None:
                 of_a_host = event.cause is not None and event.outcome in ("host lost", "failed")
                 ends.append(event.cause.worker if event.cause is not None and of_a_host else -1)
             elif isinstance(event, events.SliceReplaced):
-                wanted = simulation.scenario.setting.replace_after or 0
+                wanted = simulation.config.run.replace_after or 0
                 if event.host >= 0 and ends[-wanted:] != [event.host] * wanted:
                     simulation.break_promise("a slice is replaced for its own hosts", f"{event}: {ends}")
                 ends.clear()
@@ -253,7 +218,7 @@ def attempts_tell_their_slice(simulation: SimulatedRun) -> None:
 
 def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
     """A run stops for its budget only when slices have cost that much, and soon after they have."""
-    budget = simulation.scenario.setting.budget
+    budget = simulation.config.run.budget
     if budget is None or simulation.ann.wall:
         return
     # A slice that is taken counts until that is recorded: in a recovery, or while the API is out, the workstation
@@ -264,7 +229,7 @@ def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
     meddled = any(deaf or fault.anchor not in ("start", "beginning") for fault in taken)
     left = any(command.killed or command.code == Exit.DETACHED for command in simulation.commands)
     elsewhere = any(each.name == "down" and each.laptop is not simulation.ann for each in simulation.commands)
-    meddled |= (left or simulation.full_disk is not None) and (bool(taken) or elsewhere)
+    meddled |= (left or simulation.full_disk) and (bool(taken) or elsewhere)
     for command in simulation.commands:
         # `watch` repeats what its processes say, of every attempt.
         if command.name != "watch" and sum("stopping it, so that it saves" in text for text in command.said) > 1:
@@ -277,7 +242,7 @@ def budget_is_spent_on_slices(simulation: SimulatedRun) -> None:
         seconds = max((item.ended for item in job.containers.values()), default=0.0) - (job.began or 0.0)
         allowed = budget + _rate(simulation) * _BUDGET_SECONDS
         watched = not simulation.actions and not simulation.kill_at and not simulation.faults
-        watched &= simulation.scenario.candidates is None  # which have prices of their own
+        watched &= not simulation.races  # which have prices of their own
         if job.began is not None and watched and seconds * _rate(simulation) > allowed:
             simulation.break_promise("a budget is kept", f"{job} trains for {seconds:.0f} s, {budget} dollars")
 
@@ -295,69 +260,38 @@ def _cost_of_slices(simulation: SimulatedRun, until: float) -> float:
     return sum(max(0.0, seconds) for seconds in lasted) * _rate(simulation)
 
 
-def gc_leaves_no_request(simulation: SimulatedRun, command: Command) -> None:
-    """Checks that each slice that `gc` reports as deleted is gone, and its request too."""
-    named = {text.removesuffix(": deleted") for text in command.said if text.endswith(": deleted")}
-    if command.name != "gc" or any(fault.kind in ("stale", "old describe", *MEDDLING) for fault in simulation.faults):
-        return
-    google = simulation.world.google
-    for left in (*google.slices.values(), *google.requests.values()):
-        by = next((each for each in simulation.commands if each.actor is left.by), None)
-        again = by is not None and by.ended > command.began
-        if left.name in named and left.creator == command.laptop.user and left.state != "DELETING" and not again:
-            simulation.break_promise("gc leaves no request", f"{left}: {command.said}")
-
-
 def list_shows_what_is(world: World, listing: Listing, began: float, date: float) -> None:
-    """Checks what `list` and `gc` show, and that no slice that stayed is missing. `date`: the workstation's, Unix s."""
+    """Checks that `list` and `gc` show each slice that stayed and each request that has waited since, and whose it is.
+    `date`: the workstation's, in Unix seconds."""
     if {fault.kind for fault in world.faults} & {"stale", "old describe", *MEDDLING}:
         return
-    _list_shows_requests(world, listing, began, date)
-    shown = {(item.zone, item.name): item for item in listing.slices}
-    for node in world.google.slices.values():
-        labels, created = node.node.resource.get("labels", {}), parse_time(node.node.resource["createTime"])
-        item = shown.get((node.node.zone, node.name))
-        there = node.state == "READY" and node.ready_at < began and node.node.zone not in listing.failures
-        if item is None and there and labels.get("tpu-launch") == "1" and node.node.zone in world.zones:
-            world.break_promise("a list shows what is", f"{node} is missing: {listing}")
-        if item is None or item.uid != node.node.resource["id"]:
+    shown = {(item.zone, item.name): item.row(date) for item in listing.slices}
+    for name, each in [*world.google.slices.items(), *world.google.requests.items()]:
+        zone = name.split("/")[3]
+        if zone not in world.config.zones or zone in listing.failures or each.creator == "stranger":
             continue
-        spot = node.node.resource.get("schedulingConfig", {}).get("spot")
-        _, _, state, kind, owner, _, age, cost, expires = item.row(date)
-        wanted = (f"{node.node.resource['acceleratorType']} {'spot' if spot else 'on-demand'}", node.creator)
-        price = per_hour(item.accelerator_type, item.zone, "spot" if spot else "on-demand")
-        dollars = "unknown" if price is None else f"${max(0.0, date - (created or 0.0)) / 3600 * price:.2f}"
-        ends = node.expires is None or (node.expires < date) == expires.endswith("ago")
-        right = (kind, owner) == wanted and (state in (node.state, "STARTING") or not there)
-        right = right and (cost, age) == (dollars, duration(date - (created or 0.0)))
-        if not right or not ends or (expires == "never") != (node.expires is None):
-            world.break_promise("a list shows what is", f"{node}, {created}: {item.row(date)}, {wanted}, {dollars}")
-
-
-def _list_shows_requests(world: World, listing: Listing, began: float, date: float) -> None:
-    """Checks that each request which has waited since a moment is shown, and how requests are shown."""
-    shown = {(item.zone, item.name): item for item in listing.slices}
-    for name, request in world.google.requests.items():
-        resource, zone = request.queued.resource, name.split("/")[3]
-        created, spec = parse_time(resource["createTime"]) or 0.0, resource["tpu"]["nodeSpec"][0]["node"]
-        waits = request.state in ("ACCEPTED", "WAITING_FOR_RESOURCES") and created - EPOCH < began
-        wanted = (f"{spec['acceleratorType']} {'spot' if 'spot' in resource else 'on-demand'}", request.creator)
-        row, item = [""] * 9, shown.get((zone, request.name))
-        if item is not None and item.kind != "node" and item.created in (None, created):
-            row = item.row(date)
-        elif not waits or zone in listing.failures or zone not in world.zones:
-            continue
-        right = (row[3], row[4], row[6], row[7]) == (*wanted, duration(date - created), "$0.00")
-        if not right or (waits and "(queued)" not in row[2]):
-            world.break_promise("a list shows what is", f"{request}, {wanted}, {created}: {row}")
+        if isinstance(each, Slice):
+            stays, states = each.state == "READY" and each.ready_at < began, ("READY", "STARTING")
+        else:
+            created = (parse_time(each.made.resource["createTime"]) or 0.0) - EPOCH
+            stays, states = each.state in ("ACCEPTED", "WAITING_FOR_RESOURCES") and created < began, ("(queued)",)
+        row = shown.get((zone, each.name), [""] * 9)
+        if stays and (row[4] != each.creator or not any(state in row[2] for state in states)):
+            world.break_promise("a list shows what is", f"{each}: {row}")
 
 
 def gc_removes_what_has_expired(simulation: SimulatedRun, command: Command) -> None:
-    """After a `gc` that succeeded, no READY slice of its user has expired long ago."""
-    if command.name != "gc" or command.code != 0 or simulation.faults or len(simulation.scenario.setting.zones) > 1:
+    """After a `gc`, what it reports as deleted is gone, and so is each READY slice of its user that had expired."""
+    if command.name != "gc" or {fault.kind for fault in simulation.faults} & {"stale", "old describe", *MEDDLING}:
         return
-    date = command.began + EPOCH + command.laptop.wall
-    for node in simulation.world.google.slices.values():
-        mine = node.creator == command.laptop.user and node.state == "READY" and node.by is not None
-        if mine and node.expires is not None and node.expires < date and "left alone" not in "\n".join(command.said):
-            simulation.break_promise("gc removes what has expired", f"{node} expired {date - node.expires:.0f} s ago")
+    named = {text.removesuffix(": deleted") for text in command.said if text.endswith(": deleted")}
+    all_ = command.code == 0 and not simulation.faults and len(simulation.config.zones) == 1
+    date, google = command.began + EPOCH + command.laptop.wall, simulation.world.google
+    for left in (*google.slices.values(), *google.requests.values()):
+        by = next((each for each in simulation.commands if each.actor is left.by), None)
+        again = by is not None and by.ended > command.began
+        wrong = left.name in named and left.state != "DELETING" and not again
+        if isinstance(left, Slice) and left.state == "READY" and left.by is not None and left.expires is not None:
+            wrong |= all_ and left.expires < date and "left alone" not in "\n".join(command.said)
+        if wrong and left.creator == command.laptop.user:
+            simulation.break_promise("gc removes what has expired", f"{left}: {command.said}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from launcher.costs import per_hour
+from launcher.config import Config
 from launcher.emulator.api.catalogue import ApiError
 from launcher.images import overlays
 from launcher.workstation import hash_account
@@ -22,7 +22,7 @@ from tests.simulation.launcher.bucket import CloudStorage
 from tests.simulation.launcher.cluster import Cluster
 from tests.simulation.launcher.faults import API_FAULTS, MEDDLING, Fault
 from tests.simulation.launcher.google import Google, Request, Slice
-from tests.simulation.launcher.hosts import EPOCH, Container, Execution, Host
+from tests.simulation.launcher.hosts import EPOCH, Container, Execution, Host, begin
 from tests.simulation.launcher.jobs import SUPERVISORS, Cause, Job, Plan
 from tests.simulation.scheduler import Process, Scheduler, Task
 
@@ -117,8 +117,15 @@ class Record:
 
 
 class World:
-    def __init__(self, scheduler: Scheduler, rng: Random, faults: Sequence[Fault], plans: Sequence[Plan]) -> None:
-        self.scheduler, self.rng, self.faults, self.plans = scheduler, rng, faults, plans
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        rng: Random,
+        config: Config,
+        faults: Sequence[Fault] = (),
+        plans: Sequence[Plan] = (),
+    ) -> None:
+        self.scheduler, self.rng, self.config, self.faults, self.plans = scheduler, rng, config, faults, plans
         self.google = Google(self)
         self.cluster: Cluster | None = None
         self.storage: CloudStorage
@@ -134,12 +141,8 @@ class World:
         self.calm_from = -math.inf  # when the last of them is over; hosts know their own
         self.pull_seconds = rng.choice((0.5, 5.0, 40.0))
         self.laptops: list[Laptop] = []
-        self.slice_name = ""
-        self.has_candidates = self.in_bucket = False  # as the file says
-        self.price_limit: float | None = None  # as the file says
-        self.stall_seconds: float | None = None  # as the file says
-        self.host_lost_seconds = self.unreachable_seconds = math.inf  # as the file says
-        self.zones: list[str] = []  # as the file says
+        self.in_bucket = False  # whether the ledger is there
+        self.disk_is_full = False  # ann's
         self.env_file: Path | None = None  # of each `run`
         self.overlay: str | None = None  # of each `run`, FOLDER=TARGET
         self._answers: dict[tuple[Actor, Host], float] = {}  # when a command last heard of a host, or first did not
@@ -193,8 +196,8 @@ class World:
 
     def api_fault(self, kind: str) -> Fault | None:
         """Returns the fault of a kind that hits a call now, None without one. Draws a random number."""
-        for begin, end, fault in self._api_faults.get(kind, ()):
-            if begin <= self.scheduler.now < end and self.rng.random() < API_FAULTS[kind]:
+        for first, end, fault in self._api_faults.get(kind, ()):
+            if first <= self.scheduler.now < end and self.rng.random() < API_FAULTS[kind]:
                 if kind in ("permission", "signed out", "quota"):
                     self.record.permanent.add(kind)
                 return fault
@@ -220,7 +223,7 @@ class World:
         refusals = self._refusals.get((actor, host), [])
         others = [item.host for item in job.containers.values() if item.host is not host]
         answered = any(self._answers.get((actor, other), 0.0) > refusals[0] for other in others if refusals)
-        longest = self.host_lost_seconds if answered else self.unreachable_seconds
+        longest = self.config.run.host_lost_seconds if answered else self.config.run.unreachable_minutes * 60
         silent = self.scheduler.now - self._answers.get((actor, host), job.began or 0.0) > longest - _BETWEEN_LOOKS
         return silent and len(refusals) >= _REFUSALS and self.scheduler.now - refusals[0] > longest / 2 - _BETWEEN_LOOKS
 
@@ -237,7 +240,7 @@ class World:
         self.addresses[host.address] = host
 
     def _our_slice(self) -> Slice | None:
-        named = [node for node in self.google.slices.values() if node.name.startswith(self.slice_name)]
+        named = [node for node in self.google.slices.values() if node.name.startswith(self.config.slice.name)]
         return next((node for node in reversed(named) if node.creator == "ann"), None)
 
     def _strike(self, fault: Fault) -> None:
@@ -250,6 +253,9 @@ class World:
             laptop = self.laptops[0]
             laptop.offline = True
             self.scheduler.call_at(later, lambda: setattr(laptop, "offline", False))
+        elif fault.kind == "full":
+            self.disk_is_full = True
+            self.scheduler.call_at(later, lambda: setattr(self, "disk_is_full", False))
         elif fault.kind == "date":
             self.laptops[0].wall += (-7200.0, 5400.0, -40.0, 86400.0)[fault.number % 4]
         elif fault.kind not in API_FAULTS and self.cluster is not None:
@@ -280,16 +286,16 @@ class World:
             case "hang":
                 host.hang()
                 if fault.number % 8 != 7:  # the others hang until they are rebooted or deleted
-                    call_at(later, host.unhang)
+                    call_at(later, host.recover)
             case "cut":
                 host.cut_off()
-                call_at(later, host.reconnect)
+                call_at(later, host.recover)
             case "filter":
                 host.filtered = True
                 host.troubled.append(now)
                 self._disturb(host, "ssh is filtered")
                 host.changed()
-                call_at(later, host.reconnect)
+                call_at(later, host.recover)
             case "connection":
                 for container in list(host.containers.values()):
                     if container.job is not None and container.running:
@@ -359,7 +365,8 @@ class World:
         if job is None:
             plan = self.plans[min(container.attempt, len(self.plans) - 1)]
             job = Job(self.scheduler, container.run, container.attempt, self._hosts_of(container.host), plan, self.rng)
-            job.stall_seconds = self.stall_seconds
+            minutes = self.config.run.stall_minutes
+            job.stall_seconds = minutes * 60 if minutes is not None else None
             job.on_end, job.on_hang = lambda: self.reached("end"), lambda: self.reached("hang")
             self.record.jobs[key] = job
         self._check_not_stopped(container, actor)
@@ -482,13 +489,6 @@ class World:
             attended += _TWO_POLL_SECONDS if at_work and answers else 0.0
         self.break_promise("never two slices for longer than a minute", f"{kept}")
 
-    def check_price(self, slices: Sequence[tuple[str, str, bool]]) -> None:
-        """Checks that slices which Google may grant (type, zone, whether spot) keep within slice.price_limit."""
-        if self.price_limit is not None:
-            prices = [per_hour(name, zone, "spot" if spot else "on-demand") or 0.0 for name, zone, spot in slices]
-            if sum(prices) > self.price_limit + 1e-6:
-                self.break_promise("never above the price limit", f"{slices}: ${sum(prices):.2f} an hour")
-
     def has_expired(self, node: Slice, actor: Actor) -> bool:
         """Returns whether a `gc` may delete a slice that is in use: it expires before the date of its laptop."""
         date = self.scheduler.now + EPOCH + actor.laptop.wall
@@ -527,26 +527,20 @@ class World:
 
     # -- commands on hosts --------------------------------------------------------------------------------------------
 
-    def execute(self, host: Host, script: str, stdin: str | None, actor: Actor, *, tries: int = 1) -> Execution:
-        """Runs a script on a host through ssh, in a task of its own. The result is 255 when ssh fails."""
-        execution = Execution()
-        host.executions[execution] = None
-        assert self.scheduler.current is not None
-        gcloud = self.scheduler.current.process  # its ssh ends with it, and tries no more
+    def execute(self, host: Host, script: str, stdin: str | None, actor: Actor) -> Execution:
+        """Runs a script on a host as gcloud's ssh, which is tried three times. The result is 255 when all fail."""
 
-        def try_again() -> None:
-            code, output = 255, ""
-            for number in range(tries):
-                if number:
-                    self.scheduler.sleep(2.0)
+        def work() -> tuple[int, str]:
+            for number in range(3):
+                self.scheduler.sleep(2.0 if number else 0.0)
                 code, output = self._execute_once(host, script, stdin, actor)
                 if code != 255:
                     break
-            execution.result = (code, output)
             host.executions.pop(execution, None)
-            self.scheduler.wake_all(execution.waiters)
+            return code, output
 
-        self.scheduler.spawn(try_again, name=f"ssh to {host!r}", process=gcloud)
+        execution = begin(self.scheduler, work, f"ssh to {host!r}", self.scheduler.current.process)
+        host.executions[execution] = None
         return execution
 
     def _execute_once(self, host: Host, script: str, stdin: str | None, actor: Actor) -> tuple[int, str]:
@@ -555,14 +549,7 @@ class World:
         if not host.reachable or actor.laptop.offline or self.ssh_fault() is not None:
             self.scheduler.sleep(10.0)
             return 255, ""
-        inner = Execution()
-        host.executions[inner] = None
-
-        def work() -> None:
-            inner.result = scripts.Shell(self, host, actor).run(script, stdin)
-            self.scheduler.wake_all(inner.waiters)
-
-        self.scheduler.spawn(work, name="a script", process=host.process)
+        inner = host.begin(functools.partial(scripts.Shell(self, host, actor).run, script, stdin))
         while inner.result is None:
             self.scheduler.wait(inner.waiters, None if host.reachable else BROKEN_SECONDS, f"a script on {host!r}")
             if inner.result is None and not host.reachable:
@@ -572,4 +559,17 @@ class World:
         host.executions.pop(inner, None)
         if inner.result is None or self.api_fault("ssh loses answers") is not None:
             return 255, ""
-        return inner.result
+        code, output = inner.result
+        return code, output
+
+
+def slices_of(world: World, user: str) -> list[Slice]:
+    """Returns the slices that a user pays for."""
+    return [node for node in world.google.slices.values() if node.creator == user]
+
+
+def containers_of(world: World, run: str) -> list[Container]:
+    """Returns the containers of a run on the hosts of existing slices, or on the nodes of the cluster."""
+    hosts = [host for node in world.google.slices.values() for host in node.hosts]
+    hosts += world.cluster.nodes if world.cluster is not None else []
+    return [item for host in hosts for item in host.containers.values() if item.run == run]
