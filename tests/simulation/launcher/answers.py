@@ -90,7 +90,7 @@ def _describe_cluster(
     observed = call.provider._observed
     run = observed.rpartition("-")[0]
     may_see_later = any(name.removeprefix("+").rpartition("-")[0] == run for name in (before | after) - {observed})
-    by_another = observed and cluster.deleted.get(observed) is not call.command.actor
+    by_another = observed and cluster.deleted.get(observed) is not call.command
     gone = observed in cluster.deleted and observed not in before
     is_known = observed in call.provider._removed or may_see_later
     if by_another and gone and not is_known and state.state != "DELETED":
@@ -164,11 +164,9 @@ def _stop(
     until they are removed, and their logs with them, unless another command has deleted the pods already."""
     job, cluster, name = _job_of(call, container), call.command.world.cluster, container.removeprefix("tpu-launch-")
     keeps = cluster is not None and name in call.there and not (remove or call.command.world.faults)
-    keeps = keeps and all(
-        by is call.command.actor for pod, by in cluster.deleters.items() if pod.startswith(f"{name}-")
-    )
+    keeps = keeps and all(by is call.command for pod, by in cluster.deleters.items() if pod.startswith(f"{name}-"))
     begun = job is not None and (job.began or math.inf) < call.began
-    if keeps and begun and cluster.deleted.get(name) is call.command.actor:
+    if keeps and begun and cluster.deleted.get(name) is call.command:
         return f"{name} is deleted, and {job} has begun"
     if wrong := _check_reports(reports, range(call.hosts) if workers is None else workers):
         return wrong
@@ -201,7 +199,7 @@ def _observe(call: _Call, seen: Observation, worker: int, container: str, *_give
         calm = call.began > world.calm_from + 90.0 and not call.command.laptop.asleep
         # Else the workstation slept meanwhile, with a running clock, or before, and a firewall forgot its connection.
         calm &= world.scheduler.now - call.began < 15.0
-        calm &= not any(link.forgotten and link.actor is call.command.actor for link in world.links)
+        calm &= not any(link.forgotten and link.actor is call.command for link in world.links)
         well = calm and item is not None and item.running and item.host.quiet_since(call.began - 90.0)
         return f"{seen} of {container} on {item and item.host!r}" if well or not seen.problem else ""
     if item is None or item.host.gone or not item.host.up:

@@ -68,12 +68,12 @@ def nothing_is_repeated_without_a_pause(simulation: SimulatedRun, command: Comma
             and "although" not in four[0][1]
         ):
             simulation.break_promise("a line is not told again and again", f"{command.name}: {four}")
-    for call, times in command.actor.calls.items():
+    for call, times in command.calls.items():
         # gcloud itself takes a second. After Ctrl-C, what is being withdrawn is withdrawn once more beside that.
         limit = 16 * (1 + command.interrupted) if "describe" in call[:6] else 24 if "jobsets" in " ".join(call) else 40
         if _is_frequent(times, limit):
             simulation.break_promise("the cloud is asked in moderation", f"{command.name}: {' '.join(call)[:200]}")
-    for (host, script), times in command.actor.scripts.items():
+    for (host, script), times in command.scripts.items():
         if _is_frequent(times, 120 if script == "observe" else 20):  # each reads one page of a log
             simulation.break_promise("a host is asked in moderation", f"{command.name}: {script} on {host!r}")
 
@@ -205,7 +205,7 @@ def silence_of_logs_lasts(simulation: SimulatedRun, command: Command) -> None:
 def waits_are_told(simulation: SimulatedRun, command: Command) -> None:
     """`up` tells once what it waits for: each state in which Google has described the slice repeatedly."""
     looks = command.name == "up" and not simulation.races  # a race tells of its requests instead
-    for (_, state), times in command.actor.states.items() if looks else ():
+    for (_, state), times in command.states.items() if looks else ():
         told = [text for text in command.said if state in text]
         if state in ("CREATING", "STARTING") and times > 3 and not told and not simulation.config.slice.queued:
             simulation.break_promise("a wait is told", f"{state} was seen {times} times")

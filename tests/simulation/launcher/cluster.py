@@ -264,7 +264,7 @@ class Cluster:
             self.store.remove(kind, name)
             return
         self.deleted.setdefault(name, actor)
-        if actor is None or actor.command == "down":
+        if actor is None or actor.name == "down":
             self.world.record.deletions.append(self.scheduler.now)
         for pod in self.store.all("pods", {controllers.JOBSET: name}):
             if actor is not None:

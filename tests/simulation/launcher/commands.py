@@ -28,11 +28,12 @@ from tests.simulation.launcher.world import Actor, Laptop, Stop, World
 from tests.simulation.scheduler import Event, Killed, Process
 
 
-class Command:
+class Command(Actor):
     """One command of a user, from its start to its end."""
 
     def __init__(self, world: World, laptop: Laptop, name: str, config: Config, rng: Random, new: bool = False) -> None:
-        self.world, self.laptop, self.name, self.config, self.new = world, laptop, name, config, new
+        super().__init__(laptop, name, Process(f"{laptop.name}:{name}"))
+        self.world, self.config, self.new = world, config, new
         self.began = world.scheduler.now
         self.url = ""  # of the run in the bucket that it was given; empty for the newest
         self.run_id = ""  # that it spoke of last
@@ -53,10 +54,8 @@ class Command:
         self.ended = float("inf")  # virtual time
         self.known_stops: dict[str, int] = {}  # when `run` began, by run
         self.over = Event(world.scheduler, f"the end of {name} of {laptop.name}")
-        self.process = Process(f"{laptop.name}:{name}")
         self.process.enter = self._enter
-        self.actor = Actor(laptop, name, self.process)
-        self.machine = make_machine(world, self.actor, rng, self._exit)
+        self.machine = make_machine(world, self, rng, self._exit)
         output = Output(self._say, self._emit)
         environment = {} if world.cluster else {"HF_TOKEN": SECRET if world.env_file is None else "an older one"}
         self.context = Context(laptop.home, environment, self._make_provider, output, self.machine)
@@ -80,7 +79,7 @@ class Command:
         if "the budget is spent" in text:
             self.world.record.stops.append(Stop(text.split()[1].rstrip(":,"), self.world.scheduler.now))
         if "deleting its slice" in text or ": recreating the slice (" in text:
-            self.actor.deletes_for = text.split()[1].rstrip(":,")
+            self.deletes_for = text.split()[1].rstrip(":,")
         if text.startswith("run "):
             self.run_id = text.split()[1].rstrip(":,")
         if text.startswith("run ") and ": started on all hosts" in text and (job := self.world.newest_job(self.run_id)):
@@ -88,9 +87,9 @@ class Command:
         if text.startswith("ending the attempt on all hosts: stalled"):
             promises.stalled_program_is_silent(self.world, self.run_id)
         if text.startswith("ending the attempt on all hosts: host lost"):
-            promises.told_silence_is_true(self.world, self.actor, self.run_id, text)
+            promises.told_silence_is_true(self.world, self, self.run_id, text)
         if text.startswith("no host answers ("):
-            promises.told_absence_is_true(self.world, self.actor, text)
+            promises.told_absence_is_true(self.world, self, text)
         if ": starting again (" in text:
             self.world.reached("recovery")
         if ": not recovered yet: " in text:

@@ -81,7 +81,7 @@ def explain_tells_where_hosts_are(simulation: SimulatedRun, command: Command) ->
     job = simulation.world.record.jobs.get((command.run_id, command.attempt))
     if job is None or not command.stacks or simulation.faults or job.began is None or job.began > command.began:
         return
-    shown = {worker: job.containers[worker].stacks.get(command.actor, []) for worker in range(job.hosts)}
+    shown = {worker: job.containers[worker].stacks.get(command, []) for worker in range(job.hosts)}
     changed = job.hung is not None and command.began < job.hung < command.ended
     if changed or any(len(each) != 2 for each in shown.values()):  # it has begun to hang, or ended, meanwhile
         return
@@ -100,7 +100,7 @@ def exec_runs_once(simulation: SimulatedRun, command: Command) -> None:
     """`exec` runs at most once a host, masks its lines, and tells how each ended; it does run on undisturbed hosts."""
     ran, going_on = Counter[int](), set[int]()
     for host in simulation.world.hosts:
-        ran[host.worker] += host.executed.count(command.actor)
+        ran[host.worker] += host.executed.count(command)
         runs = any(container.running for container in host.containers.values())
         going_on |= {host.worker} if runs and not simulation.world.struck else set()
     wrong = {worker for worker, times in ran.items() if times > 1}

@@ -103,19 +103,19 @@ class Gcloud:
         known = [state for at, state in self.actor.seen[command.full_name] if at <= self._begun]
         seen = known[-2:] or ["unseen"]
         last = seen[-1] if command.verb == "create" else seen[-1] or seen[0]  # one answer without it may be old
-        ends = ("DELETING", "SUSPENDING") if self.actor.command != "gc" else ()  # it looks at the node, not at both
+        ends = ("DELETING", "SUSPENDING") if self.actor.name != "gc" else ()  # it looks at the node, not at both
         deletable = last not in ("", "unseen", *ends)
         # Another workstation was faster, after ours was deleted: Google refuses this one.
         made = last == "ACCEPTED" and seen[0] in ("DELETING", "SUSPENDING", "SUSPENDED")
         due = {"create": last == "" or made, "start": last == "STOPPED", "delete": deletable}
         if not due.get(command.verb, True):
-            self.world.break_promise("a change follows a look", f"{self.actor.command}: {command}, seen as {seen}")
+            self.world.break_promise("a change follows a look", f"{self.actor.name}: {command}, seen as {seen}")
 
     def _check_deletion(self, slice_: Slice) -> None:
         self.actor.deleted.add(slice_.node.resource["id"])
         shown = self.actor.shown.get(slice_.node.resource["id"], "")
         in_use = shown in ("CREATING", "READY") and not self.world.has_expired(slice_, self.actor)
-        if self.actor.command == "gc" and in_use:
+        if self.actor.name == "gc" and in_use:
             self.world.break_promise("gc deletes what is left over", f"{slice_.name}, described to it as {shown}")
 
     def _refusal(self) -> Output | None:

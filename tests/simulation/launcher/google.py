@@ -37,7 +37,7 @@ class Owned:
 
     made: Any  # the API's own object
     creator: str  # the user whose command requested it
-    by: object  # the command that requested it
+    by: Any  # the command that requested it
 
     def __repr__(self) -> str:
         return f"{type(self).__name__.lower()} {self.name} ({self.state})"
@@ -166,7 +166,7 @@ class Google:
         fault = self.world.api_fault("old describe") if self._lists is not None else None
         if fault is None:
             return self.state
-        if fault.number % 2 and getattr(by, "command", "") in ("up", *SUPERVISORS, "down"):
+        if fault.number % 2 and getattr(by, "name", "") in ("up", *SUPERVISORS, "down"):
             if self.scheduler.now < self._hidden_until:
                 return self.state
             self._hidden_until = self.scheduler.now + _BETWEEN_HIDDEN
@@ -270,7 +270,7 @@ class Google:
                 self.world.record.billed.append(slice_)
             if sum(other.creator == slice_.creator and other.state == "READY" for other in self.slices.values()) > 1:
                 self.scheduler.spawn(self.world.watch_two, slice_, name="two slices", process=self.scheduler.world)
-            if getattr(slice_.by, "command", "") in SUPERVISORS:
+            if getattr(slice_.by, "name", "") in SUPERVISORS:
                 self.world.reached("made again")
         if operation.verb == "start" and slice_ is not None:
             for host in slice_.hosts:

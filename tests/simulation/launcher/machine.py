@@ -150,7 +150,7 @@ class Terminal:
             raise ConnectionFailed("Authentication failed.", refused=True)
         same = [each for each in world.links if (each.actor, each.host, each.boots) == (self.actor, host, host.boots)]
         if any(each.is_open and not each.forgotten for each in same):
-            world.break_promise("a command has one connection to a host", f"{self.actor.command}: {host!r}")
+            world.break_promise("a command has one connection to a host", f"{self.actor.name}: {host!r}")
         return Link(world, host, self.actor)
 
     def run(
@@ -164,7 +164,7 @@ class Terminal:
             world.note("$ " + " ".join(shown)[:200])
         self.actor.calls[tuple(argv)].append(scheduler.now)
         inherited = [os.dup(descriptor) for descriptor in pass_fds]
-        child = Process(f"{argv[0]} of {self.actor.command}")
+        child = Process(f"{argv[0]} of {self.actor.name}")
 
         def work() -> tuple[int, str, str]:
             try:

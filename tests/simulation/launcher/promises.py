@@ -77,7 +77,7 @@ def nothing_is_left_after_down(simulation: SimulatedRun, command: Command) -> No
     left += [item for item in requests if not (old and item.state == "DELETING")]
     going_on = any("has not ended; going on" in text for text in command.said)
     for item in left:
-        by = next((other for other in simulation.commands if other.actor is item.by), None)
+        by = item.by
         elsewhere = by is not None and by.laptop is not command.laptop and by.ended > command.began - 120.0
         meanwhile = by is not None and by.ended > command.began and (by.name == "up" or going_on)
         if not elsewhere and not meanwhile:
@@ -91,14 +91,14 @@ def no_silent_bill(simulation: SimulatedRun, command: Command) -> None:
     """A command that ends with an error names what it leaves running, or an `up` has seen, and how to delete it."""
     if command.code == 0 or command.name not in ("up", *SUPERVISORS) or command.verdict is not None:
         return
-    seen = command.name == "up" and command.error is not None and command.actor.saw_slice
+    seen = command.name == "up" and command.error is not None and command.saw_slice
     left: list[Slice | Request] = [
         node for node in slices_of(simulation.world, command.laptop.user)
-        if node.state in _BILLED and (seen or node.by is command.actor)
+        if node.state in _BILLED and (seen or node.by is command)
     ]  # fmt: skip
     for item in simulation.world.google.requests.values():
         billed = seen and item.state not in _UNBILLED_REQUESTS
-        left += [item] if item.creator == command.laptop.user and (billed or item.by is command.actor) else []
+        left += [item] if item.creator == command.laptop.user and (billed or item.by is command) else []
     text = "\n".join(command.said)
     if "detached: what was started goes on" in text or _TAKEN in text:  # a run that is well has a slice
         return
@@ -221,7 +221,7 @@ def passing_failures_are_outlasted(simulation: SimulatedRun, command: Command) -
 
 def stockout_is_reported_as_stockout(simulation: SimulatedRun, command: Command) -> None:
     """A command that gets no slice for lack of capacity says so, in every wording of Google's error."""
-    if command.actor.out_of_stock and command.code == Exit.CLOUD_ERROR and not simulation.loses_by_its_disk:
+    if command.out_of_stock and command.code == Exit.CLOUD_ERROR and not simulation.loses_by_its_disk:
         simulation.break_promise("a stock-out is reported as a stock-out", f"{command.name}: {command.error}")
 
 
@@ -229,9 +229,9 @@ def refusal_is_told_as_what_it_is(simulation: SimulatedRun, command: Command) ->
     """A command that Google refused for one reason alone ends with that reason's code, and says what helps."""
     told = {"signed out": (Exit.PERMISSION, "gcloud auth login"), "quota": (Exit.QUOTA, "quota")}
     passing = {fault.kind for fault in simulation.faults} & {"lost", "offline", "busy", "slow"}
-    if command.error is None or len(command.actor.refusals) != 1 or passing or simulation.loses_by_its_disk:
+    if command.error is None or len(command.refusals) != 1 or passing or simulation.loses_by_its_disk:
         return
-    (kind,) = command.actor.refusals
+    (kind,) = command.refusals
     if kind in told and command.code in (Exit.PERMISSION, Exit.QUOTA, Exit.CLOUD_ERROR):
         code, what_helps = told[kind]
         if command.code != code or what_helps not in str(command.error):

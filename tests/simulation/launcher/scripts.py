@@ -117,7 +117,7 @@ class Shell:
         """Runs a script. Returns its exit code and output."""
         name, parameters, arguments = parse(text)
         self.stdin = stdin or ""
-        if self.actor.command == "explain" and (name not in ("observe", "stacks") or parameters.get("native")):
+        if self.actor.name == "explain" and (name not in ("observe", "stacks") or parameters.get("native")):
             self.world.break_promise("`explain` disturbs nothing", f"{name} on {self.host!r}")
         if name == "observe":
             return observe(self.world, self.host, parameters, arguments)

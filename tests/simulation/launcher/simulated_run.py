@@ -179,7 +179,7 @@ class SimulatedRun:
 
     def do(self, name: str, laptop: Laptop | None = None, *, new: bool = False, refused: bool = False) -> Command:
         command = self.command(name, laptop, new=new)
-        command.actor.is_refused = refused
+        command.is_refused = refused
         return self.finish(command)
 
     def finish(self, command: Command) -> Command:
@@ -300,7 +300,7 @@ class SimulatedRun:
         if self.rng.random() < 0.5:  # else its clock ran on, as for a stopped process
             self.ann.asleep += self.scheduler.now - begin
         self.scheduler.thaw(run.process)
-        self.world.awake(run.actor, seconds)
+        self.world.awake(run, seconds)
 
     def _write_lines(self, file: FileIO, data: bytes) -> None:
         """Writes to a file of a run's folder. Raises OSError after half of the data while ann's disk is full."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from launcher.tpu_vm.inventory import Listing
     from tests.simulation.launcher.commands import Command
     from tests.simulation.launcher.simulated_run import SimulatedRun
-    from tests.simulation.launcher.world import Actor, World
+    from tests.simulation.launcher.world import World
 
 _TAKERS = ("preempt", "maintenance", *MEDDLING)  # faults
 _BUDGET_SECONDS = 60.0  # for which a run may go on when its budget is spent; and what is kept back for its end
@@ -36,11 +36,8 @@ _TOLD_EVERY = 60.0  # seconds, in which a state of a request is told at most onc
 _QUEUE_SECONDS = 7200.0  # slice.queued.valid_until_hours of all files
 
 
-def deletion_follows_a_stop(simulation: SimulatedRun, node: Slice, by: Actor) -> None:
+def deletion_follows_a_stop(simulation: SimulatedRun, node: Slice, command: Command) -> None:
     """A `down` deletes a slice after its runs, or says which may not have saved; a `run` deletes no finished one's."""
-    command = next((each for each in simulation.commands if each.actor is by), None)
-    if command is None:
-        return
     said = "\n".join(command.said)
     for host in node.hosts:
         for container in host.containers.values():
@@ -54,7 +51,7 @@ def deletion_follows_a_stop(simulation: SimulatedRun, node: Slice, by: Actor) ->
                 simulation.break_promise("a finished run keeps its slice", f"{command.name} deletes {node}")
 
 
-def creation_is_due(simulation: SimulatedRun, made: Slice, by: Actor) -> None:
+def creation_is_due(simulation: SimulatedRun, made: Slice, by: Command) -> None:
     """Checks that a new slice has its owner's labels, follows no `down` that succeeded, and is not beside one that `up`
     could use, and that `run` creates one only in a recovery that was neither stopped nor given up before that `run`."""
     labels, hours = made.node.resource.get("labels", {}), simulation.config.slice.expires_hours
@@ -63,21 +60,20 @@ def creation_is_due(simulation: SimulatedRun, made: Slice, by: Actor) -> None:
     expires = (made.expires is None) == (hours is None) and late < _QUEUE_SECONDS + 60.0
     if ours != ["1", by.user, hash_account(by.user)] or not (expires or by.laptop.wall):
         simulation.break_promise("what is created is labelled", f"{made} of {by.user}: {labels}")
-    command = next(each for each in simulation.commands if each.actor is by)
     with mock.patch.dict(os.environ, TPU_LAUNCH_HOME=str(by.laptop.home)):
         asked = [item for item in RequestRecord(simulation.config).read() if item.node == made.name]
     recorded = any(item.candidate.zone == made.node.zone and item.ended is None for item in asked)
     if simulation.races and not recorded:
-        simulation.break_promise("what is asked for is recorded", f"{made} of {by.command}: {asked}")
+        simulation.break_promise("what is asked for is recorded", f"{made} of {by.name}: {asked}")
     calm = not any(fault.kind in ("stale", "old describe", "date", *MEDDLING) for fault in simulation.faults)
     for down in simulation.commands if calm and not by.laptop.asleep else ():
-        if down.name == "down" and down.code == 0 and down.laptop is by.laptop and command.ended < down.began:
-            simulation.break_promise("after down nothing of ours comes", f"{made} by {by.command}")
-    for other in simulation.world.google.slices.values() if by.command == "up" and calm else ():
-        known = other.creator == by.user and other.state == "READY" and other.ready_at < command.began
+        if down.name == "down" and down.code == 0 and down.laptop is by.laptop and by.ended < down.began:
+            simulation.break_promise("after down nothing of ours comes", f"{made} by {by.name}")
+    for other in simulation.world.google.slices.values() if by.name == "up" and calm else ():
+        known = other.creator == by.user and other.state == "READY" and other.ready_at < by.began
         if known and other is not made and not simulation.races:
             simulation.break_promise("up continues from the existing slice", f"{made} beside {other}")
-    if by.command not in SUPERVISORS:
+    if by.name not in SUPERVISORS:
         return
     for ledger in list_runs(by.laptop.home, simulation.commands[0].machine):
         recovers = stopped = False
@@ -91,7 +87,7 @@ def creation_is_due(simulation: SimulatedRun, made: Slice, by: Actor) -> None:
                     recovers = False
         if recovers:
             return
-    simulation.break_promise("run makes a slice only in a recovery", f"{by.command} of {by.user}")
+    simulation.break_promise("run makes a slice only in a recovery", f"{by.name} of {by.user}")
 
 
 def told_deletion_is_true(simulation: SimulatedRun, command: Command) -> None:
@@ -175,11 +171,15 @@ def places_are_tried_in_their_order(simulation: SimulatedRun, command: Command) 
         simulation.break_promise("places are tried in their order", f"{tried} of {zones}")
 
 
+def _is_told_late(world: World) -> bool:
+    """Returns whether Google may tell what was, or a colleague meddles."""
+    return any(fault.kind in ("stale", "old describe", *MEDDLING) for fault in world.faults)
+
+
 def told_missing_is_missing(simulation: SimulatedRun, command: Command) -> None:
     """Checks that a slice is called missing only if it was, at some time since the command began."""
     told = f"slice {simulation.config.slice.name} does not exist" in str(command.error)
-    lags = any(fault.kind in ("stale", "old describe", *MEDDLING) for fault in simulation.faults)
-    if not told or lags or simulation.races:
+    if not told or _is_told_late(simulation.world) or simulation.races:
         return
     for node in simulation.world.google.slices.values():
         if node.creator == command.laptop.user and node.state == "READY" and node.ready_at < command.began - 5.0:
@@ -263,7 +263,7 @@ def _cost_of_slices(simulation: SimulatedRun, until: float) -> float:
 def list_shows_what_is(world: World, listing: Listing, began: float, date: float) -> None:
     """Checks that `list` and `gc` show each slice that stayed and each request that has waited since, and whose it is.
     `date`: the workstation's, in Unix seconds."""
-    if {fault.kind for fault in world.faults} & {"stale", "old describe", *MEDDLING}:
+    if _is_told_late(world):
         return
     shown = {(item.zone, item.name): item.row(date) for item in listing.slices}
     for name, each in [*world.google.slices.items(), *world.google.requests.items()]:
@@ -282,14 +282,13 @@ def list_shows_what_is(world: World, listing: Listing, began: float, date: float
 
 def gc_removes_what_has_expired(simulation: SimulatedRun, command: Command) -> None:
     """After a `gc`, what it reports as deleted is gone, and so is each READY slice of its user that had expired."""
-    if command.name != "gc" or {fault.kind for fault in simulation.faults} & {"stale", "old describe", *MEDDLING}:
+    if command.name != "gc" or _is_told_late(simulation.world):
         return
     named = {text.removesuffix(": deleted") for text in command.said if text.endswith(": deleted")}
     all_ = command.code == 0 and not simulation.faults and len(simulation.config.zones) == 1
     date, google = command.began + EPOCH + command.laptop.wall, simulation.world.google
     for left in (*google.slices.values(), *google.requests.values()):
-        by = next((each for each in simulation.commands if each.actor is left.by), None)
-        again = by is not None and by.ended > command.began
+        again = left.by is not None and left.by.ended > command.began
         wrong = left.name in named and left.state != "DELETING" and not again
         if isinstance(left, Slice) and left.state == "READY" and left.by is not None and left.expires is not None:
             wrong |= all_ and left.expires < date and "left alone" not in "\n".join(command.said)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launcher.config import Config
 from launcher.emulator.api.catalogue import ApiError
@@ -61,26 +61,22 @@ class Actor:
     """One command of a user, as Google and hosts see it."""
 
     laptop: Laptop
-    command: str
+    name: str
     process: Process
     saw_slice: bool = False  # whether Google has described a slice or a request of its user to it
     refusals: set[str] = field(default_factory=set)  # kinds of faults for which Google has refused its calls
     out_of_stock: bool = False  # whether its last creation failed for lack of capacity
-    shown: dict[str, str] = field(default_factory=dict)
-    """The last state but DELETING in which Google described each node to it, by id."""
+    shown: dict[str, str] = field(default_factory=dict)  # the last state but DELETING of each node that it saw, by id
     looked: dict[str, float] = field(default_factory=dict)  # when that was
     is_refused: bool = False  # whether hosts refuse its own connections, but gcloud's
     deletes_for: str = ""  # the run whose slice it deletes, as its budget is spent, or to replace it
     asked_to_delete: float = math.inf  # when it began its last command that deletes a slice, which Google gets later
-    deleted: set[str] = field(default_factory=set)
-    """Ids of nodes that it asked Google to delete, whether or not another user was faster."""
+    deleted: set[str] = field(default_factory=set)  # ids of nodes that it asked Google to delete
     heard: dict[Host, float] = field(default_factory=dict)  # when each host last told it the state of a container
     seen: dict[str, list[tuple[float, str]]] = field(default_factory=lambda: defaultdict(list))
     """When and in which states Google has described each node and request to it, by full name; "": there was none."""
-    states: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """How often Google has described each node in each state to it, by id and state."""
-    calls: dict[tuple[str, ...], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """When it made each call of gcloud or kubectl."""
+    states: Counter[tuple[str, str]] = field(default_factory=Counter)  # how often it saw each node (id) in each state
+    calls: dict[tuple[str, ...], list[float]] = field(default_factory=lambda: defaultdict(list))  # when it made each
     scripts: dict[tuple[Host, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     """When it ran each script on each host over its connections; "progress": an observation with lines of progress."""
 
@@ -149,8 +145,8 @@ class World:
         self._refusals: dict[tuple[Actor, Host], list[float]] = {}  # since a command last heard of a host
         self._api_faults: dict[str, list[tuple[float, float, Fault]]] = {}
         self.downs: list[str] = []  # users, one entry for each `down` that works now
-        self.on_creation: Callable[[Slice, Actor], None] = lambda node, by: None  # called when a command makes a node
-        self.on_deletion: Callable[[Slice, Actor], None] = lambda node, by: None  # called when a command deletes one
+        self.on_creation: Callable[[Slice, Any], None] = lambda node, by: None  # called when a command makes a node
+        self.on_deletion: Callable[[Slice, Any], None] = lambda node, by: None  # called when a command deletes one
         for fault in faults:
             if fault.anchor == "beginning":
                 self._arrange(fault, fault.at)
@@ -369,8 +365,7 @@ class World:
             job.stall_seconds = minutes * 60 if minutes is not None else None
             job.on_end, job.on_hang = lambda: self.reached("end"), lambda: self.reached("hang")
             self.record.jobs[key] = job
-        self._check_not_stopped(container, actor)
-        self._check_not_finished(container)
+        self._check_may_start(container, actor)
         container.status, container.started = "running", now
         container.started_at = container.finished_at = ""
         container.job = job
@@ -412,12 +407,11 @@ class World:
             if not other.awaits_secrets and other.run == container.run and other.attempt != container.attempt:
                 self.break_promise("never two attempts of a run at once", f"{other.name} on {other.host!r}")
 
-    def _check_not_finished(self, container: Container) -> None:
+    def _check_may_start(self, container: Container, actor: Actor) -> None:
+        """Checks that the run has neither finished nor been stopped for good."""
         for (run, attempt), job in self.record.jobs.items():
             if run == container.run and attempt < container.attempt and job.seen_finished:
                 self.break_promise("a run that has finished is over", f"{container.name} starts after {attempt}")
-
-    def _check_not_stopped(self, container: Container, actor: Actor) -> None:
         for stop in self.record.stops:
             asked_since = any(  # another workstation goes on with a run of the bucket as it was asked for on this one
                 at > min(stop.at, stop.typed) and (laptop is actor.laptop or self.in_bucket)
@@ -432,7 +426,7 @@ class World:
     def stop_container(self, container: Container, actor: Actor, *, first: bool) -> None:
         """Sends SIGTERM, the first time."""
         self._check_end(container, actor)
-        self.note(f"{container.name} on {container.host!r} gets SIGTERM from {actor.command} of {actor.user}")
+        self.note(f"{container.name} on {container.host!r} gets SIGTERM from {actor.name} of {actor.user}")
         if first and container.job is not None:
             container.job.terminate(container)
 
@@ -461,7 +455,7 @@ class World:
         if any(self.is_lost(actor, item.host, job) for item in job.containers.values()):
             return
         if job.plan.kind != "stall" and not any(stop.run == container.run for stop in self.record.stops):
-            what = f"{actor.command} of {actor.user} ends {container.name}, which is well"
+            what = f"{actor.name} of {actor.user} ends {container.name}, which is well"
             self.break_promise("a live attempt ends only by a stop", what)
 
     # -- slices -------------------------------------------------------------------------------------------------------
@@ -470,11 +464,11 @@ class World:
         """Checks that no run makes a slice again that it knew, and that another user has deleted."""
         if isinstance(by, Actor):
             self.on_creation(made, by)
-        if isinstance(by, Actor) and by.command in SUPERVISORS:
+        if isinstance(by, Actor) and by.name in SUPERVISORS:
             for node, (creator, deleter, at) in self.record.deleted.items():
                 raced = node in by.deleted or by.deletes_for or at - by.looked.get(node, at) < _RACE_SECONDS
                 if creator == by.user and deleter is not by and not raced and by.shown[node] in _IN_USE:
-                    self.break_promise("what a user deleted stays deleted", f"{by.command} of {by.user} makes it again")
+                    self.break_promise("what a user deleted stays deleted", f"{by.name} of {by.user} makes it again")
 
     def watch_two(self, second: Slice) -> None:
         """Checks that a user keeps two slices for _TWO_SECONDS at most, in which a command works and Google answers."""
@@ -492,7 +486,7 @@ class World:
     def has_expired(self, node: Slice, actor: Actor) -> bool:
         """Returns whether a `gc` may delete a slice that is in use: it expires before the date of its laptop."""
         date = self.scheduler.now + EPOCH + actor.laptop.wall
-        return actor.command == "gc" and node.expires is not None and node.expires < date
+        return actor.name == "gc" and node.expires is not None and node.expires < date
 
     def node_deleted(self, node: Slice, who: str, by: object) -> None:
         """Records that a user deletes a node, and checks that this user's command may."""
