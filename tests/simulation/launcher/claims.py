@@ -359,5 +359,17 @@ def _check_windows(simulation: SimulatedRun, job: Job, *, is_told: bool) -> None
     most = defaultdict(lambda: 0.375, {} if slow is None else {slow.host: 0.875})
     wrong = not all(0.375 <= own <= most[worker] for each in kept for worker, own in each.items())
     slowly = "".join("y" if len(each) > 1 and 0.875 in each.values() else "n" for each in kept)
+    if job.watched and job.hosts > 1:
+        ends = [item.ended - (job.began or 0.0) for item in job.containers.values()]
+        wrong |= not max(0, _least_windows(job, min(ends))) <= len(lines) <= max(ends) / 30.0 + 1
     if wrong or (job.watched and "yyy" in slowly and not is_told):
         simulation.break_promise("a straggler is told", f"{job}: {kept}, {is_told}: {slow}")
+
+
+def _least_windows(job: Job, end: float) -> int:
+    """Returns how many half minutes of steps a supervisor has seen at least; the first may show one host alone."""
+    count, at, done = -2, -math.inf, 0
+    for moment, _, step in job.timeline:
+        if step > done and moment > at + _WINDOW_SECONDS and moment < end - _PROGRESS_SECONDS:
+            count, at, done = count + 1, moment, step
+    return count
