@@ -200,6 +200,13 @@ AHEAD = COLLECTIVE + READS
         ([WORKERS, COLLECTIVE], None, "code", 0, "__getitem__ at my_data.py:5"),
         pytest.param([dump(PARENT, pid=1) + dump(COLLECTIVE), USER], {}, "code", 1, "", id="a parent's program waits"),
         pytest.param([IMPORTS, COLLECTIVE], None, "code", 0, "", id="a library that is imported is no collective"),
+        ([COLLECTIVE] * 2, None, "collective", -1, "all 2 hosts"),
+        ([COLLECTIVE.replace("idle", "active")] * 2, None, "collective", -1, "all 2 hosts"),
+        ([READER] * 2, None, "storage", -1, "all 2 hosts"),
+        ([COMPILING] * 2, told(5, 5, phase="compile"), "compile", -1, "all 2 hosts"),
+        ([USER] * 2, told(5, 5, phase="compile"), "code", -1, "all 2 hosts"),
+        *(([threads], None, kind, 0, "") for threads, kind in ((COLLECTIVE, "collective"), (READER, "storage"))),
+        *(([threads], None, kind, 0, "") for threads, kind in ((COMPILING, "compile"), (USER, "code"))),
     ],
 )  # fmt: skip
 def test_the_hosts_that_differ_are_told(
@@ -262,21 +269,6 @@ def test_two_samples_tell_what_lasts(now: str, before: str, kind: str) -> None:
 )  # fmt: skip
 def test_the_host_whose_heartbeat_tensorflow_missed_is_read_from_its_message(log: str, host: int | None) -> None:
     assert find_silent_host(log) == host
-
-
-@pytest.mark.parametrize(
-    ("threads", "kind", "phase"),
-    [
-        (COLLECTIVE, "collective", "training"), (COLLECTIVE.replace("idle", "active"), "collective", "training"),
-        (READER, "storage", "training"), (COMPILING, "compile", "compile"), (USER, "code", "compile"),
-    ],
-)  # fmt: skip
-def test_no_host_is_named_where_all_are_at_the_same_place(threads: str, kind: str, phase: str) -> None:
-    lines = {worker: ProgressLine(5, phase=phase) for worker in range(2)}
-    hang = explain(threads, threads, lines=lines)
-    assert (hang.kind, hang.worker) == (kind, -1)
-    assert "all 2 hosts" in hang.what
-    assert explain(threads, lines={0: lines[0]}).worker == 0
 
 
 def test_native_calls_are_added_where_py_spy_has_kept_those_of_python() -> None:

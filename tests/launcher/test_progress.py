@@ -47,13 +47,8 @@ def test_a_run_without_a_step_for_five_minutes_hangs() -> None:
         (replace(LINE, step_seconds=60.0), 1200.0),
         (replace(LINE, save_seconds=900.0), 900.0),
         (replace(LINE, limit=720.0), 720.0),
-        (replace(LINE, phase="start"), 3600.0),
-        (replace(LINE, phase="compile"), 3600.0),
-        (replace(LINE, phase="evaluation"), 1800.0),
-        (replace(LINE, phase="save"), 1800.0),
-        (replace(LINE, phase="end"), 3600.0),
-        (replace(LINE, phase="a phase of its own"), 3600.0),
-        (replace(LINE, phase=""), 3600.0),
+        *((replace(LINE, phase=phase), 1800.0) for phase in ("evaluation", "save")),
+        *((replace(LINE, phase=phase), 3600.0) for phase in ("start", "compile", "end", "a phase of its own", "")),
     ],
 )
 def test_each_phase_has_its_own_limit(line: ProgressLine, limit: float) -> None:

@@ -107,18 +107,10 @@ def test_only_files_that_were_listed_in_a_bucket_tell_of_the_trainer(monkeypatch
 @pytest.mark.parametrize(
     ("error", "following"),
     [
-        (Preempted("gone"), AGAIN),
-        (LaunchError("the slice is PREEMPTED", exit_code=Exit.PREEMPTED), AGAIN),
         (HostsUnreachable("no ssh"), REPLACE),
-        (Unavailable("503"), AGAIN),
-        (Stockout("no capacity"), AGAIN),
-        (Busy("another operation"), AGAIN),
-        (LaunchError("never seen before"), AGAIN),
-        (PermissionDenied("no"), GIVE_UP),
-        (QuotaExceeded("no"), GIVE_UP),
-        (Conflict("in use"), GIVE_UP),
-        (BadInput("the file"), GIVE_UP),
-        (SliceDeleted("by a user"), GIVE_UP),
+        *((error("?"), AGAIN) for error in (Preempted, Unavailable, Stockout, Busy, LaunchError)),
+        (LaunchError("the slice is PREEMPTED", exit_code=Exit.PREEMPTED), AGAIN),
+        *((error("no"), GIVE_UP) for error in (PermissionDenied, QuotaExceeded, Conflict, BadInput, SliceDeleted)),
     ],
     ids=lambda value: str(value) if isinstance(value, tuple) else type(value).__name__,
 )

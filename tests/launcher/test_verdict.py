@@ -20,16 +20,7 @@ def running(worker: int, seen: float = 100.0, problem: str = "", **view: Any) ->
     return HostView(worker, ContainerState("running"), seen=seen, problem=problem, **view)
 
 
-def exited(
-    worker: int,
-    code: int,
-    *,
-    at: str = EARLY,
-    ended_seen: float = 99.0,
-    seen: float = 100.0,
-    away: bool = False,
-    **state: Any,
-) -> HostView:
+def exited(worker: int, code: int, *, at=EARLY, ended_seen=99.0, seen=100.0, away=False, **state: Any) -> HostView:
     container = ContainerState("exited", exit_code=code, finished_at=at, **state)
     return HostView(worker, container, seen=seen, ended_seen=ended_seen, ended_away=away)
 
