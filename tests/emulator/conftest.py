@@ -16,7 +16,6 @@ from tests.servers import BucketServer
 
 Json = dict[str, Any]
 ZONE = "us-central2-b"
-PARENT = ("projects", "p", "locations", ZONE)
 EXTERNAL_IPS = {"networkConfig": {"enableExternalIps": True}}
 BODY = {"acceleratorType": "v4-16", "runtimeVersion": "tpu-ubuntu2204-base", **EXTERNAL_IPS}
 
@@ -59,12 +58,17 @@ def api() -> Api:
     return Api()
 
 
+def use_storage(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes clients of Cloud Storage ask this service, directly."""
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
+    for name in [key for key in os.environ if key.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
     served = BucketServer(tmp_path / "buckets")
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", served.url)
-    for name in [key for key in os.environ if key.lower().endswith("_proxy")]:
-        monkeypatch.delenv(name)
+    use_storage(served.url, monkeypatch)
     yield served
     served.close()
 

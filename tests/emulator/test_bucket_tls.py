@@ -33,14 +33,12 @@ class Google(LoopbackServer):
     ) -> tuple[int, bytes, str]:
         trusting = ssl.create_default_context(cafile=str(ca or self.ca))
         trusting.verify_flags |= ssl.VERIFY_X509_STRICT  # as Python 3.13 does by itself
-        plain = socket.create_connection(self.listener.getsockname(), timeout=30)
-        connection = http.client.HTTPConnection(name)
-        connection.sock = trusting.wrap_socket(plain, server_hostname=name)
-        connection.request(method, path, body, headers)
-        response = connection.getresponse()
-        answer = response.status, response.read(), response.headers.get("Location", "")
-        connection.close()
-        return answer
+        with socket.create_connection(self.listener.getsockname(), timeout=30) as plain:
+            connection = http.client.HTTPConnection(name)
+            connection.sock = trusting.wrap_socket(plain, server_hostname=name)
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            return response.status, response.read(), response.headers.get("Location", "")
 
 
 @pytest.fixture

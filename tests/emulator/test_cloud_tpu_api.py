@@ -41,21 +41,14 @@ def test_every_accelerator_of_the_table_can_be_created_in_its_zones_and_nowhere_
         ({"metadata": {"a b": "x"}}, 400, 'metadata key "a b"'),
         ({"hosts": 4}, 400, 'Unknown name "hosts"'),
         ({"schedulingConfig": {"spot": True, "preemptible": True}}, 400, "only one of spot and preemptible"),
+        ({"acceleratorType": "v4-128"}, 429, "free addresses"),
     ],
 )
 def test_bad_creations_get_googles_code_and_words(api: Any, changes: dict[str, Any], status: int, words: str) -> None:
+    api.state.subnet = "10.200.0.0/28"
     code, message = refusal(api.create, **changes)
     assert code == status
     assert words in message
-    assert not api.state.nodes
-    assert not api.state.operations
-
-
-def test_a_network_without_room_refuses_the_node_and_keeps_nothing_of_it(api: Any) -> None:
-    api.state.subnet = "10.200.0.0/28"
-    status, message = refusal(api.create, acceleratorType="v4-128")
-    assert status == 429
-    assert "free addresses" in message
     assert not api.state.nodes
     assert not api.state.operations
 

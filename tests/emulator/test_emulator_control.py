@@ -1,6 +1,5 @@
 """Starting, stopping and asking an emulator when things are not as they should be. No engine answers here."""
 
-import os
 import socket
 from http.client import HTTPConnection
 from pathlib import Path
@@ -19,6 +18,7 @@ from launcher.emulator.server import Server, open_listener
 from launcher.emulator.state import EmulatorState, emulator_id, to_json
 from launcher.errors import BadInput
 from launcher.images.build_context import left_out_of
+from tests.emulator.conftest import use_storage
 
 
 @pytest.fixture
@@ -29,16 +29,18 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return control.default_home()
 
 
-def test_without_an_engine_nothing_starts_and_the_message_says_what_to_do(home: Path) -> None:
-    with pytest.raises(BadInput, match=r"no container engine answers at .*no-engine\.sock.*start it"):
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("unix:///no-engine.sock", r"no container engine answers at .*no-engine\.sock.*start it"),
+        ("tcp://example.com:2375", "needs an engine on this machine"),
+    ],
+)
+def test_without_an_engine_here_nothing_starts(home: Path, monkeypatch: Any, engine: str, words: str) -> None:
+    monkeypatch.setenv("DOCKER_HOST", engine)
+    with pytest.raises(BadInput, match=words):
         control.start(home)
     assert not (home / "state.json").exists()
-
-
-def test_an_engine_on_another_machine_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DOCKER_HOST", "tcp://example.com:2375")
-    with pytest.raises(BadInput, match="needs an engine on this machine"):
-        control.start(home)
 
 
 def test_an_emulators_view_is_not_taken_for_a_workstations_engine(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +95,7 @@ def test_api_and_buckets_answer_only_tools_of_this_user(home: Path, monkeypatch:
         web = [{**own, "Origin": "https://example.com"}, {**own, "Host": f"example.com:{port}"}]
         assert [status(headers) for headers in (*wrong, *web)] == [403] * 6
         assert status(own) == 400, "the API read the request"
-        for name in [key for key in os.environ if key.lower().endswith("_proxy")]:
-            monkeypatch.delenv(name)
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", state.storage)
+        use_storage(state.storage, monkeypatch)
         bucket = Client(project="p").create_bucket("bucket")
         for name, chunk in (("whole", None), ("resumable", 256 << 10)):
             bucket.blob(name, chunk_size=chunk).upload_from_string(b"x" * (300 << 10))

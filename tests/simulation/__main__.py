@@ -3,23 +3,17 @@
     python -m tests.simulation --side trainer --runs 10000          simulates many runs; prints broken promises
     python -m tests.simulation --side trainer --seed 4711 --trace   replays one run, line by line
     python -m tests.simulation --side trainer --seed 4711 --shrink  replays it with as few faults as still break it
-    python -m tests.simulation --side launcher --reach launcher/run/verdict.py:judge   prints the seeds that reach it
 
 A simulated run is a function of its seed. The first seed changes each day (UTC) and is printed, so that every day
 simulates other runs. The exit code is 1 when a promise was broken.
 """
 
 import argparse
-import ast
-import builtins
 import gc
 import importlib
-import inspect
 import os
-import pkgutil
 import sys
 import time
-from collections.abc import Iterable
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -104,34 +98,6 @@ def replay(side: str, seed: int, *, trace: bool, fewer: bool) -> int:
     return int(bool(result.broken))
 
 
-def mark_calls(target: str) -> list[bool]:
-    """Makes a function, given as FILE:FUNCTION ("Class.method"), add an entry to the returned list when it is called: a
-    change of that function can't affect a run that does not call it."""
-    path, _, name = target.partition(":")
-    function = pkgutil.resolve_name(f"{path.removesuffix('.py').replace('/', '.')}:{name}")
-    tree = ast.parse(Path(inspect.getfile(function)).read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name == name.rpartition(".")[2]:
-            node.body[:0] = ast.parse("__import__('builtins').calls_of_marked_function.append(True)").body
-    codes = [compile(ast.fix_missing_locations(tree), path, "exec")]
-    for code in codes:
-        codes += filter(inspect.iscode, code.co_consts)
-    function.__code__ = next(code for code in codes if code.co_qualname == function.__qualname__)
-    builtins.calls_of_marked_function = []
-    return builtins.calls_of_marked_function
-
-
-def print_reach(side: str, target: str, seeds: Iterable[int]) -> int:
-    """Prints the seeds whose runs call a function, given as FILE:FUNCTION. Returns the exit code: 1 when none does."""
-    simulate, calls, found = load(side).simulate, mark_calls(target), []
-    for seed in seeds:
-        calls.clear()
-        simulate(seed)
-        found += [seed] if calls else []
-    print(f"{target}: {len(found)} runs: {' '.join(map(str, found))}")
-    return int(not found)
-
-
 def main(arguments: list[str]) -> int:
     """Runs the command. Returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -143,16 +109,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, help="simulate this run alone")
     parser.add_argument("--trace", action="store_true", help="with --seed: print what happens, line by line")
     parser.add_argument("--shrink", action="store_true", help="with --seed: the same, without unnecessary faults")
-    parser.add_argument("--reach", metavar="FILE:FUNCTION", help="print the seeds whose runs call this function")
     options = parser.parse_args(arguments)
-    if (options.seed is not None or options.reach) and options.side is None:
-        parser.error("--seed and --reach need --side")
+    if options.seed is not None and options.side is None:
+        parser.error("--seed needs --side")
     if options.seed is not None:
         return replay(options.side, options.seed, trace=options.trace, fewer=options.shrink)
     first = first_seed() if options.first is None else options.first
     seeds = range(first, first + options.runs)
-    if options.reach:
-        return print_reach(options.side, options.reach, seeds)
     chosen = [options.side] if options.side else sides()
     broken = [simulate_and_report(side, seeds) for side in chosen]
     return int(any(broken))

@@ -7,6 +7,11 @@ import pytest
 from tests.simulation.scheduler import Killed, Process, Scheduler, SimulatedClock, SimulatedThreads, Stuck
 
 
+@pytest.fixture
+def scheduler():
+    return Scheduler(random.Random(0))
+
+
 def run_tasks(seed: int) -> list[str]:
     scheduler = Scheduler(random.Random(seed))
     threads, clock = SimulatedThreads(scheduler), SimulatedClock(scheduler)
@@ -36,8 +41,7 @@ def test_a_run_is_a_function_of_its_seed():
     assert sorted(line.split()[-1] for line in run_tasks(3)) == expected
 
 
-def test_a_killed_process_does_nothing_more_even_while_it_unwinds():
-    scheduler = Scheduler(random.Random(0))
+def test_a_killed_process_does_nothing_more_even_while_it_unwinds(scheduler):
     threads, done = SimulatedThreads(scheduler), list[str]()
     process = Process("victim")
 
@@ -63,8 +67,7 @@ def test_a_killed_process_does_nothing_more_even_while_it_unwinds():
     assert not any(task.is_alive() for task in tasks)
 
 
-def test_a_process_that_kills_itself_stops_at_once():
-    scheduler = Scheduler(random.Random(0))
+def test_a_process_that_kills_itself_stops_at_once(scheduler):
     done, process = list[str](), Process("victim")
 
     def leave() -> None:
@@ -78,8 +81,7 @@ def test_a_process_that_kills_itself_stops_at_once():
     assert done == []
 
 
-def test_time_goes_on_for_a_frozen_process():
-    scheduler = Scheduler(random.Random(0))
+def test_time_goes_on_for_a_frozen_process(scheduler):
     process, times = Process("sleeper"), list[float]()
 
     def sleeper() -> None:
@@ -120,8 +122,7 @@ def test_conditions_and_futures_behave_as_those_of_python():
     assert results == [0, 1, 4, 9, 16, "ValueError", [1], False, 6]
 
 
-def test_a_deadlock_names_what_each_task_waits_for():
-    scheduler = Scheduler(random.Random(0))
+def test_a_deadlock_names_what_each_task_waits_for(scheduler):
     lock = SimulatedThreads(scheduler).lock()
 
     def hold() -> None:

@@ -4,11 +4,9 @@ import os
 import statistics
 from dataclasses import replace
 from datetime import date
-from unittest.mock import Mock
 
 import pytest
 
-from tests.simulation import __main__ as simulation
 from tests.simulation.__main__ import FIRST_SEED, SEEDS_A_DAY, first_seed, load, sides, simulate_and_report
 from tests.simulation.capacity import weeks
 from tests.simulation.trainer.plan import draw
@@ -61,14 +59,3 @@ def test_each_day_has_seeds_of_its_own(monkeypatch):
     assert first_seed(date(2026, 3, 2)) - first_seed(date(2026, 3, 1)) == SEEDS_A_DAY > RUNS
     monkeypatch.setenv(FIRST_SEED, "4711")
     assert first_seed() == 4711
-
-
-def test_runs_that_call_a_function_are_listed(tmp_path, monkeypatch, capsys):
-    (tmp_path / "doubled.py").write_text("class Doubling:\n    def double(self, value): return 2 * value\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    import doubled
-
-    double = doubled.Doubling().double
-    monkeypatch.setattr(simulation, "load", lambda side: Mock(simulate=lambda seed: seed > 2 and double(seed)))
-    assert simulation.print_reach("x", "doubled.py:Doubling.double", range(5)) == 0
-    assert "2 runs: 3 4" in capsys.readouterr().out

@@ -71,13 +71,12 @@ class Nodes:
                 if uid not in self._begun:
                     self._update(name, lambda each: each["status"].update(phase="Failed"))
                 elif uid not in self._stopping:
-                    self._stopping.add(uid)
-                    self._aside(self._stop, pod, pod["metadata"]["deletionGracePeriodSeconds"])
+                    self._begin_stop(pod, pod["metadata"]["deletionGracePeriodSeconds"])
             elif "nodeName" not in pod["spec"]:
                 self._schedule(pod)
             elif uid not in self._begun:
                 self._begun.add(uid)
-                self._aside(self._live, pod)
+                threading.Thread(target=self._live, args=(pod,), daemon=True).start()
 
     def close(self) -> None:
         if left := self.engine("ps", "--all", "--quiet", "--filter", f"label={self.label}").split():
@@ -95,8 +94,7 @@ class Nodes:
             for pod in self.store.all("pods"):
                 if pod["spec"].get("nodeName") == node["metadata"]["name"] and pod["status"]["phase"] == "Running":
                     self._disrupt(pod, "TerminationByKubelet", message, status_reason="Terminated")
-                    self._stopping.add(pod["metadata"]["uid"])
-                    self._aside(self._stop, pod, min(notice, pod["spec"]["terminationGracePeriodSeconds"]))
+                    self._begin_stop(pod, min(notice, pod["spec"]["terminationGracePeriodSeconds"]))
 
     def evict(self, pod: Object) -> None:
         """As `kubectl drain` does."""
@@ -244,6 +242,10 @@ class Nodes:
         news = {"phase": phase, "containerStatuses": [{**status, "ready": phase == "Running", "state": state}]}
         self._update(pod["metadata"]["name"], lambda each: each["status"].update(news))
 
+    def _begin_stop(self, pod: Object, grace: int) -> None:
+        self._stopping.add(pod["metadata"]["uid"])
+        threading.Thread(target=self._stop, args=(pod, grace), daemon=True).start()
+
     def _stop(self, pod: Object, grace: int) -> None:
         self.engine("stop", "--time", str(grace), self.container_of(pod), check=False, seconds=grace + 60)
         found = self.store.get("pods", pod["metadata"]["name"])
@@ -259,9 +261,6 @@ class Nodes:
             if pod is not None:
                 change(pod)
                 self.store.put("pods", pod)
-
-    def _aside(self, function: Callable[..., None], *arguments: Any) -> None:
-        threading.Thread(target=function, args=arguments, daemon=True).start()
 
 
 def _tolerated(spec: Object, node: Object) -> bool:
