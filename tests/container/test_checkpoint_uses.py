@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from tests.container import small_runs
 from tests.container.small_runs import StopAfter
 from tests.container.test_train_one_host import run
 from training.checkpoint import admin as inspect
 from training.checkpoint.format import committed_steps
-from training.cli.main import tpu_train
 from training.errors import StopRequested
 
 SMALL = {"model__hidden_size": 16}  # programs of its own: another module of this process counts compilations
@@ -43,20 +41,14 @@ def test_the_best_of_all_evaluations_is_kept_through_stops_and_is_exported(folde
     assert inspect.best_saved_step(str(folder / "runs" / "best-stopped")) == best
 
     out = folder / "exported"
-    ended = CliRunner().invoke(tpu_train, ["export", "--best", str(folder / "runs" / "best"), str(out)])
-    assert ended.exit_code == 0, ended.output
-    assert f"the model after step {best}" in ended.output
+    told = small_runs.command("export", "--best", folder / "runs" / "best", out)
+    assert f"the model after step {best}" in told
     assert json.loads((out / "config.json").read_text())["model_type"] == "bert"
 
 
 def early_end(figures: dict[int, float]) -> tuple[int, int]:
-    """The step of the first evaluation that is not better than the best before it, and the step of that one."""
-    best = 2
-    for step in range(4, 17, 2):
-        if figures[step] >= figures[best]:
-            return step, best
-        best = step
-    raise AssertionError(f"the run would not end early: {figures}")
+    """The step of the first evaluation that is not better than the one before it, and the step of that one."""
+    return next((step, step - 2) for step in range(4, 17, 2) if figures[step] >= figures[step - 2])
 
 
 def test_early_stopping_ends_with_the_best_model_through_stops_and_on_all_hosts(folder: Path) -> None:
@@ -70,19 +62,16 @@ def test_early_stopping_ends_with_the_best_model_through_stops_and_on_all_hosts(
     document = small_runs.document(folder, **early)
     assert small_runs.evaluate_here(document, undisturbed["model"]).figures["loss"] == figures[best]
 
-    attempt, stops = 0, 0
-    while stops < 4:  # at other places of the loop each time
+    for attempt in range(4):  # at other places of the loop each time
         with pytest.raises(StopRequested):
-            run(folder, "early-stopped", StopAfter(2 + stops), attempt=attempt, **early)
-        attempt, stops = attempt + 1, stops + 1
-    continued = run(folder, "early-stopped", attempt=attempt, **early)
-    again = run(folder, "early-stopped", attempt=attempt + 1, **early)
+            run(folder, "early-stopped", StopAfter(2 + attempt), attempt=attempt, **early)
+    continued, again = (run(folder, "early-stopped", attempt=attempt, **early) for attempt in (4, 5))
     for key in ("steps", "best", "final_weights_crc32c"):
         assert continued[key] == again[key] == undisturbed[key]
     assert (Path(again["model"]) / "model.safetensors").read_bytes() == model
 
     hosts = small_runs.start(folder, "early-hosts", document, hosts=2)
-    assert [host.finish() for host in hosts] == [0, 0], hosts[0].text() + hosts[1].text()
+    small_runs.end(hosts, 0, 0)
     told = small_runs.summary(folder, "early-hosts")
     assert (told["steps"], told["best"]["step"]) == early_end(evaluations(folder, "early-hosts"))
     assert f"training ends early, after step {told['steps']}: 1 evaluations in a row" in hosts[0].text()

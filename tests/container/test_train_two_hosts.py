@@ -1,7 +1,5 @@
 """Two trainers on loopback, as two hosts of a slice: they train as one, and end together whatever happens to one."""
 
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,6 @@ from tests.container import small_runs
 from training.errors import Exit
 
 LONG = {"train__steps": 60, "checkpoint__every_steps": 10, "evaluation__every": 25, "train__warmup_steps": 5}
-
-
-def finish(hosts: list[small_runs.Host], seconds: float = 600) -> list[int]:
-    return [host.finish(seconds) for host in hosts]
 
 
 @pytest.fixture(scope="module")
@@ -28,48 +22,11 @@ def test_two_hosts_report_one_run(undisturbed: dict[str, Any]) -> None:
     assert undisturbed["compilations"] == 3  # gradients, update, evaluation
 
 
-@pytest.mark.timeout(600)  # five runs of two trainers
-def test_stopped_killed_and_continued_equals_undisturbed(undisturbed: dict[str, Any], folder: Path) -> None:
-    config = small_runs.document(folder, **LONG)
-
-    # Asked to stop in start-up.
-    hosts = small_runs.start(folder, "disturbed", config, hosts=2, attempt=0)
-    hosts[1].wait_until_it_listens()  # frameworks take longer to import
-    hosts[1].process.send_signal(signal.SIGTERM)
-    assert finish(hosts) == [Exit.SAVED, Exit.SAVED], hosts[0].text() + hosts[1].text()
-    assert "stopped after step 0, which is committed" in hosts[0].text()
-
-    # Asked while compiling: the first step is the last.
-    hosts = small_runs.start(folder, "disturbed", config, hosts=2, attempt=1)
-    hosts[0].wait_for("going on from")
-    hosts[0].process.send_signal(signal.SIGTERM)
-    assert finish(hosts) == [Exit.SAVED, Exit.SAVED], hosts[0].text() + hosts[1].text()
-
-    # Killed while training.
-    hosts = small_runs.start(folder, "disturbed", config, hosts=2, attempt=2)
-    hosts[0].wait_for("step 15/60")
-    hosts[1].process.kill()
-    killed = time.monotonic()
-    assert hosts[0].finish(20) == Exit.LOST_PEER
-    assert time.monotonic() - killed < 8
-    assert "host 1 is gone" in hosts[0].text()
-
-    # Host 0, which holds the rendezvous, killed while training.
-    hosts = small_runs.start(folder, "disturbed", config, hosts=2, attempt=3)
-    hosts[0].wait_for("step 22/60")
-    hosts[0].process.kill()
-    assert hosts[1].finish(20) == Exit.LOST_PEER
-    assert "host 0 is gone" in hosts[1].text()
-
-    disturbed = small_runs.trained(folder, "disturbed", config, hosts=2, attempt=4)
-    small_runs.require_same_bits(disturbed, undisturbed)
-
-
 def test_hosts_with_different_configurations_are_told_apart(folder: Path) -> None:
     ports = small_runs.free_ports()
     first = small_runs.start(folder, "differ", small_runs.document(folder), hosts=2, ports=ports, only=0)
     second = small_runs.start(folder, "differ", small_runs.document(folder, seed=9), hosts=2, ports=ports, only=1)
-    assert finish([*first, *second]) == [Exit.BAD_INPUT, Exit.BAD_INPUT]
+    small_runs.end([*first, *second], Exit.BAD_INPUT, Exit.BAD_INPUT)
     assert "configuration: host 0 has" in first[0].text()
     assert "host 1" in first[0].text()
 
@@ -78,7 +35,7 @@ def test_hosts_whose_devices_are_not_connected_refuse_to_train_apart(tmp_path: P
     """The CPU's PJRT client has only the devices of its own process."""
     config = small_runs.document(small_runs.prepare(tmp_path))
     hosts = small_runs.start(tmp_path, "apart", config, 2, CPU_NUM_DEVICES="2")
-    codes = finish(hosts)
+    codes = [host.finish() for host in hosts]
     refusing = [host.text() for host, code in zip(hosts, codes, strict=True) if code == Exit.FAILED]
     assert refusing, hosts[0].text() + hosts[1].text()
     assert set(codes) <= {Exit.FAILED, Exit.LOST_PEER}  # the first to refuse ends one that still opens its devices

@@ -1,8 +1,8 @@
 """Defects of gcloud 528 that show in what it asks of the API, provoked with the real gcloud and the emulator's API in
 this process. About 10 s.
 
-Others are provoked and survived elsewhere: --output-directory and exit codes of worker subsets (test_emulator_slice.py,
-test_gcloud.py), 255 that runs a command again and 409 for two changes of metadata (test_fault_matrix.py), waiting for
+Others are provoked and survived elsewhere: --output-directory (test_emulator_slice.py), exit codes of worker subsets
+(test_gcloud.py), 255 that runs a command again and 409 for two changes of metadata (test_fault_matrix.py), waiting for
 all workers (test_runs.py), output without prefix and standard input for one worker only (test_secrets.py).
 """
 

@@ -2,12 +2,9 @@
 
 import base64
 import re
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -118,37 +115,12 @@ def test_stop_from_another_terminal_saves_and_no_last_line_is_lost(work: Worksta
     assert running.end(30).require(75, "[0] saving", "[1] saving").json()["outcome"] == "saved"
 
 
-@pytest.mark.nightly
-def test_another_run_on_the_slice_is_not_touched(work: Workstation, cluster: Cluster) -> None:
-    running = work.begin(*sh("echo mine; exec sleep 60"))
-    running.wait_for(r"^\[1\] mine")
-    before = [pod["metadata"]["uid"] for pod in cluster.pods()]
-    work.launch(*sh("echo other")).require(23, "in use")
-    assert [pod["metadata"]["uid"] for pod in cluster.pods()] == before
-    work.good("stop", *GKE, "--grace", "1", "--run", running.run_id())
-    assert running.end(60).code == 14
-
-
 def test_a_pod_that_is_evicted_and_saves_has_saved(work: Workstation, cluster: Cluster) -> None:
     running = work.begin(*run("python3", "-c", SAVING.replace("time.sleep(600)", "while True: time.sleep(0.1)")))
     running.wait_for_both("up")
     for worker in (0, 1):  # a drained node pool: every pod is asked to leave
         cluster.nodes.evict(cluster.pod(worker))
     assert running.end(60).require(75, "[1] saving").json()["outcome"] == "saved"
-
-
-@pytest.mark.nightly
-def test_a_pod_that_is_taken_away_is_the_cause_and_its_peers_end_a_symptom(work: Workstation, cluster: Cluster) -> None:
-    script = (
-        'echo up; if [ "$TPU_WORKER_ID" = 1 ]; then exec sleep 600; fi; while getent hosts '
-        '"${TPU_WORKER_HOSTNAMES#*,}"; do sleep 0.2; done; exit 76'
-    )
-    running = work.begin(*sh(script))
-    running.wait_for(r"^\[1\] up")
-    cluster.nodes.out_of_memory(cluster.pod(1))
-    told = running.end(60).require(11).json()
-    assert (told["outcome"], told["cause"]["worker"]) == ("host lost", 1)
-    assert "low on resource: memory" in told["cause"]["what"]
 
 
 NODES = (
@@ -197,54 +169,58 @@ def test_secrets_reach_the_command_and_nothing_else(work: Workstation, cluster: 
     assert [path for path in files if b"hf_verysecret" in path.read_bytes() or value in path.read_bytes()] == []
 
 
-@contextmanager
-def without_verbs(cluster: Cluster, resource: str) -> Iterator[None]:
-    """Lets alice only get, list and delete objects of one kind."""
-    role = cluster.api.role
-    cluster.api.role = [
-        rule if resource not in rule["resources"] else {**rule, "verbs": ["get", "list", "delete"]} for rule in role
-    ]
-    try:
-        yield
-    finally:
-        cluster.api.role = role
-
-
-def test_without_permission_it_says_who_may_not_do_what(work: Workstation, cluster: Cluster) -> None:
-    with without_verbs(cluster, "jobsets"):
+def test_what_the_cluster_refuses_or_lacks_is_said_with_what_to_do(
+    work: Workstation, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        only = {"verbs": ["get", "list", "delete"]}
+        role = [{**rule, **(only if "jobsets" in rule["resources"] else {})} for rule in cluster.api.role]
+        patch.setattr(cluster.api, "role", role)
         ended = work.launch(*sh("true"))
     ended.require(22, "alice@example.com may not create jobsets in namespace default", "role.yaml")
-
-
-@pytest.mark.nightly
-def test_who_may_list_pods_but_not_watch_them_is_told_so(work: Workstation, cluster: Cluster) -> None:
-    with without_verbs(cluster, "pods"):
-        ended = work.launch("run", *GKE, "--set", "run.stop_seconds=1", "--new", "--", "sleep", "30")
-    ended.require(22, "may not watch pods")
-    assert cluster.store.all("jobsets") == []
-
-
-def test_without_jobset_it_says_how_to_install_it(work: Workstation, cluster: Cluster) -> None:
     cluster.api.missing.add("jobsets")
-    shutil.rmtree(work.environment["KUBECACHEDIR"], ignore_errors=True)
-    ended = work.launch(*sh("true"))
-    cluster.api.missing.clear()
-    shutil.rmtree(work.environment["KUBECACHEDIR"], ignore_errors=True)
-    ended.require(2, "the cluster has no JobSet", "kubectl apply --server-side -f")
+    monkeypatch.setitem(work.environment, "KUBECACHEDIR", str(work.folder / "without-jobset"))
+    work.launch(*sh("true")).require(2, "the cluster has no JobSet", "kubectl apply --server-side -f")
 
 
-def test_the_role_has_what_is_asked_for_and_manifests_are_judged_strictly(work: Workstation, cluster: Cluster) -> None:
-    manifest = [sys.executable, "-m", "launcher.cli", "manifest", *GKE[2:], "--", "true"]
-    ran = subprocess.run(manifest, cwd=work.folder, env=work.environment, capture_output=True, text=True, timeout=600)
-    text = ran.stdout
-    kubectl = ["kubectl", "--context", CONTEXT]
-    wrong = text.replace("parallelism:", "paralelism:")
-    create = [*kubectl, "create", "--validate=strict", "--filename", "-"]
-    refused = shell.run(create, timeout=600, input=wrong, env=work.environment)
-    assert "paralelism" in refused.stderr
-    assert not refused.ok
+def kubectl(work: Workstation, text: str, *words: str) -> shell.Result:
+    command = ["kubectl", "--context", CONTEXT, *words, "--filename", "-"]
+    return shell.run(command, timeout=600, input=text, env=work.environment)
+
+
+def test_manifests_are_judged_strictly(work: Workstation, cluster: Cluster) -> None:
+    text = work.good("manifest", *GKE[2:], "--", "true").output
+    refused = kubectl(work, text.replace("parallelism:", "paralelism:"), "create", "--validate=strict")
+    assert ("paralelism" in refused.stderr, refused.ok) == (True, False)
     for kind in ("configmaps", "secrets"):  # were made before the JobSet was refused
         cluster.store.remove(kind, "two")
-    assert shell.run([*kubectl, "apply", "--filename", "-"], timeout=600, input=text, env=work.environment).ok
-    wait_until(lambda: cluster.store.all("jobsets")[0].get("status", {}).get("terminalState"), 30)
-    assert cluster.store.all("jobsets")[0]["status"]["terminalState"] == "Completed"
+
+
+FELT_FIRST = '[ "$TPU_LAUNCH_ATTEMPT" = 1 ] || { [ "$TPU_WORKER_ID" = 0 ] && exit 76; sleep 1; exit 1; }'
+
+
+@pytest.mark.parametrize(
+    ("script", "state", "restarts", "counted"),
+    [
+        ("exit 2", "Failed", 0, 0),
+        ("exit 1", "Failed", 1, 1),
+        ('[ "$TPU_LAUNCH_ATTEMPT" -ge 3 ] || exit 75', "Completed", 3, 0),
+        (FELT_FIRST, "Completed", 1, 1),
+    ],
+    ids=["refused", "failed", "saved three times", "a failure that others felt first"],
+)
+def test_a_manifest_is_all_that_the_cluster_needs_to_know_what_to_restart(
+    work: Workstation, cluster: Cluster, script: str, state: str, restarts: int, counted: int
+) -> None:
+    """Given to kubectl by a user who has k8s/role.yaml."""
+    text = work.good("manifest", *GKE[2:], "--set", "gke.restarts=1", "--", "sh", "-c", script).output
+    applied = kubectl(work, text, "apply")
+    assert applied.ok, applied.stderr
+
+    def status() -> Any:
+        return cluster.store.all("jobsets")[0].get("status", {})
+
+    wait_until(lambda: status().get("terminalState"), 60, status)
+    cluster.store.remove("secrets", "two")  # which no JobSet owns
+    found = [status()[key] for key in ("terminalState", "restarts", "restartsCountTowardsMax")]
+    assert found == [state, restarts, counted]

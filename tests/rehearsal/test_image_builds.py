@@ -5,7 +5,6 @@ layer by layer.
 """
 
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -19,13 +18,13 @@ from typing import Any
 
 import pytest
 
-from launcher import shell
 from launcher.emulator.tls import CA_FILE, tls_context
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import engine
 from launcher.images.build import ensure_image, list_commands, make_plan
 from launcher.images.specification import ImageSpec, default_spec, folder_spec
 from tests.processes import wait_until
+from tests.rehearsal.workstation import docker
 from tests.servers import RegistryServer
 
 pytestmark = pytest.mark.alone
@@ -58,11 +57,9 @@ def spec(tmp_path: Path) -> Iterator[ImageSpec]:
     bundle.write_text(f"{SECRET}\n{bundle.read_text()}")
     name = f"tpu-launch-test/{secrets.token_hex(4)}"
     yield folder_spec(name, folder, ca_bundle=bundle)
-    docker = engine.client()
     for repository in (name, "localhost:*/project/name"):
-        listed = shell.run([docker, "images", "--format", "{{.Repository}}:{{.Tag}}", repository], timeout=30)
-        for each in listed.stdout.split():
-            shell.run([docker, "image", "rm", "--force", each], timeout=600)
+        for each in docker("images", "--format", "{{.Repository}}:{{.Tag}}", repository).split():
+            docker("image", "rm", "--force", each)
 
 
 def again(spec: ImageSpec) -> ImageSpec:
@@ -71,17 +68,12 @@ def again(spec: ImageSpec) -> ImageSpec:
     return dataclasses.replace(again, repository=spec.repository)
 
 
-def output(reference: str) -> str:
-    return shell.run([engine.client(), "run", "--rm", "--network", "none", reference], timeout=600).stdout
+def run(reference: str, *command: str) -> str:
+    return docker("run", "--rm", "--network=none", reference, *command)
 
 
 def inspect(reference: str, value: str) -> Any:
-    command = [engine.client(), "image", "inspect", "--format", f"{{{{json .{value}}}}}", reference]
-    return json.loads(shell.run(command, timeout=30).stdout)
-
-
-def layers(reference: str) -> list[str]:
-    return list(inspect(reference, "RootFS.Layers"))
+    return json.loads(docker("image", "inspect", "--format", f"{{{{json .{value}}}}}", reference))
 
 
 File = tuple[str, Callable[[], bytes]]  # its path in the image, and what reads it
@@ -110,11 +102,6 @@ def _in_folders(folders: Sequence[Path]) -> Iterator[File]:
                     yield str(path.relative_to(folder)), path.read_bytes
 
 
-def _content(layer: tarfile.TarFile, entry: tarfile.TarInfo) -> bytes:
-    stream = layer.extractfile(entry)
-    return stream.read()
-
-
 def _saved(reference: str) -> Iterator[File]:
     process = subprocess.Popen([engine.client(), "save", reference], stdout=subprocess.PIPE)
     with tarfile.open(fileobj=process.stdout, mode="r|") as image:
@@ -127,35 +114,33 @@ def _saved(reference: str) -> Iterator[File]:
                     continue  # a JSON file of the image's own
                 for entry in layer:
                     if entry.isfile() and entry.size:
-                        yield entry.name, functools.partial(_content, layer, entry)
+                        yield entry.name, layer.extractfile(entry).read
     assert process.wait(60) == 0
 
 
-def test_nothing_changed_means_nothing_built(spec: ImageSpec) -> None:
+def test_nothing_is_built_again_but_the_code_layer_where_code_has_changed(spec: ImageSpec) -> None:
     said: list[str] = []
     first = ensure_image(spec, said.append)
     assert any("building" in line for line in said)
     assert first.reference == first.digest
     assert first.digest.startswith("sha256:")
-    assert output(first.reference) == "hello\nprint(1)\n"
+    assert run(first.reference) == "hello\nprint(1)\n"
     said.clear()
     assert ensure_image(again(spec), said.append) == first
     assert said == []
     assert list_commands(again(spec)) == []
 
-
-def test_changed_code_moves_only_the_code_layer(spec: ImageSpec) -> None:
-    before = ensure_image(spec, print)
     (spec.dockerfile.parent / "code.py").write_text("print(2)\n")
     after = ensure_image(again(spec), print)
-    assert output(after.reference) == "hello\nprint(2)\n"
-    assert layers(after.reference)[:-1] == layers(before.reference)[:-1]
-    assert layers(after.reference)[-1] != layers(before.reference)[-1]
+    assert run(after.reference) == "hello\nprint(2)\n"
+    layers = [inspect(image.reference, "RootFS.Layers") for image in (first, after)]
+    assert layers[0][:-1] == layers[1][:-1]
+    assert layers[0][-1] != layers[1][-1]
 
 
 def test_ca_bundle_reaches_the_build_and_no_layer(spec: ImageSpec) -> None:
     image = ensure_image(spec, print)
-    history = shell.run([engine.client(), "history", "--no-trunc", image.reference], timeout=300).stdout
+    history = docker("history", "--no-trunc", image.reference)
     assert "/run/secrets/ca" in history
     assert SECRET not in history
     for name, read in files(image.reference):
@@ -226,32 +211,27 @@ def torch_xla() -> str:
 
 
 def test_trainer_gets_the_signal_of_docker_stop(torch_xla: str) -> None:
-    docker = engine.client()
     program = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); "
         "print('ready', flush=True); time.sleep(60)"
     )
     # As `tpu-train` does it: a shell that replaces itself by Python.
     options = ("--detach", "--network=none", "--label=tpu-launch.tests=stop")
-    command = ["run", *options, torch_xla, "sh", "-c", 'exec python -c "$0"', program]
-    container = shell.run([docker, *command], timeout=600).stdout.strip()
+    container = docker("run", *options, torch_xla, "sh", "-c", 'exec python -c "$0"', program).strip()
     try:
-        wait_until(lambda: "ready" in shell.run([docker, "logs", container], timeout=300).stdout, 30)
+        wait_until(lambda: "ready" in docker("logs", container), 30)
         begin = time.monotonic()
-        shell.run([docker, "stop", "--time", "30", container], timeout=600)
+        docker("stop", "--time", "30", container)
         assert time.monotonic() - begin < 10
-        state = shell.run([docker, "inspect", "--format", "{{.State.ExitCode}}", container], timeout=300)
-        assert state.stdout.strip() == "75"
+        assert docker("inspect", "--format", "{{.State.ExitCode}}", container).strip() == "75"
     finally:
-        shell.run([docker, "rm", "--force", container], timeout=600)
+        docker("rm", "--force", container)
 
 
 def test_entry_point_replaces_its_shell_and_runs_as_an_ordinary_user(torch_xla: str) -> None:
-    def run(*command: str) -> str:
-        return shell.run([engine.client(), "run", "--rm", "--network=none", torch_xla, *command], timeout=600).stdout
-
-    assert run("id", "-u").strip() == "1000"
-    assert run("cat", "/usr/local/bin/tpu-train").splitlines()[1].startswith("exec python -m training.cli ")
+    assert run(torch_xla, "id", "-u").strip() == "1000"
+    script = run(torch_xla, "cat", "/usr/local/bin/tpu-train")
+    assert script.splitlines()[1].startswith("exec python -m training.cli ")
     assert inspect(torch_xla, "Config.Cmd") == ["tpu-train", "--help"]  # a list: no shell between
 
 
@@ -264,14 +244,10 @@ def _certificates(text: str) -> set[str]:
 
 
 def test_no_layer_holds_a_secret_or_a_cache(torch_xla: str) -> None:
-    docker = engine.client()
-    public = shell.run(
-        [docker, "run", "--rm", "--network=none", torch_xla, "sh", "-c", "cat /usr/share/ca-certificates/*/*"],
-        timeout=600,
-    )
+    public = run(torch_xla, "sh", "-c", "cat /usr/share/ca-certificates/*/*")
     bundle = default_spec("torch-xla").ca_bundle
-    private = _certificates(bundle.read_text()) - _certificates(public.stdout) if bundle else set()
-    history = shell.run([docker, "history", "--no-trunc", torch_xla], timeout=300).stdout
+    private = _certificates(bundle.read_text()) - _certificates(public) if bundle else set()
+    history = docker("history", "--no-trunc", torch_xla)
     assert not [body for body in private if body in history]
     wrong = []
     for name, read in files(torch_xla):

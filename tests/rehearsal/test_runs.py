@@ -29,31 +29,25 @@ def test_a_command_runs_on_every_host_which_knows_who_it_is_and_reaches_the_othe
 
 
 def test_the_first_host_that_fails_ends_the_run_and_is_named_with_its_last_lines(two_hosts: EmulatedSlice) -> None:
-    script = 'if [ "$TPU_WORKER_ID" = 1 ]; then echo about to fail; exit 3; fi; echo waiting; exec sleep 600'
+    """With 255, as ssh reports an error of its own: gcloud would run the command again."""
+    script = 'if [ "$TPU_WORKER_ID" = 1 ]; then echo about to fail; exit 255; fi; echo waiting; exec sleep 600'
     running = two_hosts.begin_run(script)
     running.wait_for(r"^\[1\] about to fail")
     begun = time.monotonic()
     ended = running.end(120)
     assert time.monotonic() - begun < on_this_machine(10), "the other hosts must be stopped within 10 s"
     told = ended.require(10).json()
-    assert (told["outcome"], told["cause"]["worker"], told["cause"]["exit_code"]) == ("failed", 1, 3)
+    assert (told["outcome"], told["cause"]["worker"], told["cause"]["exit_code"]) == ("failed", 1, 255)
     assert told["last_lines"] == ["about to fail"]
+    assert ended.output.count("[1] about to fail") == 1
     assert two_hosts.containers_of_runs() == []
 
 
 def test_a_command_that_the_image_lacks_is_told_in_words(two_hosts: EmulatedSlice) -> None:
     ended = two_hosts.on_slice("run", "--new", "--", "no-such-command")
     assert ended.code in (10, 24), ended.output
-    assert "no-such-command" in ended.output
-    assert "Traceback" not in ended.output
+    ended.require(ended.code, "no-such-command")
     assert two_hosts.containers_of_runs() == []
-
-
-def test_exit_code_255_is_reported_once_and_not_run_again(two_hosts: EmulatedSlice) -> None:
-    script = 'echo ran; [ "$TPU_WORKER_ID" = 0 ] && exit 255; exec sleep 60'
-    ended = two_hosts.begin_run(script).end(600).require(10)
-    assert ended.json()["cause"]["exit_code"] == 255
-    assert ended.output.count("[0] ran") == 1
 
 
 def test_every_line_arrives_once_although_the_launcher_is_killed_twice(two_hosts: EmulatedSlice) -> None:
@@ -84,6 +78,8 @@ def test_ctrl_c_detaches_and_stop_stops_on_every_host(two_hosts: EmulatedSlice) 
     running.interrupt()
     running.end(30).require(130, "run --attach")
     assert len([name for name in two_hosts.containers_of_runs() if " Up " in name]) == 2
+    sizes = docker("inspect", "--size", "--format", "{{.SizeRw}}", *two_hosts.containers()).split()
+    assert all(int(size) < 1_000_000 for size in sizes), f"bytes that the hosts' containers add to the image: {sizes}"
 
     shown = two_hosts.good_on_slice("status", "--json").json()
     assert shown["outcome"] is None
@@ -137,15 +133,6 @@ def test_live_containers_are_stopped_and_a_changed_line_runs_without_a_build(two
     assert [event["event"] for event in two_hosts.events(first.run_id())].count("attempt") == 2
     two_hosts.good_on_slice("stop")
     assert again.end(60).code == 75
-
-
-def test_no_image_is_copied(two_hosts: EmulatedSlice) -> None:
-    running = two_hosts.begin_run("echo up; exec sleep 60")
-    running.wait_for(r"^\[1\] up")
-    sizes = docker("inspect", "--size", "--format", "{{.SizeRw}}", *two_hosts.containers()).split()
-    assert all(int(size) < 1_000_000 for size in sizes), f"bytes that the hosts' containers add to the image: {sizes}"
-    two_hosts.good_on_slice("stop", "--grace", "1")
-    assert running.end(60).code == 14
 
 
 def test_a_host_that_rebooted_unwatched_is_lost_whatever_its_engine_says(two_hosts: EmulatedSlice) -> None:

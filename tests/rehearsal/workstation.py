@@ -62,31 +62,25 @@ class Running:
     process: subprocess.Popen[str]
     lines: list[str] = field(default_factory=list)
     ignored: str = "\0"  # how lines begin that are not kept
-    _news: threading.Condition = field(default_factory=threading.Condition)
 
     def read(self) -> None:
         for line in self.process.stdout:
-            if line.startswith(self.ignored):
-                continue
-            with self._news:
+            if not line.startswith(self.ignored):
                 self.lines.append(line.rstrip("\n"))
-                self._news.notify_all()
-        with self._news:
-            self._news.notify_all()
 
     def wait_for(self, pattern: str, seconds: float = 90) -> str:
         """The first line that matches; fails with all lines when none came in time."""
-        deadline = time.monotonic() + seconds
-        with self._news:
-            while True:
-                for line in self.lines:
-                    if re.search(pattern, line):
-                        return line
-                left = deadline - time.monotonic()
-                if left <= 0 or self.process.poll() is not None:
-                    told = f"no line matched {pattern!r} within {seconds} s (ended: {self.process.poll()})"
-                    pytest.fail("\n".join([f"{told}:", *self.lines]))
-                self._news.wait(min(left, 0.5))
+        deadline, read = time.monotonic() + seconds, 0
+        while True:
+            ended = self.process.poll()
+            while read < len(self.lines):
+                read += 1
+                if re.search(pattern, self.lines[read - 1]):
+                    return self.lines[read - 1]
+            if ended is not None or time.monotonic() > deadline:
+                told = f"no line matched {pattern!r} within {seconds} s (ended: {ended})"
+                pytest.fail("\n".join([f"{told}:", *self.lines]))
+            time.sleep(0.05)
 
     def wait_for_both(self, pattern: str, seconds: float = 90) -> None:
         """Waits until hosts 0 and 1 have each printed a line that begins so."""
@@ -158,9 +152,7 @@ class Workstation:
 
     def good(self, *arguments: str, seconds: float = 600) -> Ended:
         """As `launch`, for a command that must succeed."""
-        ended = self.launch(*arguments, seconds=seconds)
-        assert ended.code == 0, f"tpu-launch {' '.join(arguments)} ended with {ended.code}:\n{ended.output}"
-        return ended
+        return self.launch(*arguments, seconds=seconds).require(0)
 
     def train_on_slice(self, file: str) -> Ended:
         """`up`, `run`, which must succeed, and `down`, whatever happens."""

@@ -357,10 +357,17 @@ def test_a_short_secret_is_refused_and_no_message_shows_one() -> None:
     assert OWN.secret.decode() not in repr((cluster, host_credentials(cluster)))
 
 
-@pytest.mark.parametrize("says_goodbye", [True, False])
-def test_a_host_is_lost_unless_it_said_goodbye(says_goodbye: bool) -> None:
+@pytest.mark.parametrize(
+    ("goodbye", "lost"),
+    [
+        ((0, ""), None),
+        ((2, "bad record"), "host 1 stopped in phase 'connected' with exit code 2: bad record"),
+        (None, "host 1 is gone: its connection broke in phase 'connected'"),
+    ],
+)
+def test_a_host_is_lost_unless_it_said_a_good_goodbye(goodbye: tuple[int, str] | None, lost: str | None) -> None:
     """Host 0 sends to a host that closed its connection after its last words: the socket got a reset."""
-    received = [encode({"goodbye": 0, "reason": "", "overdue": False})] * says_goodbye
+    received = [encode({"goodbye": goodbye[0], "reason": goodbye[1], "overdue": False})] if goodbye else []
     reset: Any = Mock(send=Mock(side_effect=ConnectionResetError))
     reset.recv.side_effect = [*received, ConnectionResetError]
     server = RendezvousServer(TWO, 4.0, Machine(network=Mock(), threads=Mock()))
@@ -370,5 +377,4 @@ def test_a_host_is_lost_unless_it_said_goodbye(says_goodbye: bool) -> None:
     server._connections[peer] = None
     server._perform([(peer, b"news\n")])
     assert server._connections == {}
-    lost = None if says_goodbye else "host 1 is gone: its connection broke in phase 'connected'"
     assert protocol.state.lost == lost
