@@ -184,6 +184,8 @@ def _verdicts_of(simulation: SimulatedRun, job: Job, causes: Sequence[Cause]) ->
         others = {worker for worker, container in job.containers.items() if container.host.troubled}
         lost: set[tuple[str, int | None]] = {("host lost", worker) for worker in dead | others}
         gone = {("slice deleted", None)} if simulation.world.record.deletions else set()  # by a `gc`
+        if simulation.ann.refused_from < math.inf:  # gcloud takes half a minute to tell that a host does not answer
+            gone |= {("connection lost", None)}
         return lost | gone | {(outcome, None) for outcome in ("preempted", "vanished", "stopped")}
     return set()
 
