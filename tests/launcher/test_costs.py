@@ -1,10 +1,8 @@
 """Claims about prices, budgets and estimates: what is known, what it adds up to, what a limit refuses."""
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,6 @@ from launcher.checks import preflight
 from launcher.config import Config, load
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.estimate import PUBLISHED, PUBLISHED_SOURCE, Shares, estimate, line, notes, step_bound
-from launcher.home import write_private
 from launcher.providers import this_machine
 from launcher.run import events
 from launcher.run.budget import exceeds, spent
@@ -25,8 +22,8 @@ from launcher.run.specification import describe
 from launcher.run.verdict import Kind
 from launcher.tpu_vm import slices
 from launcher.workstation import Owner
+from tests.launcher import test_preflight
 from tests.launcher.run_files import launch, load_text
-from tests.launcher.test_preflight import write_inputs
 from tests.launcher.test_runs import Workstation
 from training.accelerators import ACCELERATORS, accelerator
 from training.machine import format_time, parse_time
@@ -38,19 +35,19 @@ def config(folder: Path, **slice_: object) -> Config:
     return load_text(folder, f"project: p\nzone: us-central2-b\nslice:\n{lines}")
 
 
-def test_a_slice_costs_its_chips_times_the_price_of_its_region_and_capacity() -> None:
-    assert costs.per_hour("v4-16", "us-central2-b", "on-demand") == pytest.approx(8 * 3.22)
-    assert costs.per_hour("v4-16", "us-central2-b", "spot") == pytest.approx(8 * 0.9215)
-    assert costs.per_hour("v3-8", "europe-west4-a", "on-demand") == pytest.approx(8.80)
-    assert costs.per_hour("v3-32", "europe-west4-a", "on-demand") == pytest.approx(32.0)
-    assert costs.per_hour("v5litepod-8", "us-west4-a", "on-demand") == pytest.approx(9.60)
-
-
-def test_what_the_table_does_not_know_is_unknown(tmp_path: Path) -> None:
-    assert costs.per_hour("v4-16", "europe-west4-a", "on-demand") is None
-    assert costs.per_hour("v6e-4", "southamerica-west1-a", "spot") is None
-    assert costs.so_far("tpu7x-8", "us-central1-c", "on-demand", 60) is None
-    assert "unknown" in costs.line(config(tmp_path, accelerator_type="v5litepod-8"))
+@pytest.mark.parametrize(
+    ("accelerator", "zone", "capacity", "dollars"),
+    [
+        ("v4-16", "us-central2-b", "on-demand", 8 * 3.22), ("v4-16", "us-central2-b", "spot", 8 * 0.9215),
+        ("v3-8", "europe-west4-a", "on-demand", 8.80), ("v3-32", "europe-west4-a", "on-demand", 32.0),
+        ("v5litepod-8", "us-west4-a", "on-demand", 9.60), ("v4-16", "europe-west4-a", "on-demand", None),
+        ("v6e-4", "southamerica-west1-a", "spot", None),
+    ],
+)  # fmt: skip
+def test_a_slice_costs_its_chips_times_the_price_of_its_region_and_capacity_if_that_is_known(
+    accelerator: str, zone: str, capacity: str, dollars: float | None
+) -> None:
+    assert costs.per_hour(accelerator, zone, capacity) == (dollars and pytest.approx(dollars))
 
 
 def test_spot_is_never_dearer_than_on_demand() -> None:
@@ -61,6 +58,8 @@ def test_spot_is_never_dearer_than_on_demand() -> None:
 
 
 def test_a_limit_refuses_what_is_dearer_or_unknown(tmp_path: Path) -> None:
+    assert "unknown" in costs.line(config(tmp_path, accelerator_type="v5litepod-8"))
+    assert costs.so_far("tpu7x-8", "us-central1-c", "on-demand", 60) is None
     costs.check(config(tmp_path))
     costs.check(config(tmp_path, max_cost_per_hour=25.77))
     with pytest.raises(BadInput, match=r"25\.70 an hour, but cost: about \$25\.76"):
@@ -73,10 +72,8 @@ def test_age_and_cost_are_counted_from_the_time_of_creation(tmp_path: Path) -> N
     created = "2026-11-20T08:00:00.500000Z"
     begun = parse_time(created)
     assert begun == parse_time("2026-11-20T09:00:00.5+01:00") == 1795161600.5
-    assert (
-        costs.since(config(tmp_path), created, begun + 5400)
-        == "created 1 h 30 min ago, cost so far: about $38.64 (list prices of 2026-11)"
-    )
+    told = "created 1 h 30 min ago, cost so far: about $38.64 (list prices of 2026-11)"
+    assert costs.since(config(tmp_path), created, begun + 5400) == told
     assert costs.since(config(tmp_path), "", begun) == ""
     assert [costs.duration(seconds) for seconds in (40, 90, 7500, 273600)] == ["40 s", "1 min", "2 h 5 min", "3 d 4 h"]
 
@@ -99,33 +96,32 @@ def began(attempt: int, dollars: float) -> events.AttemptBegan:
 
 
 def test_each_attempt_counts_with_the_price_of_its_slice_and_a_preempted_slice_costs_nothing() -> None:
+    def end(hours: float, attempt: int, kind: str) -> list[Entry]:
+        return [at(hours, events.Ended(attempt, kind)), at(hours, events.Recovering(attempt, kind, "", 0.0))]
+
     entries = [
-        at(0, began(0, 10.0)),
-        at(2, events.Ended(0, "preempted")),
-        at(2, events.Recovering(0, "preempted", "", 0.0)),
-        at(5, began(1, 4.0)),
-        at(6, events.Ended(1, "failed")),
-        at(6, events.Recovering(1, "failed", "", 0.0)),  # the slice stays
-        at(7, began(2, 4.0)),
-        at(8, events.Ended(2, "host lost")),
-        at(8, events.Recovering(2, "host lost", "", 0.0)),
+        at(0, began(0, 10.0)), *end(2, 0, "preempted"),
+        at(5, began(1, 4.0)), *end(6, 1, "failed"),  # the slice stays
+        at(7, began(2, 4.0)), *end(8, 2, "host lost"),
         at(9, events.SliceReplaced(2, 1, "a bad host")),
-    ]
-    assert spent(entries[:-3], START + 7 * 3600) == pytest.approx(2 * 10 + 4 + 4)
-    assert spent(entries[:-3], START + 8 * 3600) == pytest.approx(2 * 10 + 4 + 4 + 4)
-    assert spent(entries, START + 99 * 3600) == pytest.approx(2 * 10 + 4 + 4 + 4 + 4)
-    assert spent(entries[:2], START + 100 * 3600) == pytest.approx(20)
+    ]  # fmt: skip
+    for known, hours, dollars in ((-3, 7, 28), (-3, 8, 32), (10, 99, 36), (2, 100, 20)):
+        assert spent(entries[:known], START + hours * 3600) == pytest.approx(dollars)
     assert spent([at(0, events.AttemptBegan(0))], START + 3600) == 0, "an unknown price"
 
 
+def let_an_hour_pass(work: Workstation) -> None:
+    """Makes the first observation an hour later: a v4-16 costs 25.76 dollars an hour."""
+    work.clock.skipped = -3600.0
+    work.hosts.hooks["observe"] = [lambda: work.clock.sleep(3600.0)]
+
+
 def test_a_run_whose_budget_is_spent_saves_and_its_slice_is_deleted(work: Workstation) -> None:
+    let_an_hour_pass(work)
     work.hosts.exits[0] = None
     config = work.config("run.budget=1.0", "run.preemption_retries=9", command=["train"])
     ends = START + 2 - config.run.stop_seconds
     assert exceeds(config, [at(0, began(0, 3600.0))], ends), "the cost of the save is kept back"
-    work.clock.skipped = -3600.0
-    # The first observation is an hour later: a v4-16 costs 25.76 dollars an hour.
-    work.hosts.hooks["observe"] = [lambda: work.clock.sleep(3600.0)]
     told: list[bool] = []
     work.hosts.hooks["delete"] = [lambda: told.append(work.ledger.state.budget_spent)]
     outcome = work.run(config)
@@ -157,8 +153,7 @@ def test_a_slice_is_left_to_another_run_that_began_on_it(work: Workstation) -> N
 
 
 def test_a_run_that_has_finished_keeps_its_slice_although_its_budget_is_spent(work: Workstation) -> None:
-    work.clock.skipped = -3600.0
-    work.hosts.hooks["observe"] = [lambda: work.clock.sleep(3600.0)]
+    let_an_hour_pass(work)
     outcome = work.run(work.config("run.budget=1.0", command=["train"]))
     assert (outcome.verdict.kind, work.hosts.slice_state) == (Kind.FINISHED, "READY")
 
@@ -175,27 +170,23 @@ FLOPS, BYTES = 7.0e12, 2.0e10  # of the whole batch
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    return write_inputs(tmp_path, FIVE)
+    return test_preflight.write_inputs(tmp_path, FIVE)
 
 
-def keep(folder: Path, config: Config, name: str, *, fits: bool = True) -> float:
+def keep(config: Config, name: str, *, fits: bool = True) -> float:
     """Keeps an answer of preflight for a type. Returns the examples a second that it allows."""
     size = accelerator(name)
-    peak = size.generation.bf16_flops_per_chip * size.chips
-    rate = 256 / (FLOPS / peak)
+    rate = 256 * size.generation.bf16_flops_per_chip * size.chips / FLOPS
     work = {"flops": FLOPS / size.devices, "bytes": BYTES / size.devices, "bound_by": "FLOPs"}
-    verdict = {"fits": fits, "reason": None if fits else "too large", "costs": {**work, "examples_per_second": rate}}
-    graph = {"graph": "training, 256 x 128", "kind": "training", "rows": 256, "hash": f"hash of {name}", **verdict}
-    answer: dict[str, Any] = {"accelerator": name, "fits": fits, "graphs": [graph], "max_batch": None, "lines": []}
     candidate = next(item for item in config.all_candidates if item.accelerator_type == name)
-    path = preflight._path(config.placed(candidate), folder / "home", name)
-    write_private(path, json.dumps({"format": preflight.FORMAT, "result": answer}))
+    graph = {"kind": "training", "rows": 256, "hash": f"hash of {name}", "costs": {**work, "examples_per_second": rate}}
+    test_preflight.keep(config.placed(candidate), name, fits=fits, **graph)
     return rate
 
 
 def test_five_types_are_estimated_from_kept_preflights_within_a_second(folder: Path) -> None:
     config = load("run.yaml")
-    rates = {name: keep(folder, config, name) for name in TYPES}
+    rates = {name: keep(config, name) for name in TYPES}
     begin = time.process_time()
     items = estimate(config, folder / "home", this_machine())
     assert time.process_time() - begin < 1.0
@@ -204,8 +195,7 @@ def test_five_types_are_estimated_from_kept_preflights_within_a_second(folder: P
     for item in items:
         name, zone = item.candidate.accelerator_type, item.candidate.zone
         hours = 100000 * 256 / rates[name] / 3600
-        assert item.fits
-        assert item.bound.source == "compiled"
+        assert (item.fits, item.bound.source) == (True, "compiled")
         assert item.hours == pytest.approx((hours / PUBLISHED[1], hours / PUBLISHED[0]))
         price = costs.per_hour(name, zone, "spot")
         assert item.spot == pytest.approx([price * each for each in item.hours])
@@ -214,7 +204,7 @@ def test_five_types_are_estimated_from_kept_preflights_within_a_second(folder: P
 
 def test_a_type_that_was_not_compiled_takes_figures_of_another_and_says_how_to_get_its_own(folder: Path) -> None:
     config = load("run.yaml")
-    keep(folder, config, "v4-16")
+    keep(config, "v4-16")
     items = estimate(config, folder / "home", this_machine())
     bound = {item.candidate.accelerator_type: item.bound for item in items}
     v4, v3 = bound["v4-8"], bound["v3-8"]
@@ -224,12 +214,9 @@ def test_a_type_that_was_not_compiled_takes_figures_of_another_and_says_how_to_g
     assert "`tpu-launch preflight --accelerator v3-8,v4-8,v5litepod-8,v6e-8` compiles" in "\n".join(notes(items))
 
 
-def test_without_a_dataset_nothing_is_guessed(folder: Path) -> None:
+def test_without_a_dataset_nothing_is_guessed_and_a_program_of_ones_own_is_not_estimated(folder: Path) -> None:
     assert step_bound(load("run.yaml"), folder / "home") is None
     assert line(load("run.yaml"), folder / "home", this_machine()) is None
-
-
-def test_a_program_of_ones_own_is_not_estimated(folder: Path) -> None:
     (folder / "run.yaml").write_text(FIVE.partition("model:")[0])
     with pytest.raises(BadInput, match="only the trainer's step"):
         estimate(load("run.yaml"), folder / "home", this_machine())
@@ -237,8 +224,8 @@ def test_a_program_of_ones_own_is_not_estimated(folder: Path) -> None:
 
 def test_shares_are_those_of_attempts_on_the_type_else_of_all_with_a_margin_that_narrows(folder: Path) -> None:
     config, home, machine = load("run.yaml"), folder / "home", this_machine()
-    keep(folder, config, "v3-8")
-    step = 256 / keep(folder, config, "v4-16")
+    keep(config, "v3-8")
+    step = 256 / keep(config, "v4-16")
 
     def record(number: int, *shares: float) -> None:
         record = RunRecord(f"demo-{number}", "my-project", config.zone, "demo", "", float(number), "tpu-vm")
@@ -251,12 +238,14 @@ def test_shares_are_those_of_attempts_on_the_type_else_of_all_with_a_margin_that
     def shares(name: str) -> Shares:
         return next(item.shares for item in estimate(config, home, machine) if item.candidate.accelerator_type == name)
 
-    record(0, 0.4)
-    assert shares("v4-16").source == "measured in 1 attempt on v4-16, of this folder's runs"
-    assert (shares("v4-16").low, shares("v4-16").high) == pytest.approx((0.4 / 1.5, 0.4 * 1.5))
-    record(1, 0.5, 0.45, 0.45, 0.45)
-    assert shares("v4-16").source == "measured in 5 attempts on v4-16, of this folder's runs"
-    assert (shares("v4-16").low, shares("v4-16").high) == pytest.approx((0.4 / 1.1, 0.5 * 1.1))
+    for number, told, names, low, high in (
+        (0, (0.4,), "1 attempt on v4-16", 0.4 / 1.5, 0.4 * 1.5),
+        (1, (0.5, 0.45, 0.45, 0.45), "5 attempts on v4-16", 0.4 / 1.1, 0.5 * 1.1),
+    ):
+        record(number, *told)
+        found = shares("v4-16")
+        assert found.source == f"measured in {names}, of this folder's runs"
+        assert (found.low, found.high) == pytest.approx((low, high))
     assert shares("v3-8").source == "measured in 5 attempts on other types, of this folder's runs"
     hours = estimate(config, home, machine)[0].hours
     assert hours == pytest.approx((100000 * step / 3600 / 0.55, 100000 * step / 3600 / 0.4 * 1.1))
@@ -265,8 +254,8 @@ def test_shares_are_those_of_attempts_on_the_type_else_of_all_with_a_margin_that
 
 def test_a_candidate_on_which_the_step_does_not_fit_is_not_asked_for_now_and_by_later_attempts(folder: Path) -> None:
     config = load("run.yaml")
-    keep(folder, config, "v4-16", fits=False)
-    keep(folder, config, "v3-8")
+    keep(config, "v4-16", fits=False)
+    keep(config, "v3-8")
     said: list[str] = []
     chosen, hashes = preflight.leave_out_unfit(config, folder / "home", said.append)
     assert [item.accelerator_type for item in chosen.candidates] == list(TYPES[1:])
@@ -277,7 +266,7 @@ def test_a_candidate_on_which_the_step_does_not_fit_is_not_asked_for_now_and_by_
 
 
 def test_the_command_prints_a_table_and_plan_one_line(folder: Path) -> None:
-    keep(folder, load("run.yaml"), "v4-16")
+    keep(load("run.yaml"), "v4-16")
     shown = launch(folder, "estimate", "-f", "run.yaml")
     assert shown.returncode == 0, shown.stderr
     assert "v4-16" in shown.stdout

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from launcher.checks import preflight
-from launcher.config import load
+from launcher.config import Config, load
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import write_private
 from launcher.run import specification
@@ -40,27 +40,14 @@ def write_inputs(tmp_path: Path, text: str) -> Path:
     return tmp_path
 
 
-def result(*, fits: bool) -> dict[str, Any]:
-    reason = None if fits else "does not fit: it needs 51.92 GiB of HBM a device, and 30.75 GiB are there"
-    graph = {"graph": "training, 64 x 128", "fits": fits, "reason": reason, "hash": "0123456789abcdef"}
-    return {"accelerator": "v4-16", "fits": fits, "graphs": [graph], "max_batch": None, "lines": []}
-
-
-def keep(folder: Path, answer: dict[str, Any]) -> Path:
-    """Writes an answer where preflight keeps that for the current file. Returns its path."""
-    path = preflight._path(load("run.yaml"), folder / "home", "v4-16")
+def keep(config: Config, name: str = "v4-16", *, fits: bool, **graph: Any) -> Path:
+    """Writes an answer where preflight keeps that for a configuration and type, in `home`. Returns its path."""
+    verdict = {"fits": fits, "reason": None if fits else "it needs 51.92 GiB of HBM a device, and 30.75 GiB are there"}
+    one = {"graph": "training, 64 x 128", "hash": "0123456789abcdef", **verdict, **graph}
+    answer = {"accelerator": name, "fits": fits, "graphs": [one], "max_batch": None, "lines": []}
+    path = preflight._path(config, Path("home").resolve(), name)
     write_private(path, json.dumps({"format": preflight.FORMAT, "result": answer}))
     return path
-
-
-def test_a_slice_is_not_created_for_a_step_that_is_known_not_to_fit(folder: Path) -> None:
-    keep(folder, result(fits=False))
-    ended = launch(folder, "up", "-f", "run.yaml")
-    assert ended.returncode == Exit.DOES_NOT_FIT
-    assert "run.yaml does not fit on v4-16" in ended.stderr
-    assert "it needs 51.92 GiB of HBM a device, and 30.75 GiB are there" in ended.stderr
-    assert "--no-preflight" in ended.stderr
-    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -74,12 +61,13 @@ def test_a_slice_is_not_created_for_a_step_that_is_known_not_to_fit(folder: Path
     ],
 )
 def test_an_answer_is_for_what_shapes_the_step(folder: Path, before: str, after: str, still_known: bool) -> None:
-    keep(folder, result(fits=True))
+    keep(load("run.yaml"), fits=True)
     (folder / "run.yaml").write_text(FILE.replace(before, after))
     assert (preflight.known(load("run.yaml"), folder / "home") is not None) == still_known
-    (folder / "data" / "train" / "dataset.json").write_text('{"sequence_length": 64}')
+    dataset = folder / "data" / "train" / "dataset.json"
+    dataset.write_text('{"sequence_length": 64}')
     assert preflight.known(load("run.yaml"), folder / "home") is None, "other data is another question"
-    (folder / "data" / "train" / "dataset.json").unlink()
+    dataset.unlink()
     assert preflight.known(load("run.yaml"), folder / "home") is None
 
 
@@ -87,7 +75,7 @@ def test_containers_are_told_what_was_checked(folder: Path) -> None:
     messages: list[str] = []
     config = load("run.yaml")
     assert preflight.leave_out_unfit(config, folder / "home", messages.append) == (config, ())
-    keep(folder, result(fits=True))
+    keep(load("run.yaml"), fits=True)
     _, hashes = preflight.leave_out_unfit(config, folder / "home", messages.append)
     spec = specification.describe(config, "demo-1", preflight=hashes)
     assert spec.preflight == ["0123456789abcdef"], "what the run's folder keeps"
@@ -100,7 +88,7 @@ def test_containers_are_told_what_was_checked(folder: Path) -> None:
     "text", ["[]", "1", '{"format": 1}', '{"format": 1, "result": {"fits": true}}', '{"format": 1, "resu', "\xff"]
 )
 def test_a_file_of_something_else_or_that_was_cut_is_no_answer(folder: Path, text: str) -> None:
-    keep(folder, result(fits=False)).write_bytes(text.encode("latin-1"))
+    keep(load("run.yaml"), fits=False).write_bytes(text.encode("latin-1"))
     assert preflight.known(load("run.yaml"), folder / "home") is None
     assert preflight.leave_out_unfit(load("run.yaml"), folder / "home", print)[1] == ()
 
@@ -110,11 +98,16 @@ def test_a_command_of_ones_own_is_not_checked(folder: Path) -> None:
         preflight.check(load("run.yaml", command=["true"]), folder / "home", [], max_batch=False, more=[], say=print)
 
 
-def test_what_is_known_is_not_compiled_again(folder: Path) -> None:
-    keep(folder, result(fits=False))
+def test_a_step_that_is_known_not_to_fit_is_not_compiled_again_and_no_slice_is_created_for_it(folder: Path) -> None:
+    keep(load("run.yaml"), fits=False)
     ended = launch(folder, "preflight", "-f", "run.yaml", "--json")
     assert ended.returncode == Exit.DOES_NOT_FIT
     assert json.loads(ended.stdout)["accelerators"][0]["accelerator"] == "v4-16"
+    ended = launch(folder, "up", "-f", "run.yaml")
+    assert ended.returncode == Exit.DOES_NOT_FIT
+    for words in ("run.yaml does not fit on v4-16", "it needs 51.92 GiB of HBM a device", "--no-preflight"):
+        assert words in ended.stderr
+    assert "Traceback" not in ended.stderr
     with pytest.raises(LaunchError, match="nothing was created or started"):
         preflight.leave_out_unfit(load("run.yaml"), folder / "home", print)
 
