@@ -38,12 +38,7 @@ def test_every_form_of_a_value_is_masked(value: str, before: str, after: str) ->
     for form in forms:
         assert MASK in masker.mask(form), form
         assert value.encode() not in masker.mask(form)
-
-
-@given(values)
-def test_a_value_alone_is_masked_as_python_and_a_shell_show_it(value: str) -> None:
-    masker = SecretMasker({"TOKEN": value})
-    for shown in (repr(value), repr(value.encode()), shlex.quote(value)):
+    for shown in (repr(value), repr(value.encode()), shlex.quote(value)):  # alone, as Python and a shell show it
         assert MASK in masker.mask(shown.encode()), shown
 
 
