@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from training import storage
 from training.checkpoint.snapshot import Snapshot
-from training.config import Hub
+from training.config import Hub, Model
 from training.data import tokenizer as tokenizers
 from training.data.formats.open_dataset import _read_tokenizer_hash
 from training.errors import BadInput
 from training.models.export import write_model_folder
 from training.models.flops import WorkCounter, flops_per_row, mfu, peak_flops
 from training.models.hub import BackgroundUploader, Push, find_result
-from training.models.hugging_face import usable_positions
+from training.models.hugging_face import ModelRequirements, build_model_config, read_labels, usable_positions
 from training.models.initial import initial_weight
 from training.models.predict import pipeline_of
 from training.registry import TASKS, task_of_model
@@ -182,6 +182,14 @@ def test_a_prediction_takes_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
     monkeypatch.setitem(sys.modules, "huggingface_hub", Mock(snapshot_download=lambda name, **_: str(tmp_path)))
     assert pipeline_of("organisation/of-predict") == "text-generation"
+
+
+def test_a_classifiers_config_names_its_labels_in_order() -> None:
+    names = tuple(f"intent {number}" for number in range(12))
+    requirements = ModelRequirements(100, 0, 8, TASKS["classification"].head, names)
+    config = build_model_config(Model(name="bert-tiny"), requirements, dropout=None)
+    assert config["hidden_dropout_prob"] == config["attention_probs_dropout_prob"] == 0.1, "unless train.dropout is set"
+    assert read_labels(config) == [*names]
 
 
 values = st.lists(st.tuples(st.floats(-10, 10), st.floats(-10, 10)), min_size=2, max_size=40)
