@@ -128,6 +128,19 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def test_an_entry_is_read_once_until_it_is_proved(folder: Path, said: list[str]) -> None:
+    """And neither read nor replaced by others meanwhile, which say so; proved, it is as before."""
+    first, second = store(folder, said), store(folder, said)
+    first.write(KEYS[0], b"program")
+    assert first.read(KEYS[0]) == b"program"
+    second.write(KEYS[0], b"compiled again")
+    assert second.read(KEYS[0]) is None
+    (line,) = said
+    assert str(folder / f"{KEYS[0]}.unproven") in line
+    first.prove(KEYS[0])
+    assert second.read(KEYS[0]) == b"program"
+
+
 def test_the_entries_that_were_not_used_for_longest_are_removed_and_no_file_of_others(
     folder: Path, said: list[str]
 ) -> None:
