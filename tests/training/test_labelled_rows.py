@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -183,6 +184,14 @@ VALUES = [(-1.0) ** number * number / 7 for number in range(90)]
 def make_numbers(folder: Path, labels: list[Any] = VALUES) -> Dataset:
     texts = [f"0 {5 + number} {'5 ' * (number % 12)}1" for number in range(len(labels))]  # of 3 to 14 tokens
     return write(folder, list(zip(texts, map(str, labels), strict=True)), NUMBERS, (8, 16), 30).dataset
+
+
+def test_each_row_keeps_its_number(tmp_path: Path) -> None:
+    [*parts] = labelled_evaluation(make_numbers(tmp_path), HostSlice(TOKENS, 24))
+    seen = [row for part in parts for row in zip(part.input_ids[:, 1] - 5, part.labels, part.weights, strict=True)]
+    found = {int(number): float(label) for number, label, weight in seen if weight}
+    assert found == {number: float(np.float32(value)) for number, value in enumerate(VALUES)}
+    assert {float(label) for _, label, weight in seen if not weight} == {0.0}
 
 
 @pytest.mark.parametrize("label", ["high", "nan", "inf", "1e60", ""])

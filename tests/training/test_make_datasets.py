@@ -45,6 +45,12 @@ def options(tmp_path: Path, **changes: Any) -> DatasetOptions:
     return replace(default, **changes)
 
 
+def test_the_splits_of_a_corpus_share_no_document(tmp_path: Path) -> None:
+    made = make_datasets(options(tmp_path, evaluation_percent=20.0))
+    train, evaluation = (int(result.note.split()[1]) for result in made)  # documents
+    assert train > evaluation > 0
+
+
 def test_classes_are_numbered_in_the_order_of_a_file(tmp_path: Path) -> None:
     names = ["transfer", "cash", "card"]
     rows = ({"text": "x" * (number % 40), "kind": names[number % 3]} for number in range(1, 60))
