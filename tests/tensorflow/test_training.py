@@ -12,12 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.container import small_runs
+from tests.container import poisoned_runs, small_runs
+from tests.container import test_regression_runs as regression
+from tests.container.golden_losses import DOCUMENTS, assert_golden
 from tests.container.test_classification_runs import document as classification
 from tests.container.test_classification_runs import prepare as prepare_classification
+from tests.profiled_run import require_a_profile
 from tests.training.mutations import flip
 from training.checkpoint.tensors import decode, encode
 from training.errors import BadInput, StopRequested
+from training.registry import TASKS
 
 SMALL = {"layers": 1, "hidden_size": 32, "heads": 2, "intermediate_size": 64, "max_positions": 64}
 
@@ -52,10 +56,50 @@ def plain(folder: Path) -> dict[str, Any]:
     return run(folder, "plain", train__dropout=0.0)
 
 
+@pytest.mark.parametrize("task", [task for task in DOCUMENTS if TASKS[task].tensorflow])
+def test_losses_are_the_golden_ones(task: str, tmp_path: Path) -> None:
+    assert_golden(task, "tensorflow", tmp_path)
+
+
 def test_training_learns_and_traces_each_program_once(undisturbed: dict[str, Any]) -> None:
     assert undisturbed["last_loss"] < undisturbed["first_loss"] - 0.5
     assert undisturbed["eval_perplexity"] < 120
     assert (undisturbed["compilations"], undisturbed["host_fallbacks"]) == (2, [])
+
+
+def test_a_regression_learns_and_has_the_figures_of_its_predictions_and_evaluations(tmp_path: Path) -> None:
+    config = regression.document(regression.prepare(tmp_path), backend="tensorflow")
+    trained = small_runs.train_here(config, "undisturbed")
+    regression.assert_learnt(trained)
+    regression.assert_figures_are_those_of_predictions(tmp_path, trained)
+    for place in (str(tmp_path / "runs" / "undisturbed"), trained["model"]):
+        figures = small_runs.evaluate_here(config, place).figures
+        assert figures == pytest.approx({name: trained[f"eval_{name}"] for name in figures}, rel=1e-5)
+
+
+def test_a_profile_names_steps_and_their_parts_and_changes_no_bit(tmp_path: Path) -> None:
+    require_a_profile(tmp_path, backend="tensorflow")
+
+
+@pytest.mark.parametrize(("label", "changes"), [(1e19, {}), (1e30, {"train__jit_compile": True})], ids=["norm", "loss"])
+def test_a_skipped_step_leaves_the_state_bit_for_bit(tmp_path: Path, label: float, changes: dict[str, Any]) -> None:
+    poisoned_runs.assert_skip_leaves_the_state_alone(tmp_path, "tensorflow", label, **changes)
+
+
+def test_nothing_is_committed_after_an_infinite_gradient(tmp_path: Path) -> None:
+    poisoned_runs.assert_stop_commits_nothing_behind_it(tmp_path, "tensorflow", 1e19)
+
+
+@pytest.mark.nightly
+def test_two_hosts_skip_the_same_update(tmp_path: Path) -> None:
+    poisoned_runs.assert_two_hosts_skip_alike(tmp_path, "tensorflow")
+
+
+@pytest.mark.nightly
+def test_two_devices_skip_the_same_update(tmp_path: Path) -> None:
+    """Under a strategy, as on a TPU."""
+    config = poisoned_runs.poisoned_document(tmp_path, "tensorflow", 1e19, train__on_nonfinite="skip")
+    poisoned_runs.check_skips(tmp_path, small_runs.trained(tmp_path, "skip", config, CPU_NUM_DEVICES="2"))
 
 
 def test_a_resumed_run_gives_the_same_bits(undisturbed: dict[str, Any], folder: Path) -> None:
@@ -108,56 +152,52 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_weights(plain: dict[str, Any], fol
 
 
 def tensors(model: Path) -> dict[str, Any]:
+    """name -> (specification, bytes)"""
     return decode((model / "model.safetensors").read_bytes())
+
+
+def copy_model(model: Path, copy: Path, values: dict[str, Any], **config: Any) -> None:
+    """Copies a model folder, with these tensors, name -> (specification, bytes), and changes of its config.json."""
+    shutil.copytree(model, copy, dirs_exist_ok=True)
+    written = {**json.loads((copy / "config.json").read_bytes()), **config}
+    (copy / "config.json").write_text(json.dumps(written))
+    data, places = encode([(name, info) for name, (info, _) in values.items()], {"format": "pt"})
+    for name, place in places.items():
+        place[:] = values[name][1]
+    (copy / "model.safetensors").write_bytes(data)
 
 
 def test_positions_of_roberta_begin_after_its_padding_id(folder: Path) -> None:
     from training.backends.tensorflow.model import open_pipeline
 
     made = Path(run(folder, "roberta", model={"name": "roberta-base", **SMALL}, train__steps=2)["model"])
-    config, found = json.loads((made / "config.json").read_bytes()), tensors(made)
-    assert config["pad_token_id"] == 3
+    assert json.loads((made / "config.json").read_bytes())["pad_token_id"] == 3
     # The same model with 1 for its padding: its table of positions begins two rows earlier.
-    other = folder / "padding-1"
-    shutil.copytree(made, other)
-    (other / "config.json").write_text(json.dumps({**config, "pad_token_id": 1}))
-    data, places = encode([(name, info) for name, (info, _) in found.items()], {"format": "pt"})
-    for name, place in places.items():
-        value = bytes(found[name][1])
-        place[:] = (
-            value[2 * 4 * SMALL["hidden_size"] :] + bytes(2 * 4 * SMALL["hidden_size"]) if "position" in name else value
-        )
-    (other / "model.safetensors").write_bytes(data)
-
+    other, two_rows = folder / "padding-1", 2 * 4 * SMALL["hidden_size"]
+    earlier = {name: (info, bytes(data)[two_rows:] + bytes(two_rows) if "position" in name else data)
+               for name, (info, data) in tensors(made).items()}  # fmt: skip
+    copy_model(made, other, earlier, pad_token_id=1)
     ids = np.array([[0, 7, 8, 9, 2]])
     ours, shifted = (open_pipeline("fill-mask", str(place)).model(ids).logits.numpy() for place in (made, other))
     assert ours == pytest.approx(shifted, abs=1e-5)
 
 
 def test_an_encoder_gets_a_fresh_head_and_missing_weights_are_refused(plain: dict[str, Any], labelled: Path) -> None:
-    model = labelled / "encoder"
-    shutil.copytree(plain["model"], model)
+    model, encoder = Path(plain["model"]), labelled / "encoder"
     body = {name.removeprefix("bert."): value for name, value in tensors(model).items() if name.startswith("bert.")}
-
-    def write() -> None:
-        data, places = encode([(name, info) for name, (info, _) in body.items()], {"format": "pt"})
-        for name, place in places.items():
-            place[:] = body[name][1]
-        (model / "model.safetensors").write_bytes(data)
-
-    write()
-    config = classification(labelled, backend="tensorflow", model={"path": str(model)}, train__steps=2)
+    copy_model(model, encoder, body)
+    config = classification(labelled, backend="tensorflow", model={"path": str(encoder)}, train__steps=2)
     assert small_runs.train_here(config, "fresh-head")["first_loss"] == pytest.approx(0.69, abs=0.1)  # of two labels
 
     lacking = "encoder.layer.0.output.dense.weight"
     del body[lacking]
-    write()
-    with pytest.raises(BadInput, match=rf"lacks 1 of the model's weights: bert\.{lacking}"):
-        small_runs.train_here(config, "lacking")
-    values = json.loads((model / "config.json").read_bytes())
-    (model / "config.json").write_text(json.dumps({**values, "model_type": "distilbert"}))
-    with pytest.raises(BadInput, match="distilbert model"):
-        small_runs.train_here(config, "other-family")
+    for model_type, why in (
+        ("bert", rf"lacks 1 of the model's weights: bert\.{lacking}"),
+        ("distilbert", "distilbert model"),
+    ):
+        copy_model(model, encoder, body, model_type=model_type)
+        with pytest.raises(BadInput, match=why):
+            small_runs.train_here(config, f"lacking-{model_type}")
 
 
 def test_the_other_backends_image_is_named(folder: Path) -> None:
