@@ -7,6 +7,7 @@ python -m tests.virtual_tpu.shards FOLDER        prints one JSON object
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,30 +35,27 @@ def step_and_look(folder: Path, state: dict[str, bytes] | None) -> tuple[dict[st
     specs = backend.tensor_specs()
     if state:
         backend.load_state({name: (specs[name], memoryview(data)) for name, data in state.items()})
-    sent = count_calls(TO_DEVICES)
-    backend.upload()
-    calls = {"upload": count_calls(TO_DEVICES) - sent}
+    calls = {"upload": count_calls(TO_DEVICES, backend.upload)}
     backend.step(0, next(backend.batches(task, 0)).arrays, Signals()).result()
     buffers = {name: bytearray(spec.size) for name, spec in specs.items()}
-    fetched = count_calls(TO_HOST)
-    backend.snapshot_state({name: memoryview(buffer) for name, buffer in buffers.items()}).wait()
-    calls["snapshot"] = count_calls(TO_HOST) - fetched
-    fetched = count_calls(TO_HOST)
+    views, checksums = {name: memoryview(buffer) for name, buffer in buffers.items()}, list[dict[str, str]]()
+    calls["snapshot"] = count_calls(TO_HOST, lambda: backend.snapshot_state(views).wait())
+    calls["checksum"] = count_calls(TO_HOST, lambda: checksums.append(weights_crc32c(backend, 0)))
     weights = b"".join(bytes(data) for name, data in sorted(buffers.items()) if name.startswith("model/"))
-    assert weights_crc32c(backend, 0) == {"": f"{google_crc32c.value(weights):08x}"}
-    calls["checksum"] = count_calls(TO_HOST) - fetched
+    assert checksums == [{"": f"{google_crc32c.value(weights):08x}"}]
     calls["unplanned"] = backend.counters()["device_to_host_syncs"]
     return {**look(backend), **calls, "tensors": len(specs), "buffers": len(backend.state.buffers())}, {
         name: bytes(buffer) for name, buffer in buffers.items()
     }
 
 
-def count_calls(metric: str) -> int:
-    """How often torch_xla has copied between host and devices; one call may copy many tensors."""
+def count_calls(metric: str, action: Callable[[], object]) -> int:
+    """How often torch_xla copies between host and devices in an action; one call may copy many tensors."""
     import torch_xla.debug.metrics as xla_metrics
 
-    data = xla_metrics.metric_data(metric)
-    return int(data[0]) if data else 0
+    before = (xla_metrics.metric_data(metric) or [0])[0]
+    action()
+    return int((xla_metrics.metric_data(metric) or [0])[0] - before)
 
 
 def look(backend: Backend | Any) -> dict[str, Any]:

@@ -29,6 +29,13 @@ def run_all(folder: Path, *runs: str, **environment: str) -> None:
     run_python("-m", "tests.virtual_tpu.mesh_runs", str(folder), *runs, seconds=SECONDS, **told)
 
 
+def require_losses_of_a_replicated_state(folder: Path, *run_ids: str, precision: float = SAME_MATHEMATICS) -> None:
+    expected = small_runs.losses(folder, "replicated")
+    assert len(expected) == 20
+    for run_id in run_ids:
+        assert small_runs.losses(folder, run_id) == pytest.approx(expected, rel=precision), run_id
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs on eight devices."""
@@ -37,11 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_losses_are_those_of_a_replicated_state(folder: Path) -> None:
+def test_losses_are_those_of_a_replicated_state_even_if_resumed_on_another_mesh(folder: Path) -> None:
+    require_losses_of_a_replicated_state(folder, "straight", "on-4-of-8")
     ours, theirs = (small_runs.summary(folder, run_id) for run_id in ("straight", "replicated"))
-    losses = small_runs.losses(folder, "straight")
-    assert len(losses) == 20
-    assert losses == pytest.approx(small_runs.losses(folder, "replicated"), rel=SAME_MATHEMATICS)
     assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=SAME_MATHEMATICS)
     assert ours["compilations"] == theirs["compilations"] == 2, "a step and an evaluation; no program copies the state"
     assert ours["device_to_host_syncs"] == 0
@@ -63,18 +68,12 @@ def test_stopped_and_resumed_on_the_same_mesh_it_ends_with_the_same_bits(folder:
     small_runs.require_same_bits(resumed, straight)
 
 
-def test_resumed_on_another_mesh_the_losses_stay_the_same(folder: Path) -> None:
-    expected = pytest.approx(small_runs.losses(folder, "replicated"), rel=SAME_MATHEMATICS)
-    assert small_runs.losses(folder, "on-4-of-8") == expected
-
-
 @pytest.mark.parametrize("devices", others_at_night(OTHER_DEVICES, ("CPU",)))
 def test_a_checkpoint_of_eight_devices_goes_on_elsewhere(folder: Path, devices: str) -> None:
     fsdp, environment = OTHER_DEVICES[devices]
     run_id = devices.replace(" ", "-")
     run_all(folder, f"{run_id}:{fsdp}:stopped", **environment)
-    expected = pytest.approx(small_runs.losses(folder, "replicated"), rel=SAME_MATHEMATICS)
-    assert small_runs.losses(folder, run_id) == expected
+    require_losses_of_a_replicated_state(folder, run_id)
 
 
 @pytest.mark.parametrize("change", others_at_night(["", FREEZE], [FREEZE]))
@@ -86,10 +85,8 @@ def test_a_decoder_whose_layers_are_a_scan_has_the_losses_of_a_replicated_state(
         f"resumed:8:stopped{change}", f"blocks:8:{change}:train__attention=blocks",
     )  # fmt: skip
     run_all(folder, f"on-the-CPU:1:stopped{change}", PJRT_DEVICE="CPU")
-    expected = pytest.approx(small_runs.losses(folder, "replicated"), rel=SAME_MATHEMATICS)
-    for run_id in ("split", "on-the-CPU"):
-        assert small_runs.losses(folder, run_id) == expected, run_id
-    assert small_runs.losses(folder, "blocks") == pytest.approx(small_runs.losses(folder, "replicated"), rel=1e-5)
+    require_losses_of_a_replicated_state(folder, "split", "on-the-CPU")
+    require_losses_of_a_replicated_state(folder, "blocks", precision=1e-5)
     straight, resumed = (small_runs.summary(folder, run_id) for run_id in ("split", "resumed"))
     assert resumed["final_weights_crc32c"] == straight["final_weights_crc32c"]
     names = read_manifest(str(folder / "runs" / "split" / "checkpoints"), 20).tensors
@@ -112,8 +109,7 @@ def test_other_steps_have_the_same_losses_too(tmp_path: Path, change: str) -> No
 def test_in_bf16_the_loss_is_that_of_a_replicated_state_up_to_its_rounding(tmp_path: Path) -> None:
     folder = small_runs.prepare(tmp_path)
     run_all(folder, "replicated:1::train__precision=bf16", "split:8::train__precision=bf16")
-    expected = pytest.approx(small_runs.losses(folder, "replicated"), rel=5e-3)
-    assert small_runs.losses(folder, "split") == expected
+    require_losses_of_a_replicated_state(folder, "split", precision=5e-3)
 
 
 def test_a_mesh_that_does_not_divide_the_devices_is_one_line(folder: Path) -> None:
