@@ -381,7 +381,14 @@ class Trainer:
         }
 
     def judge(self, error: NonFinite) -> TrainError:
-        """Records that a step or a state was not finite, as `record`, and returns the error that ends the attempt."""
+        """Waits, without limit, for the save in progress, which may hold the last finite state; records that a step or
+        a state was not finite, as `record`. Returns the error that ends the attempt."""
+        try:
+            self.checkpoints.wait()
+        except NonFinite as earlier:  # the saved state came before the step
+            error = earlier
+        except TrainError as problem:
+            warn(f"the save in progress failed: {problem}")
         self.record(error)
         return self.history.judge(error, self.restored.manifest.step if self.restored else 0)
 

@@ -4,9 +4,11 @@ import itertools
 import json
 import math
 import re
+import time
 import weakref
 from collections.abc import Generator, Mapping
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -21,7 +23,7 @@ from tests.training.manual_clock import ManualClock
 from tests.training.mutations import flip
 from tests.training.numpy_backend import NumpyBackend, Runs, finished
 from tests.training.test_agreement import Pair
-from training import run_end
+from training import run_end, storage
 from training.batch import SUMS, Arrays, HostBatch, Signals, StepResult
 from training.checkpoint import writer
 from training.checkpoint.format import committed_steps
@@ -125,10 +127,20 @@ def steps(runs: Runs, run_id: str) -> list[int]:
 
 
 @pytest.mark.parametrize("bad_step", [19, 39])
-def test_an_update_that_is_not_finite_is_not_committed(runs: Runs, bad_step: int) -> None:
+def test_an_update_that_is_not_finite_is_not_committed_but_the_save_in_progress_is(runs: Runs, bad_step: int) -> None:
     """Its own loss is finite: only the gradient norm tells. Step 19 is the one before a save, 39 the run's last."""
+    started = Event()
+    newest = f"step-{bad_step - 9:08}/part"
+
+    def write(url: str, *values: Any, **options: Any) -> Any:
+        if newest in url:
+            assert started.wait(60)
+            time.sleep(0.3)  # longer than the loop needs from the step's start to the end of the attempt
+        return storage.write(url, *values, **options)
+
+    runs.storage = cast(Any, SimpleNamespace(**{**vars(storage), "write": write}))
     with pytest.raises(NonFinite, match=rf"the gradient norm of step {bad_step} is nan.*No later step is saved"):
-        runs.train("r", 0, lambda number: "update" if number == bad_step else None)
+        runs.train("r", 0, lambda number: started.set() or "update" if number == bad_step else None)
     assert steps(runs, "r")[0] == bad_step - 9
     assert (runs.train("r", 1)["steps"], steps(runs, "r")[0]) == (40, 40)
 
