@@ -127,7 +127,7 @@ class ConnectionPool:
     def __init__(self, addresses: Sequence[Address], machine: Workstation, *, kept: bool = False) -> None:
         """`kept`: the addresses are an earlier command's, which gcloud has not confirmed since."""
         self.addresses, self.kept = {address.worker: address for address in addresses}, kept
-        self._machine = machine
+        self._machine, self._closed = machine, False
         self._connections: dict[int, HostConnection] = {}
         self._used: dict[int, float] = {}  # time of the last command, by worker
         self._locks = {worker: machine.threads.lock() for worker in self.addresses}
@@ -197,7 +197,8 @@ class ConnectionPool:
         return all(map(self._is_open, self.addresses))
 
     def close(self) -> None:
-        """Closes all connections; the next command on a host opens its connection again."""
+        """Closes all connections, and those that are being opened. Commands that run meanwhile, or later, fail."""
+        self._closed = True
         for connection in list(self._connections.values()):
             connection.close()
 
@@ -207,8 +208,12 @@ class ConnectionPool:
         if worker not in self.addresses:
             raise ConnectionFailed(f"the slice has no host {worker} now")
         with self._locks[worker]:
-            if not self._is_open(worker):
-                self._connections[worker] = self._machine.connect(self.addresses[worker])
+            if not self._closed and not self._is_open(worker):
+                opened = self._connections[worker] = self._machine.connect(self.addresses[worker])
+                if self._closed:  # while it was opened
+                    opened.close()
+            if self._closed:
+                raise ConnectionFailed("the connections to the slice were closed")
             return self._connections[worker]
 
     def _is_open(self, worker: int) -> bool:
@@ -294,14 +299,8 @@ class SliceConnections:
             self._connecting = self._machine.threads.submit(self._connect_all)
 
     def _connect_all(self) -> None:
-        """Connects to all hosts; closes the connections if the pool was replaced or dropped meanwhile. Raises as
-        `pool`."""
-        pool = self.pool()
-        pool.connect_all()
-        with self._lock:
-            is_dropped = self._pool is not pool
-        if is_dropped:
-            pool.close()
+        """Connects to all hosts, unless the pool is replaced or dropped meanwhile. Raises as `pool`."""
+        self.pool().connect_all()
 
     def pool(self) -> ConnectionPool:
         """Returns all hosts' connections, each opened by its host's first command, at kept addresses or else gcloud's.

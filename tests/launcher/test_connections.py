@@ -157,6 +157,16 @@ def test_a_host_is_tried_once_and_not_if_the_slice_has_it_no_more() -> None:
     assert not pool.follow(0, "true", timeout=5, on_line=print).refused, "gcloud would not reach it either"
 
 
+def test_a_late_look_opens_no_connection_of_closed_ones() -> None:
+    """A look at a host that is lost goes on while a recovery closes the connections of the last attempt."""
+    host = Mock()
+    pool = ConnectionPool([HOST], replace(this_machine(), connect=lambda address: host))
+    host.run.side_effect = lambda *_, **__: pool.close() or (0, "", "")
+    assert pool.run(0, "true", timeout=5).reached
+    assert "were closed" in pool.run(0, "true", timeout=5).problem
+    assert [call[0] for call in host.method_calls] == ["run", "close"]
+
+
 def test_ctrl_c_does_not_wait_for_hosts_that_pull() -> None:
     with subprocess.Popen(
         ["env", "--default-signal=INT", f"PYTHONPATH={ROOT}", sys.executable, "-c", PULL],
