@@ -65,11 +65,11 @@ class Acquisition:
             is_seen = self.request is not None
             if isinstance(error, Conflict) or not (is_seen or self.requested):
                 raise
-            raise type(error)(
+            error.args = (
                 f"{error}\n  the request {'stays' if is_seen else 'may be'} in the queue and is billed when it is "
                 "granted: `tpu-launch up` goes on waiting, `tpu-launch down` deletes it",
-                exit_code=error.exit_code,
-            ) from None
+            )
+            raise
 
     def _wait_until_ready(self) -> None:
         """Returns when the node is READY. Waits out a request that is being deleted, replaces a lost request or node;

@@ -16,6 +16,7 @@ from launcher.emulator.state import Fault
 from launcher.errors import BadInput
 from launcher.gcloud import Conflict, PermissionDenied, QuotaExceeded, Stockout, Unavailable
 from launcher.provider import SliceState
+from launcher.run.session import RunStopped
 from launcher.tpu_vm import commands, creation, deletion, slice_hints, slices
 from launcher.tpu_vm.slices import NotOurs
 from launcher.workstation import Owner
@@ -202,6 +203,16 @@ def test_an_error_after_a_request_says_that_it_may_be_billed(config: Config, clo
     with pytest.raises(PermissionDenied, match=f"the request {words} in the queue and is billed when it is granted"):
         create(config, cloud)
     assert request_state(cloud) != ""
+
+
+def test_a_stop_while_a_request_is_awaited_tells_that_it_stays(config: Config, cloud: Cloud) -> None:
+    def stop(zone: str, command: str, now: float) -> None:
+        if cloud.state.queued:
+            raise RunStopped("demo-1")
+
+    cloud.trouble = stop
+    with pytest.raises(RunStopped, match=r"(?s)run demo-1 was stopped.*the request may be in the queue"):
+        create(config, cloud)
 
 
 @pytest.mark.parametrize("seed", range(20))
