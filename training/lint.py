@@ -81,7 +81,8 @@ class StepChecker:
         self._operations[key] = trace.operations
 
     def findings(self) -> list[LintFinding]:
-        """Returns one finding for each rule and place, in the order of their first steps."""
+        """Returns the first finding of each rule and place, in the order of their steps. If there were others, its
+        message ends in the number of all: "(3 times)"."""
         return [
             finding if count == 1 else LintFinding(finding.rule, finding.place, f"{finding.message} ({count} times)")
             for finding, count in self._findings.values()

@@ -229,8 +229,8 @@ def _usualness(host: HostStatus) -> tuple[bool, int, float]:
 
 
 def plot(losses: Mapping[int, float], columns: int, rows: int) -> list[str]:
-    """Returns the loss over steps in braille dots, `rows` lines high, with the extremes as labels, between a title and
-    a line of the first and last step; [] if no loss is finite."""
+    """Returns the loss over steps in braille dots, `rows` lines high (2 or more), `columns` wide with the extremes as
+    labels, between a title and a line of the first and last step; [] if no loss is finite."""
     points = sorted((step, loss) for step, loss in losses.items() if math.isfinite(loss))
     if not points:
         return []

@@ -304,7 +304,8 @@ class Race:
         return state
 
     def _withdraw_rest(self, *used: int) -> None:
-        """Withdraws all open requests but `used` (numbers) and granted ones; waits, also for earlier withdrawals."""
+        """Withdraws all open requests but `used` (numbers) and granted ones; waits, also for earlier withdrawals. Does
+        not raise if one can't be withdrawn: `withdraw` tells the user, and leaves it open."""
         granted = {*used, *(item.number for item in self.record.read() if item.granted is not None)}
         self.withdraw([item for number, item in self._open().items() if number not in granted | self.leaving.keys()])
         for thread in self.leaving.values():

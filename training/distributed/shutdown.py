@@ -58,7 +58,8 @@ class ShutdownRequest:
             self._count_down()
 
     def _count_down(self) -> None:
-        """Starts the countdown to `overdue` in a thread; does nothing before `limit` was called."""
+        """Starts a thread, one more at each call, that calls the `overdue` given to `limit` after its `seconds`; does
+        nothing before `limit` was called."""
         if self._deadline:
             seconds, overdue = self._deadline
 

@@ -83,8 +83,9 @@ def last_figures(run: str, step: int) -> dict[str, float]:
 
 
 def render_card(repository: str, config: Mapping[str, Any], figures: Mapping[str, float]) -> str:
-    """Returns the README.md of a repository, with the metadata that the Hub reads. `repository`: ORGANISATION/NAME;
-    `config`: values of the model's config.json; `figures`: of an evaluation, by name."""
+    """Returns the text of a repository's README.md: library and pipeline as metadata for the Hub, then `figures`, by
+    name, of an evaluation of the whole set, as a list (no metadata), and an example. `repository`: ORGANISATION/NAME;
+    `config`: values of the model's config.json."""
     pipeline = TASKS[task_of_model(config)].head.pipeline
     lines = ["---", "library_name: transformers", f"pipeline_tag: {pipeline}", "---", "", f"# {repository}", ""]
     lines += [f"A {config.get('model_type')} model, trained with tpu-launch.", ""]

@@ -176,6 +176,6 @@ def _list_arrays(shape: Any) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _bits(dtype: str) -> int:
-    """Returns the bits of one element of a type: 32 for "s32", 0 for what is no number."""
+    """Returns the bits of one element of a type: 32 for "s32", 8 for "pred", 0 for what is no number."""
     match = re.search(r"\d+", dtype)
     return int(match[0]) if match else 8 * (dtype == "pred")

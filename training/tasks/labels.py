@@ -210,8 +210,8 @@ def accuracy(confusion: npt.NDArray[np.float64]) -> float:
 
 
 def weighted_f1(confusion: npt.NDArray[np.float64]) -> float:
-    """Returns the mean of the classes' F1 = 2 hits / (true + predicted), weighted by the number of examples of each
-    class; nan without examples.
+    """Returns the mean of the classes' F1 = 2 hits / (true + predicted) of (true, predicted) counts, weighted by the
+    number of examples of each class; nan without examples.
 
     A class that is neither present nor predicted counts 0, with weight 0. As scikit-learn's
     f1_score(average="weighted"): https://scikit-learn.org/stable/modules/generated/sklearn.metrics.f1_score.html"""
