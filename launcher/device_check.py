@@ -37,7 +37,7 @@ class DeviceReport:
 
     @property
     def ok(self) -> bool:
-        """Returns whether a run could use the host."""
+        """Returns whether the host has no fatal problem; True also if it was not tried, because another host failed."""
         return not any(problem.fatal for problem in self.problems)
 
     def as_json(self) -> dict[str, Any]:

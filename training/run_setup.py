@@ -70,8 +70,8 @@ class Run:
         return self.config.for_device(device_kind()).train.precision
 
     def model_config(self) -> dict[str, Any]:
-        """Returns the values of the model's config.json; reads that of model.path. Raises BadInput if that has none,
-        StorageError."""
+        """Returns the values of config.json for the network that is trained, with the task's head. Downloads a
+        model.path on the Hub. Raises BadInput and StorageError as `build_model_config`."""
         needs = model_requirements(self.config, self.task)
         return build_model_config(self.config.model, needs, self.config.train.dropout, self.task.data.tokens.end)
 

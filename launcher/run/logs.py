@@ -187,8 +187,8 @@ def next_page(observation: Observation) -> str:
 
 
 def tail(path: Path, size: int) -> list[LogLine]:
-    """Returns the whole lines in the last `size` bytes (at most 4 MB) of a host's log file, which must exist; the first
-    is left out unless the file begins with it."""
+    """Returns the whole lines in the last `size` bytes of a host's log file, which must exist; the first is left out
+    unless the file begins with it. `size`: at most 4 MB, for only the first 4 MB of these bytes are read."""
     start = max(0, path.stat().st_size - size)
     lines, _ = read_from(path, start)
     return lines[1:] if start else lines  # the first may be cut

@@ -318,7 +318,8 @@ def _answer(error: Any) -> tuple[str, str]:
 
 
 def _is_transient(error: Exception) -> bool:
-    """Returns whether a retry may help: after broken connections, server errors and passing failures of credentials."""
+    """Returns whether a retry may help: after any OSError (a broken connection), a wrong checksum, status 308, 408, 429
+    or 5xx, or none, and passing failures of credentials."""
     import requests
     import urllib3
     from google.api_core import exceptions as api

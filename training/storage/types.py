@@ -81,6 +81,7 @@ class RangedFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Moves to a position, which it does not check, and returns it. Behind the end, reads return nothing."""
         self._position = offset + (0, self._position, self._size)[whence]
         return self._position
 

@@ -110,7 +110,8 @@ class TorchTpu(Backend):
         return {name: held for name, held in slices.items() if held}
 
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
-        """Uploads the state, and copies tensors, or this process's slices, into `buffers`. The snapshot is complete."""
+        """Uploads the state, and copies the tensors or slices that `buffers` names, as `key_in_part` does, into them.
+        Returns a Snapshot that is already complete."""
         self._state.upload(self._chip.device)
         held = {}  # key in a checkpoint's part -> tensor
         for name, value in self._state.tensors.items():

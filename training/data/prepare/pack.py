@@ -47,7 +47,8 @@ class RowKind(ABC):
 
     @abstractmethod
     def encode(self, documents: list[str]) -> Ids:
-        """Returns a batch's part of the stream, (units, ...): a unit is a token, or a finished row."""
+        """Returns a batch's part of the stream, (units, ...): a unit is a token, or a finished row. Raises BadInput for
+        a chat that can't be rendered."""
 
     @abstractmethod
     def write(self, url: str, number: int, units: Ids) -> Shard:
@@ -114,7 +115,7 @@ def write_rows(
     Returns a complete dataset of the same plan as it is, without reading the corpus. Drops the ids after the last full
     row. `documents` is called to read the corpus, and must give the same documents each time; `kind` turns them into
     rows; `progress` is called after each shard. Raises BadInput when the folder holds something else (unless
-    `overwrite`), or there is too little text for a row; and StorageError."""
+    `overwrite`), or there is too little text for a row, and as `kind`; and StorageError."""
     existing = dataset_writer.find_existing(url, plan, overwrite)
     if existing is not None:
         return WrittenDataset(existing, reused=True)
@@ -172,8 +173,8 @@ class WholeDocuments(RowKind):
         self.features = {**dataset_writer.id_features(plan.vocabulary), **dict.fromkeys(self.columns, number)}
 
     def encode(self, documents: list[str]) -> Ids:
-        """Returns rows, (rows, 3, length): ids, numbers of their documents from 1 (0: padding), and 1 if learnt. Counts
-        the places that they fill, for `note`."""
+        """Returns rows of the documents' pieces, as `cut` cuts them, (rows, 3, length): ids, numbers of their pieces
+        in the row from 1 (0: padding), and 1 if learnt. Counts filled places, for `note`. Raises as `tokenize`."""
         length = self._plan.length
         pieces = [piece for document in self.tokenize(documents) for piece in self.cut(document, length)]
         rows = best_fit([piece.shape[1] for piece in pieces], length)

@@ -105,7 +105,7 @@ class TrainingOrder:
         return start, stop - start
 
     def window(self, epoch: int, number: int) -> Ints:
-        """Returns the records of a window in the order in which steps use them. (cells,)"""
+        """Returns which records a window has, by number, in the order in which steps use them: (cells,), read-only."""
         return _shuffled_window(self, epoch, number)
 
 
