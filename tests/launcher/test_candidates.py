@@ -203,7 +203,7 @@ def test_the_best_candidate_in_time_is_kept(
 ) -> None:
     won = run_race(cloud, make(tmp_path, f"  price_limit: {limit}\n" if limit else ""), plan)
     assert won.kept == kept
-    assert won.took == pytest.approx(seconds, abs=5)
+    assert 0 <= won.took - seconds <= (2 if seconds < 1000 else 5)
     assert {name: won.asked[name] for name in asked} == {name: pytest.approx(asked[name], abs=5) for name in asked}
     if seconds == 40 and kept == "v4-8":
         assert won.withdrawn["v3-8"] <= 12, "what can't become the slice is withdrawn at once"
@@ -529,6 +529,7 @@ def test_a_share_that_is_killed_loses_and_doubles_no_open_request(
             for place, name in writes:
                 patch.setattr(place, name, count_and_kill(getattr(place, name)))
             record.share(url)
+        RequestRecord(config).read()  # fails where an end is left without its request
 
     def move_to(machine: str) -> RequestRecord:
         monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / f"{machine} {steps}"))

@@ -488,7 +488,7 @@ def test_commands_to_all_hosts_share_a_client_with_one_key(monkeypatch: pytest.M
     """The first commands of a process go to all hosts at once."""
 
     class SlowToMake(ssh.SshClient):
-        _read_key = Mock()
+        _read_key = Mock(side_effect=lambda path: time.sleep(0.05))
 
         def __init__(self) -> None:
             time.sleep(0.2)  # as the import of its module

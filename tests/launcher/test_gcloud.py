@@ -226,9 +226,9 @@ PERMANENT = {QuotaExceeded, PermissionDenied, Conflict, Refused}
 @pytest.mark.parametrize(("source", "text", "kind"), WORDINGS)
 def test_each_wording_has_its_meaning_and_may_be_permanent(source: str, text: str, kind: type[LaunchError]) -> None:
     argv = CREATE if "of a creation" in source and "not of" not in source else DESCRIBE
-    error = explain_error(text, argv)
-    assert type(error) is kind, source
-    assert error.transient == (kind not in PERMANENT), source
+    for error in explain_error(text, argv), explain_error(f"ERROR: (gcloud.x) {text}", argv):
+        assert type(error) is kind, source
+        assert error.transient == (kind not in PERMANENT), source
 
 
 def test_time_outs_pass_and_bad_input_and_a_used_slice_do_not() -> None:

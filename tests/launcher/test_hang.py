@@ -255,6 +255,7 @@ SAMPLES = {
 def test_two_samples_tell_what_lasts(now: str, before: str, kind: str) -> None:
     hang = explain(now, COLLECTIVE, before=before)
     assert f"{hang.kind}: {hang.what.partition('host 0 ')[2]}".startswith(kind)
+    assert hang.worker == (-1 if kind == "collective" else 0)
 
 
 @pytest.mark.parametrize(

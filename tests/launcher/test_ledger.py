@@ -164,7 +164,7 @@ EVENTS_OF_OTHERS = (
         *(("run.json", text) for text in ("", "{", "[]", "{}", '{"run_id": "r"}')),
     ],
 )
-def test_a_run_that_is_damaged_or_of_another_version_hides_no_other_and_is_told_to_who_names_it(
+def test_a_run_that_is_damaged_or_of_another_version_hides_no_other_and_is_told_if_named(
     tmp_path: Path, run: Ledger, file: str, text: str
 ) -> None:
     bad = begin(tmp_path)

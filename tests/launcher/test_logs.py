@@ -53,7 +53,7 @@ def test_a_log_is_read_in_pieces_without_an_unfinished_line_which_is_repaired(
                 assert sum(len(f"{line.timestamp} {line.text}\n") for line in lines[:-1]) <= 100
                 read += lines
                 lines, offset = read_from(path, offset)
-            assert read == history
+            assert (read, offset) == (history, sum(len(f"{line.timestamp} {line.text}\n") for line in history))
     assert offset == path.stat().st_size
 
 

@@ -267,6 +267,7 @@ def test_the_attempt_after_an_attach_is_what_was_started_whatever_the_file_says_
     work.hosts.end(75)  # its machine asked it to save
     outcome = work.attach(work.config(setting="changed"), HF_TOKEN="s3cret", FROM_FILE="plain")
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
+    assert any("attempt 1 on 2 hosts (resumes: the last attempt ended with 'saved')" in text for text in work.messages)
     first, second = work.hosts.attempts
     assert replace(second, number=0, host_secret=first.host_secret) == first
     assert second.host_secret != first.host_secret, "a host of the first attempt can't meet those of the second"

@@ -141,6 +141,7 @@ def test_a_refused_request_stops_nothing(work: Workstation, code: Path, wrong: d
     with pytest.raises(BadInput, match=words):
         work.run(work.config(), **options)
     assert "stop" not in work.hosts.calls
+    assert not work.ledger.state.stop_requested
 
 
 def test_the_same_files_are_the_same_overlay_and_others_another(tmp_path: Path) -> None:

@@ -201,6 +201,9 @@ def test_every_attempt_with_a_failure_is_judged_within_the_settling_time(codes: 
     [
         ([exited(0, 76), exited(1, 137, error="no disk")], 100.0, "killed by SIGKILL (exit code 137): no disk"),
         ([exited(0, 137, oom_killed=True)], 100.0, "killed: out of host memory (exit code 137)"),
+        ([exited(0, 126)], 100.0, "the command can't be executed (exit code 126)"),
+        ([exited(0, 127)], 100.0, "the command was not found in the image (exit code 127)"),
+        ([exited(0, 139)], 100.0, "crashed by a segmentation fault (exit code 139)"),
         ([running(0, 1e3), running(1, 800.0, "reset")], 1e3, "the host has not answered for 200 s (reset)"),
         ([exited(0, 76, seen=104.0), running(1, 99.0)], 104.0, "(no answer yet to the last look)"),
     ],
