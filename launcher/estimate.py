@@ -169,8 +169,9 @@ def _bound_by_sizes(config: Config) -> Bound | None:
 
 
 def choose_shares(name: str, measured: Sequence[tuple[str, float]]) -> Shares:
-    """Returns the range of the `measured` shares (type, share) of attempts on the type `name`, or on all types if there
-    is none, widened by a margin that narrows with their number; the published range if nothing was measured."""
+    """Returns the range of the `measured` shares (type, share of the bound's speed) of attempts on the type `name`, or
+    on all types if there is none, widened by a margin that narrows with their number; the published range if nothing
+    was measured."""
     of_type = [share for kind, share in measured if kind == name]
     if not measured:
         return Shares(*PUBLISHED, PUBLISHED_SOURCE)

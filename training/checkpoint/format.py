@@ -133,7 +133,8 @@ def part_name(worker: int, hosts: int, token: str) -> str:
 
 def assign_slices(tensors: Mapping[str, TensorSpec], split: StateSlices, hosts: int) -> dict[str, StoredTensor]:
     """Returns the manifest's tensors: each slice in the part of one of the hosts that hold it, balanced by bytes: the
-    largest first, each to the host with the fewest bytes. Tensors that are not `split` are one slice."""
+    largest first, each to the host with the fewest bytes. Tensors that are not `split` are one slice. The checksums
+    are not filled in yet."""
     loads = [0] * hosts
     held = {name: split.get(name) or [HeldSlice(whole(tensors[name].shape), tuple(range(hosts)))] for name in tensors}
     parts: dict[str, list[StoredSlice]] = {name: [] for name in sorted(tensors)}

@@ -65,7 +65,8 @@ def restore(
 ) -> Restored | None:
     """Loads the newest checkpoint in `folder` (a run's checkpoint folder) that all hosts verify, and returns it; None
     if there is none at all. Every host must call it. Raises BadInput when a checkpoint belongs to something else, or
-    none verifies: starting over silently would throw the run away; LostPeer when a host is lost, or reads too long.
+    none verifies: starting over silently would throw the run away; LostPeer when a host is lost, or reads too long;
+    StopRequested; StorageError.
 
     Args:
         identity: what the checkpoint must have been made from.
@@ -167,8 +168,8 @@ def load_tensors(
     choose: Choose = load_whole,
 ) -> None:
     """Passes the slice of each tensor of a checkpoint that `choose` returns (None: skips the tensor) to `load_state`,
-    some at a time. Raises Damaged when what it read is not what was committed; the caller must then discard the tensors
-    loaded so far."""
+    some at a time. Raises Damaged when what it read is not what was committed, StorageError when it can't be read; the
+    caller must then discard the tensors loaded so far."""
     urls = [_part_url(folder, manifest.step, part, storage) for part in manifest.parts]
     plans = form.slices_by_part(manifest.tensors, len(manifest.parts))
     specs = {name: tensor.spec for name, tensor in manifest.tensors.items()}
@@ -182,7 +183,8 @@ def load_tensors(
 
 
 def read_part(folder: str, step: int, part: Part, storage: Storage = default_storage) -> memoryview:
-    """Reads a whole part into memory. Raises Damaged if it is missing, of another size, or has another checksum."""
+    """Reads a whole part into memory. Raises Damaged if it is missing, of another size, or has another checksum;
+    StorageError."""
     data = memoryview(bytearray(part.size))
     ranges = [(start, min(start + _RANGE, part.size)) for start in range(0, max(part.size, 1), _RANGE)]
     checksum = 0
@@ -229,7 +231,7 @@ def _load_part(
     url: str, part: Part, plan: Sequence[PartSlice], assembly: _TensorAssembler, storage: Storage, threads: Threads
 ) -> None:
     """Reads the slices of a part that `assembly` needs, and if there are any or the part is empty, its header: once, in
-    ranges that end between tensors. Verifies each, and adds the slices. Raises Damaged."""
+    ranges that end between tensors. Verifies each, and adds the slices. Raises Damaged, StorageError."""
     head, places, size = plan_file([(entry.key, entry.spec) for entry in plan])
     if size != part.size or len(places) != len(plan):
         raise Damaged(f"part {part.name} has {part.size} bytes, but the tensors that the manifest lists in it {size}")
@@ -257,7 +259,7 @@ def _load_part(
 
 
 def _part_url(folder: str, step: int, part: Part, storage: Storage) -> str:
-    """Returns the URL of a part. Raises Damaged unless its size is what was committed."""
+    """Returns the URL of a part. Raises Damaged unless its size is what was committed; StorageError."""
     url = join(folder, form.step_folder(step), part.name)
     status = storage.stat(url)
     if status is None:
@@ -271,7 +273,7 @@ def _read_ranges(
     url: str, part: Part, ranges: Sequence[tuple[int, int]], storage: Storage, threads: Threads
 ) -> Iterator[tuple[int, memoryview]]:
     """Yields (start, bytes) of a part's ranges, (start, end), while threads read ahead. Raises Damaged for a missing
-    or short part."""
+    or short part; StorageError."""
     waiting = iter(ranges)
 
     def begin(start: int, end: int) -> Future[bytes]:

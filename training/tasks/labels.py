@@ -117,7 +117,8 @@ class Classification(LabelledRows):
         check_labels(dataset.url, labels, batch.records, self.label_values, self._config.task)
 
     def training_batch(self, batch: LabelledBatch) -> HostBatch:
-        """Returns what a step takes of a training batch, with weights multiplied by `train.class_weights`."""
+        """Returns what a step takes of a training batch, with weights multiplied by `train.class_weights`. Raises as
+        `host_batch`."""
         found = super().training_batch(batch)
         if self._class_weights is None:
             return found

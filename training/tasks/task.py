@@ -83,7 +83,7 @@ class Task(ABC):
         """Yields this host's rows of each batch of an evaluation, in record order, the same each time."""
 
     def training_batch(self, batch: Any) -> HostBatch:
-        """Returns what a step takes of a batch of `source`."""
+        """Returns what a step takes of a batch of `source`. Raises as `host_batch`."""
         return self.host_batch(self.data.train, batch)
 
     def host_batch(self, dataset: Dataset, batch: Any) -> HostBatch:

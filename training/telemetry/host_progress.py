@@ -65,7 +65,7 @@ class PhaseTimer:
         return next(iter(self._stack[-1:]), "")
 
     def total(self) -> float:
-        """Returns the seconds since the process began, in phases or not."""
+        """Returns the seconds since `began`, in phases or not."""
         return self._now() - self.began
 
     def report(self) -> dict[str, float]:

@@ -95,8 +95,9 @@ class EngineImages:
 
     def push(self, reference: Reference, tag: str) -> HttpResponse:
         """Enters an image of the workstation as pushed, under `tag` ("": the reference's); with `full_pushes` first
-        sends its bytes to the registry, for up to 1 h. Returns the progress that docker shows. Raises EngineError for
-        an unknown image, no tag, a missing repository, a registry that is down, or a push that fails."""
+        sends its bytes to the registry. Returns the progress that docker shows. Raises EngineError for an
+        unknown image, no tag, a missing repository, a registry that is down, or a push that fails; OSError when the
+        engine is down or silent."""
         repository, tag = reference.repository, tag or reference.tag
         self.refuse_when_broken("", image=f"{reference}")
         with self.store.read() as state:
@@ -118,8 +119,8 @@ class EngineImages:
         )
 
     def _push_bytes(self, image: str, repository: str, tag: str) -> str:
-        """Has the engine push an image into the registry, by a name that is removed again. Returns the digest, or
-        raises EngineError."""
+        """Has the engine push an image into the registry, by a name that is removed again. Returns the digest. Raises
+        EngineError, or OSError when the engine is down or silent."""
         name = f"{self._engine_prefix()}{repository}"
         self.engine.call("POST", f"/images/{quote(image, safe=':')}/tag", {"repo": name, "tag": tag})
         try:
@@ -138,7 +139,7 @@ class EngineImages:
         """Enters an image as pulled by the host; moves bytes only if the workstation's store lacks it and a full push
         sent them. `tag`: a tag or digest, "" if in `name`; `login`: the X-Registry-Auth header. Raises EngineError for
         a wrong token, or an image that was not pushed, or was removed from the store since; BadInput for a malformed
-        name."""
+        name; OSError when the engine is down or silent."""
         separator = "@" if tag.startswith("sha256:") else ":"
         reference = parse_reference(f"{name}{separator}{tag}" if tag else name)
         with self.store.read() as state:
@@ -170,7 +171,7 @@ class EngineImages:
 
     def _fetch(self, reference: Reference) -> str | None:
         """Returns the id of a registry's image, which the store may lack, or None if it was not pushed. The engine
-        pulls it, for an hour at most, if only the registry has its bytes. Raises EngineError."""
+        pulls it if only the registry has its bytes. Raises EngineError, OSError."""
         held = self.registry.manifest(reference.repository, reference.version)
         image = self._pushed(reference, held[0] if held else "")
         if held is None or (image is not None and self._is_stored(image)):
@@ -192,7 +193,8 @@ class EngineImages:
             return f"127.0.0.1:{state.registry_port}/"
 
     def _transfer(self, path: str, query: dict[str, str]) -> list[dict[str, dict[str, str]]]:
-        """Has the engine push or pull, within an hour. Returns its records. Raises EngineError for a failure."""
+        """Has the engine push or pull. Returns its records. Raises EngineError for a failure, OSError when the engine
+        is down, or silent for an hour."""
         with self.store.read() as state:
             login = json.dumps({"username": USER, "password": state.token}).encode()
         headers = {"X-Registry-Auth": base64.urlsafe_b64encode(login).decode()}

@@ -43,7 +43,8 @@ class TensorFlowStep:
         return tf.constant(seed, tf.int32), tf.constant(np.array(scalars, np.float32))
 
     def train_program(self, rows: Any, seed: Any, scalars: Any) -> Any:
-        """Runs a step where this process drives all devices. Returns the sums and `update`'s result: (3 + 2,)."""
+        """Runs a step where this process drives all devices; `seed` and `scalars`: the results of `scalars`. Returns
+        the sums and `update`'s result: (3 + 2,)."""
 
         def replica(rows: Any) -> Any:
             gradients, sums = self.gradients(rows, seed)
@@ -128,7 +129,8 @@ class TensorFlowStep:
     def update(self, gradients: list[Any], sums: Any, scalars: Any) -> Any:
         """Updates the state by the clipped gradients of the mean loss; with train.on_nonfinite: skip, only if loss and
         norm are finite. `gradients`: of the loss in `sums`, both summed over replicas. Call it in a replica's context.
-        Returns, (2,), the norm before clipping, and 1 if it skipped the update, else 0 (training.batch.UPDATE)."""
+        `scalars`, (m,): the learning rate, then the optimizer's. Returns, (2,), the norm before clipping, and 1 if it
+        skipped the update, else 0 (training.batch.UPDATE)."""
         scalars = tf.unstack(scalars)
         loss, weight = sums[SUMS.index("loss")], sums[SUMS.index("weight")]
         scale = 1 / tf.maximum(weight, 1e-6)  # from the gradient of the sum to that of the mean
