@@ -21,6 +21,7 @@ from training import device_check
 from training.device_check import PREFIX, parse_facts
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
+from training.errors import TrainError
 from training.storage.types import StorageError
 
 GOOD = {
@@ -152,13 +153,24 @@ def test_the_bucket_of_the_file_is_what_is_measured() -> None:
     assert make_attempt(config, "device-check-1", "image").command[-2:] == ("--output", config.trainer.output)
 
 
-def test_an_error_of_the_driver_is_one_line_with_the_phase_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "slice_", "expected", "error", "told"),
+    [
+        ("CPU", "v4-8", 3, RuntimeError("Couldn't mmap: not now.\nmore"), r"^RuntimeError: Couldn't mmap: not now\.$"),
+        ("TPU", None, 3, AssertionError(), "^AssertionError: no message$"),
+        ("TPU", "v4-8", 4, AssertionError("odd"), "^AssertionError: odd$"),
+    ],
+)
+def test_an_error_of_the_driver_is_one_line_after_the_facts_and_the_phase_before_it(
+    monkeypatch: pytest.MonkeyPatch, kind: str, slice_: str | None, expected: int, error: Exception, told: str
+) -> None:
     facts: dict[str, Any] = {}
-    broken = Mock(side_effect=RuntimeError("Couldn't mmap: Resource temporarily unavailable.\nmore"))
-    monkeypatch.setattr(device_check, "load", lambda reference: broken)
-    with pytest.raises(Exception, match=r"^RuntimeError: Couldn't mmap: Resource temporarily unavailable\.$"):
-        device_check.check_host("torch-xla", None, Cluster(0, ("localhost",)), SingleHost(), facts.__setitem__)
-    assert facts["phase"] == "opening the devices"
+    monkeypatch.setattr(device_check, "load", lambda reference: Mock(side_effect=error))
+    monkeypatch.setenv("PJRT_DEVICE", kind)
+    monkeypatch.setenv("CPU_NUM_DEVICES", "3")
+    with pytest.raises(TrainError, match=told):
+        device_check.check_host("torch-xla", None, Cluster(0, ("localhost",), slice_), SingleHost(), facts.__setitem__)
+    assert (facts["devices_expected"], facts["phase"]) == (expected, "opening the devices")
 
 
 def test_the_bucket_is_measured_and_left_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,7 @@ def test_a_notebook_is_refused_a_tpu_of_several_hosts(monkeypatch: pytest.Monkey
     ("text", "addresses"),
     [
         ("worker-0:0:10.130.0.5,worker-1:1:10.130.0.6", ("10.130.0.5", "10.130.0.6")),
+        ("10.130.0.5,10.130.0.6", ("10.130.0.5", "10.130.0.6")),
         ("t1v-n-1-w-0,t1v-n-1-w-1", ("t1v-n-1-w-0", "t1v-n-1-w-1")),
         ("unknown:unknown:10.0.0.9", ("10.0.0.9",)),
     ],

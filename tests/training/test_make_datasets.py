@@ -19,6 +19,7 @@ from training.data.formats.open_dataset import check_dataset, open_dataset
 from training.data.loading.batches import labelled_evaluation
 from training.data.loading.record_source import HostSlice
 from training.data.prepare import make_datasets as procedure
+from training.data.prepare.corpus import Corpus
 from training.data.prepare.dataset_writer import write_mixture
 from training.data.prepare.make_datasets import DatasetOptions, make_datasets, parse_lengths
 from training.data.sampling.masking import SpecialTokens
@@ -49,17 +50,26 @@ def test_the_splits_of_a_corpus_share_no_document(tmp_path: Path) -> None:
     made = make_datasets(options(tmp_path, evaluation_percent=20.0))
     train, evaluation = (int(result.note.split()[1]) for result in made)  # documents
     assert train > evaluation > 0
+    assert train + evaluation == len(list(Corpus("builtin:pydoc").documents()))
 
 
-def test_classes_are_numbered_in_the_order_of_a_file(tmp_path: Path) -> None:
-    names = ["transfer", "cash", "card"]
-    rows = ({"text": "x" * (number % 40), "kind": names[number % 3]} for number in range(1, 60))
+NAMES = ["transfer", "cash", "card"]
+
+
+@pytest.mark.parametrize("evaluation", ["a share", "a corpus"])
+@pytest.mark.parametrize(("labels", "names"), [("names.json", NAMES), (None, sorted(NAMES))])
+def test_classes_are_numbered_in_the_order_of_a_file_or_of_their_names(
+    tmp_path: Path, labels: str | None, names: list[str], evaluation: str
+) -> None:
+    rows = ({"text": "x" * (number % 30 + 1), "kind": NAMES[number % 3]} for number in range(60))
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "names.json").write_text(json.dumps(names))
-    own = {"corpus": str(tmp_path / "a.jsonl"), "label": "kind", "labels": str(tmp_path / "names.json")}
-    made = list(make_datasets(options(tmp_path, task="classification", lengths="8,32", evaluation_percent=50.0, **own)))
+    (tmp_path / "names.json").write_text(json.dumps(NAMES))
+    own = {"corpus": str(tmp_path / "a.jsonl"), "label": "kind", "labels": labels and str(tmp_path / labels)}
+    other = {"evaluation_corpus": own["corpus"]} if evaluation == "a corpus" else {"evaluation_percent": 50.0}
+    made = list(make_datasets(options(tmp_path, task="classification", lengths="8,32", **own, **other)))
     assert [result.dataset.manifest.labels for result in made] == [names, names]
     assert {shard.length for shard in made[0].dataset.shards} == {8, 32}
+    assert sum(result.dataset.records for result in made) == (120 if evaluation == "a corpus" else 60)
 
 
 @pytest.mark.parametrize(
