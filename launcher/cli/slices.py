@@ -98,7 +98,8 @@ def _show_devices(config: Config, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
 @configured
 def capacity(config: Config, as_json: bool) -> None:
-    """Show the slice's candidates with prices, and the newest 30 requests for them (with --json: all, no prices)."""
+    """Show the slice's candidates with prices, and its newest 30 requests of all machines. With --json, show all
+    requests and no candidates."""
     shared = RequestRecord(config)
     try:
         shared.pull()

@@ -46,7 +46,8 @@ class Kubectl:
     ) -> None:
         """Runs a command that watches or follows until it ends; `on_line` gets lines of stdout and stderr. `on_start`
         is given a function that ends it, which is no error; after `seconds` it ends itself, because it would survive
-        this process being killed. Raises the LaunchError that explains its failure."""
+        this process being killed. Raises CommandTimeout after `seconds` + 10, else the LaunchError that explains its
+        failure."""
         argv = self.argv(*words, seconds=seconds)
         result = self.machine.stream(argv, on_line, timeout=seconds + 10, on_start=on_start)
         if result.returncode > 0:

@@ -180,7 +180,7 @@ def parse_log(output: str, limit: int, *, ended: bool) -> tuple[LogWindow, bool]
 
 
 def parse_log_line(line: str) -> LogLine:
-    """Parses a line and its timestamp, which becomes UTC. A line without a timestamp is kept as it is."""
+    """Parses a line of `kubectl logs --timestamps`: time in UTC ("" without one), and text, cut after LINE_BYTES."""
     return next(iter(read_log(line.encode(), kubelet_records, complete=True).lines), LogLine("", ""))
 
 
@@ -327,7 +327,8 @@ class PodWatch:
         log.ended.set()
 
     def _follow(self, words: list[str], on_line: Callable[[str], None], seconds: float) -> None:
-        """Runs a kubectl command, `seconds` at most; `on_line` gets its lines; `close` ends it. Raises LaunchError."""
+        """Runs a kubectl command as `Kubectl.follow`, for `seconds` at most; `close` ends it, which is no error. Raises
+        LaunchError."""
         kills: list[Callable[[], None]] = []
 
         def begin(kill: Callable[[], None]) -> None:

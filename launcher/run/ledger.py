@@ -240,11 +240,11 @@ class Ledger:
         return self.folder / f"progress-{attempt}.jsonl"
 
     def keep_progress(self, attempt: int, line: ProgressLine) -> None:
-        """Appends a line to the attempt's `progress_file`. Does nothing on a full disk: the next line comes soon."""
+        """Appends a line to the attempt's `progress_file`. Ignores OSError (a full disk): the next line comes soon."""
         _append(self.progress_file(attempt), encode(line))
 
     def keep_hosts(self, attempt: int, step: int, seconds: Mapping[int, float]) -> None:
-        """Appends each host's seconds a step, until `step`, to hosts-<attempt>.jsonl; nothing on a full disk."""
+        """Appends each host's seconds a step, until `step`, to hosts-<attempt>.jsonl. Ignores OSError (a full disk)."""
         _append(self.folder / f"hosts-{attempt}.jsonl", json.dumps({"step": step, "seconds": seconds}))
 
     def newest_progress(self, attempt: int) -> ProgressLine | None:

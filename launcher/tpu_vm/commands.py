@@ -41,7 +41,8 @@ def node_command(config: Config, verb: str, *flags: str) -> list[str]:
 
 
 def create_command(config: Config, labels: dict[str, str]) -> list[str]:
-    """Returns the command that creates the node, with `labels` and slice.labels; it waits for the operation."""
+    """Returns the command that creates the node of a placed configuration (`Config.placed`), with `labels` and
+    slice.labels, which win. It waits for the operation."""
     return node_command(config, "create", f"--version={config.runtime_version}", *_node_flags(config, labels))
 
 
@@ -91,7 +92,8 @@ def request_command(config: Config, verb: str, *flags: str) -> list[str]:
 
 
 def create_request_command(config: Config, labels: dict[str, str], seconds: float) -> list[str]:
-    """Returns the command that makes the queued resource, valid for `seconds`, and does not wait for the slice."""
+    """Returns the command that makes the queued resource of a placed configuration, valid for `seconds`, with labels
+    as `create_command`. It does not wait for the slice."""
     flags = [
         f"--node-id={config.node}",
         f"--runtime-version={config.runtime_version}",

@@ -45,7 +45,8 @@ class Task(ABC):
     @classmethod
     @abstractmethod
     def empty_batch(cls, config: TrainerConfig, rows: int, length: int, labels: int = 0) -> Arrays:
-        """Returns zeros with the names, shapes and types of a batch's arrays. `labels`: number of the data's labels."""
+        """Returns zeros with the names, shapes and types of a batch's arrays, for tracing: do not write to them, as one
+        array may have several names. `labels`: number of the data's labels."""
 
     @property
     def figure_names(self) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ class MaskedLanguageModeling(TokenPrediction):
 
     @classmethod
     def empty_batch(cls, config: TrainerConfig, rows: int, length: int, labels: int = 0) -> Arrays:
-        """Returns zeros as `Task.empty_batch`; `positions` and `labels`, of each static prediction, are one array."""
+        """Returns zeros as `Task.empty_batch`. `positions` and `labels`, (rows, masked places), are the same array."""
         places = np.zeros((rows, masking_of(config).places(length)), np.int32)
         ids = np.zeros((rows, length), np.int32)
         return {"input_ids": ids, "positions": places, "labels": places, "weights": places.astype(np.float32)}
@@ -62,7 +62,7 @@ class CausalLanguageModeling(TokenPrediction):
 
     @classmethod
     def empty_batch(cls, config: TrainerConfig, rows: int, length: int, labels: int = 0) -> Arrays:
-        """Returns zeros as `Task.empty_batch`; all integers are one array."""
+        """Returns zeros as `Task.empty_batch`; all integer entries are the same array. Ignores `labels`."""
         ids = np.zeros((rows, length), np.int32)
         return {"input_ids": ids, "position_ids": ids, "labels": ids, "weights": ids.astype(np.float32)}
 

@@ -119,7 +119,8 @@ class HostProgress:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Adds the block's seconds to those of the step's part `name`, and shows it as what this host is doing."""
+        """Adds the block's seconds to the attempt's total for `name`, a part of its steps; meanwhile shows `name` as
+        what this host is doing. Parts don't nest."""
         begun = self._now()
         self._part = (name, begun)
         try:

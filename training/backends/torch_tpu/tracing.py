@@ -183,8 +183,8 @@ class TorchTpuTracer:
         self._worker: ProcessPoolExecutor | None = None
 
     def open(self) -> dict[str, int]:
-        """Builds the model in a process of its own, once, as `_open` does. Returns the bytes of one chip's part of each
-        tensor of the state."""
+        """Builds the model in a process of its own, unless it is built. Returns the bytes of one chip's part of each
+        tensor of the state. Raises as `_open`; `close` then."""
         if self._worker is None:
             spawn = multiprocessing.get_context("spawn")
             self._worker = ProcessPoolExecutor(1, spawn, initializer=_end_with_parent)

@@ -89,7 +89,7 @@ def _parse_number(label: str, place: str) -> float:
 
 
 def default_lengths(longest: int) -> tuple[int, ...]:
-    """Returns, ascending, the longest length and its half, quarter and so on, as far as they are 16 or more."""
+    """Returns, ascending, `longest` and those of its half, quarter and so on, rounded down, that are 16 or more."""
     lengths = [longest]
     while lengths[0] // 2 >= 16:
         lengths.insert(0, lengths[0] // 2)
