@@ -458,8 +458,9 @@ class Trainer:
                 self._report(log, step, result)
 
     def _report(self, log: MetricsWriter, step: int, result: StepResult) -> None:
-        """Shows the progress line, and gives its values to the trackers and to this host's line of progress. For a
-        skipped step shows the last finite loss; trackers get its own."""
+        """Shows the progress line; sets its figures and device memory for the thread that writes this host's progress;
+        queues the step's numbers, gradient norm and learning rate too, for the trackers. For a skipped step shows and
+        sets the last finite loss, if any; the trackers get the step's own."""
         train, loss = self.run.config.train, result.loss
         if result.skipped and self.progress.last_loss is not None:
             loss = self.progress.last_loss

@@ -154,9 +154,9 @@ def choose_platform(document: ManifestDocument, name: str) -> str | None:
 
 
 def read_image(document: ManifestDocument, read_config: Callable[[str, int], bytes], name: str) -> BaseImage:
-    """Returns the image of a manifest; `read_config` is given digest and size of its configuration, and returns it.
-    Raises BadInput, which begins with `name`, when one is damaged, or of another type or platform. Raises what
-    `read_config` does."""
+    """Returns the image of a manifest; `read_config` is given digest and size of its configuration, and returns its
+    bytes, whose digest it verifies. Raises BadInput, which begins with `name`, when one is damaged, or of another type
+    or platform. Raises what `read_config` does."""
     with _refuse_damage(f"{name}: its manifest"):
         manifest = json.loads(document.body)
         media_type = document.media_type or str(manifest.get("mediaType", ""))

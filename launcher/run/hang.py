@@ -282,7 +282,8 @@ def explain_live(
 
 
 def write_files(ledger: Ledger, attempt: int, hang: Hang | None, stacks: Mapping[int, str]) -> str:
-    """Writes each host's stacks and explanation.txt into the run's folder; returns their folder. Raises OSError."""
+    """Writes each host's stacks and explanation.txt (without `hang`: that no stacks could be taken) into the attempt's
+    folder of stacks, over earlier ones. Returns that folder. Raises OSError."""
     for worker, text in stacks.items():
         ledger.write_stack(attempt, f"host-{worker}", text)
     paragraph = hang.paragraph if hang else "no stack traces could be taken"

@@ -108,12 +108,13 @@ class RequestRecord:
         return request
 
     def grant(self, request: Recorded, now: float) -> None:
-        """Records, here and if possible in a shared record's bucket, that a request is granted (`now`) and used."""
+        """Records, here and if possible in a shared record's bucket, that a request is granted at `now` (Unix seconds)
+        and used; keeps an earlier grant. Raises OSError."""
         self._create(request.number, "granted", {"time": now})
 
     def end(self, requests: Sequence[Recorded], outcome: str, now: float) -> None:
         """Records the end of requests at `now` (Unix seconds), and its `outcome`, such as WITHDRAWN, here and if
-        possible in a shared record's bucket; keeps an earlier end."""
+        possible in a shared record's bucket; keeps an earlier end. Raises OSError."""
         for request in requests:
             self._create(request.number, "ended", {"time": now, "outcome": outcome})
 

@@ -121,7 +121,8 @@ def from_environment(environment: Mapping[str, str]) -> Cluster:
 
 def _find_names(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Returns the addresses of TPU_WORKER_HOSTNAMES; else the names of a Kubernetes Job's hosts, TPU_LAUNCH_HOST_NAME
-    with 0 to TPU_LAUNCH_HOSTS - 1 for its `*`; () if neither is set. Raises BadInput for a bad TPU_LAUNCH_HOSTS."""
+    with 0 to TPU_LAUNCH_HOSTS - 1 for its `*`; () if neither is set. Raises BadInput unless TPU_LAUNCH_HOSTS, if used,
+    is a whole number from 0 to 65536."""
     names, pattern = environment.get("TPU_WORKER_HOSTNAMES", ""), environment.get("TPU_LAUNCH_HOST_NAME", "")
     if parse_hostnames(names) or not pattern:
         return parse_hostnames(names)

@@ -134,7 +134,8 @@ def build_model_config(
 
 
 def read_labels(config: Mapping[str, Any]) -> list[str]:
-    """Returns a classifier's classes in the order of their numbers; [] without any. Raises BadInput for bad numbers."""
+    """Returns the names in `id2label` in the order of their numbers, which may have gaps; [] without it. Raises
+    BadInput for a number that is not whole."""
     try:
         return [name for _, name in sorted(config.get("id2label", {}).items(), key=lambda item: int(item[0]))]
     except (AttributeError, ValueError, TypeError):

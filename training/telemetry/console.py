@@ -71,7 +71,7 @@ def format_progress(
 
 
 def format_remaining(seconds: float) -> str:
-    """Returns seconds as hours, minutes and seconds, for example "2:05:00" or "0:07"."""
+    """Returns seconds, rounded (0 if negative), as hours, minutes and seconds, for example "2:05:00" or "0:07"."""
     whole = max(0, round(seconds))
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

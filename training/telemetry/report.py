@@ -203,7 +203,7 @@ def render_report(run: RunContents) -> str:
 
 
 def _render_figures(run: RunContents) -> str:
-    """Renders the headline figures, and notes on compiled programs, the Hub, skipped steps and damaged records."""
+    """Returns HTML: the headline figures; notes on compiled programs, the Hub, skipped steps and damaged records."""
     summary = run.summary or {}
     items = "".join(
         f"<li><span class='faint'>{escape(name)}</span><b>{escape(value)}</b></li>"
@@ -252,7 +252,7 @@ def _figure_title(key: str) -> str:
 
 
 def _render_curves(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns charts by step: losses, each other evaluation figure, examples/s, gradient norm, learning rate."""
+    """Returns SVG charts by step: losses, each other evaluation figure, examples/s, gradient norm, learning rate."""
 
     def chart(title: str, **keys: str) -> str:
         """Draws a curve for each name, of the values that `keys` names."""
@@ -273,7 +273,7 @@ def _render_curves(lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _render_phases(attempts: Sequence[AttemptRecords]) -> str:
-    """Renders the seconds by phase (without those below 0.5 %) and goodput, of all attempts with an end record."""
+    """Returns HTML: seconds by phase (without those below 0.5 %) and goodput, of all attempts with an end record."""
     seconds: dict[str, float] = {}
     for attempt in attempts:
         for phase, amount in (attempt.end or {}).get("seconds", {}).items():
@@ -289,7 +289,7 @@ def _render_phases(attempts: Sequence[AttemptRecords]) -> str:
 
 
 def _render_attempts(attempts: Sequence[AttemptRecords]) -> str:
-    """Renders a table with a row for each attempt: begin, hosts, accelerator, and how, when and why it ended."""
+    """Returns HTML: a table with a row for each attempt: begin, hosts, accelerator, how, when and why it ended."""
     rows = []
     for attempt in attempts:
         end = attempt.end or {}
@@ -311,7 +311,7 @@ def _render_attempts(attempts: Sequence[AttemptRecords]) -> str:
 
 
 def _render_checkpoints(checkpoints: Mapping[int, Manifest | str]) -> str:
-    """Renders a table of the committed checkpoints, step -> manifest or why it can't be read; a sentence for none."""
+    """Returns HTML: a table of the checkpoints, step -> manifest or why it can't be read; a sentence for none."""
     if not checkpoints:
         return "<p class='faint'>None was committed.</p>"
     rows = [describe(step, manifest) for step, manifest in checkpoints.items()]
@@ -319,7 +319,7 @@ def _render_checkpoints(checkpoints: Mapping[int, Manifest | str]) -> str:
 
 
 def _render_configuration(attempts: Sequence[AttemptRecords]) -> str:
-    """Returns the section with the newest attempt's configuration and code; "" if that attempt recorded none."""
+    """Returns HTML: the section of the newest attempt's configuration and code; "" if it recorded none."""
     if not attempts or not attempts[-1].start.get("config"):
         return ""
     start = attempts[-1].start

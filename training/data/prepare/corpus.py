@@ -177,7 +177,8 @@ class Corpus:
 
 
 def text_of(row: Mapping[str, Any], field: str, place: str) -> str:
-    """Returns a row's text, without half surrogate pairs. `place`: for messages. Raises BadInput if it is no text."""
+    """Returns a row's text, with U+FFFD for half surrogate pairs. `place`: for messages. Raises BadInput if it is
+    absent or no text."""
     if row.get(field) is None:
         raise BadInput(f"{place} has no {field!r}, it has: {', '.join(map(repr, row))}. Name the text with --field")
     text = row[field]

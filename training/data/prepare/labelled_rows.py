@@ -152,7 +152,7 @@ def _label_name(value: Any, place: str, labels: LabelKind) -> str:
 
 
 def _words_of(row: Mapping[str, Any], field: str, place: str, labels: int) -> tuple[str, ...]:
-    """Returns the words of a row that has the field, without half surrogate pairs. `place`: for messages. Raises
+    """Returns the words of a row that has the field, U+FFFD for half surrogate pairs. `place`: for messages. Raises
     BadInput unless they are texts, and as many as its `labels`."""
     words = row[field]
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):

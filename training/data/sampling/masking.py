@@ -89,7 +89,7 @@ class Masking:
     predictions: int | None = None  # the static number of predictions per row; None: as many as a full row needs
 
     def places(self, length: int) -> int:
-        """Returns the static number of predictions for rows of `length` tokens."""
+        """Returns the static number of predictions in each row of `length` tokens; `length` at most."""
         return min(length, self.predictions or max(1, -(-length * self.percent // 100)))
 
 
