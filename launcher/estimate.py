@@ -129,7 +129,8 @@ def step_bound(config: Config, home: Path, kept: dict[str, Any] | None = None) -
 
 
 def _training_graph(result: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the training program that takes longest of a preflight's result; None if none fits."""
+    """Returns the training program with the fewest examples/s of a preflight's result, even one that compiled and does
+    not fit in memory beside the state; None if none compiled."""
     graphs = [graph for graph in result["graphs"] if graph["kind"] == "training" and graph["costs"]]
     return min(graphs, key=lambda graph: graph["costs"]["examples_per_second"], default=None)
 

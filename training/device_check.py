@@ -137,10 +137,11 @@ class Devices(Protocol):
 def check_host(
     backend: str, output: str | None, cluster: Cluster, rendezvous: Rendezvous, report: Callable[[str, Any], None]
 ) -> None:
-    """Passes each fact about this host to `report`: whether its devices multiply right and add up with all hosts',
-    which must call it together, and whether and how fast `output` is written and read, if that is in Cloud Storage (not
-    for None or a local folder). A wrong sum or a refusal of the bucket is a fact; raises TrainError if a device can't
-    be opened or used, a host is lost, or a stop is requested."""
+    """Passes facts about this host to `report`, by name, as `find_problems` reads them: each phase that begins, clock,
+    free disk, user and rights, kind, number and memory of its devices, whether these multiply right and add up with all
+    hosts', which must call it together, and whether and how fast `output` is written and read, if that is in Cloud
+    Storage (not for None or a local folder). A wrong sum or a refusal of the bucket is a fact; raises TrainError if a
+    device can't be opened or used, a host is lost, or a stop is requested."""
     report("phase", "waiting for all hosts")
     token: str = rendezvous.meet("device check", secrets.token_hex(4))[0]
     report("clock", time.time())

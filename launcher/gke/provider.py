@@ -81,7 +81,7 @@ class Gke:
         return False
 
     def identity(self) -> tuple[str, str]:
-        """Returns "" for what a slice of its own has: the nodes belong to the cluster."""
+        """Returns "" for the slice's creation time and for host 0's address: the nodes belong to the cluster."""
         return "", ""
 
     def create(self, clock: Clock | None = None) -> None:

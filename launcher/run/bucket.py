@@ -54,7 +54,7 @@ class LeaseState:
 
     @property
     def is_live(self) -> bool:
-        """Returns whether a supervisor has the lease and it has not expired, as far as its age is known."""
+        """Returns whether a supervisor has the lease and it has not expired; one of unknown age counts as live."""
         return bool(self.holder) and (self.age is None or self.age < LEASE_SECONDS)
 
 

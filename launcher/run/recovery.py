@@ -146,7 +146,7 @@ def find_proof(last: events.Ended | None, slice_state: SliceState, *, blamed: bo
     nothing to its bucket for `limit` seconds (run.unreachable_minutes).
 
     Args:
-        last: The end of the last attempt that ran; None before the first.
+        last: The end of the last attempt that ran, if it ran on this slice; else None.
         blamed: Whether a host was the first cause of attempts; otherwise hosts can't be contacted now.
         silent: Seconds for which the trainer has written nothing; 0 if that is not known.
     """

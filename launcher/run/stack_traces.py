@@ -250,7 +250,8 @@ def _match(patterns: Sequence[tuple[Waits, re.Pattern[str]]], text: str) -> Wait
 
 
 def places(stacks: HostStacks) -> Iterator[tuple[ProcessStacks, ThreadStack, Place]]:
-    """Yields each thread with its process and its place, threads named MainThread first."""
+    """Yields each thread with its process, and where it is and what it waits for (`locate`, for a thread without known
+    calls too), threads named MainThread first."""
     threads = [(process, thread) for process in stacks.processes for thread in process.threads]
     for process, thread in sorted(threads, key=lambda each: each[1].name != "MainThread"):
         yield process, thread, locate(thread, stacks.sources)

@@ -96,7 +96,7 @@ class ShutdownRequest:
 
 
 def _say(message: str) -> None:
-    """Prints to stderr; ignores a broken stream."""
+    """Prints "tpu-train: " and the message to stderr; ignores a broken stream."""
     with contextlib.suppress(OSError):  # the thread that reads signals must survive
         print(f"tpu-train: {message}", file=sys.stderr, flush=True)
 

@@ -65,7 +65,8 @@ class Work:
 
 
 def read_work(module: bytes) -> Work:
-    """Returns the work of a step from a compiled program, a serialized HloModuleProto."""
+    """Returns a step's cycles, as libtpu estimates them, and collectives, from a compiled program, a serialized
+    HloModuleProto. Counts no FLOPs."""
     operations = list(_find_operations(Module.FromString(module)))
     estimated = [(cycles, each.runs) for each in operations if (cycles := _estimate_cycles(each))]
     cycles, once = sum(cycles * runs for cycles, runs in estimated), sum(cycles for cycles, _ in estimated)

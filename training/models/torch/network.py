@@ -264,7 +264,8 @@ def _try_out(network: Any, place: str, needs: ModelRequirements) -> None:
 
 def check_borders(network: Any, ids: Tensor) -> None:
     """Raises ValueError unless positions that begin again divide a row, (1, tokens), into documents: two documents
-    side by side must give what each gives alone, and a document's beginning what it gives without its end."""
+    side by side must give what each gives alone, and a document's beginning what it gives without its end. A row needs
+    4 tokens. The caller puts the network in evaluation mode and switches gradients off."""
     first = ids.shape[1] // 2
     places = torch.cat([torch.arange(first), torch.arange(ids.shape[1] - first)]).unsqueeze(0)
     together = network(input_ids=ids, position_ids=places, use_cache=False).logits[0]
