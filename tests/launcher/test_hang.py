@@ -40,7 +40,7 @@ COLLECTIVE = thread(
 )
 READS = thread(
     f"readinto ({PYTHON}/socket.py:705)",
-    f"getresponse ({SITE}/urllib3/connection.py:461)",
+    "getresponse (/x/dist-packages/urllib3/connection.py:461)",
     "open_shard (/app/my_data.py:88)",
     f"run ({PYTHON}/threading.py:975)",
     name="reader",

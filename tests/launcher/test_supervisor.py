@@ -249,7 +249,7 @@ def test_a_supervisor_starts_a_process_for_each_unfinished_run(work: Workstation
     for name in "damaged", "half":
         assert sum(text.startswith(f"run {name}: its ledger can't be read") for text in work.messages) == 1
     of_finished = [path for _, path, _ in server.requests[requests:] if "%2Fover%2F" in path or "/over/" in path]
-    assert 0 < len(of_finished) < 20, "a finished run is looked at once"
+    assert 0 < len(of_finished) < 14, "a finished run is looked at once"
     assert f"run {live.run_id}: its process ended with 24" in work.messages
 
 
