@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import re
+import secrets
 import shlex
 import subprocess
 import tempfile
@@ -174,7 +175,7 @@ def test_an_overlay_is_copied_only_as_it_was_sent(host: ScriptHost, shell: str, 
 
 
 def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> None:
-    container = f"tpu-launch-test-{host.folder.parent.name}-{shell}"
+    container = f"tpu-launch-test-{secrets.token_hex(8)}"
     host.answer_container({"Status": "exited"})
     stop = host_scripts.stop_script(container, 5, remove=False)
     for _ in range(2):
@@ -189,7 +190,7 @@ def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> N
 @pytest.mark.parametrize("meanwhile", [False, True])
 def test_a_start_that_comes_after_its_attempts_end_does_nothing(host: ScriptHost, shell: str, meanwhile: bool) -> None:
     """The delayed ssh command of a killed launcher must not remove the next attempt's container."""
-    run = f"test-{host.folder.parent.name}-{shell}-{meanwhile}"
+    run = f"test-{secrets.token_hex(8)}"
     over = Path(f"/var/tmp/tpu-launch-{run}-0.3.over")
     host.answer("ps", f"echo {run} tpu-launch-{run}-1 running 1 boot" if not meanwhile else "true")
     if meanwhile:
