@@ -417,7 +417,7 @@ def batch_mistake(config: TrainerConfig, hosts: int, devices: int) -> str | None
 
 
 def mesh_mistake(fsdp: int, devices: int) -> str | None:
-    """Returns why the state can't be split over `fsdp` of the `devices` of all hosts; None if it can."""
+    """Returns why the state can't be split over `fsdp`, 1 or more, of the `devices` of all hosts; None if it can."""
     if devices % fsdp == 0:
         return None
     divisors = [number for number in range(1, devices + 1) if devices % number == 0]

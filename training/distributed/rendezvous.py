@@ -353,7 +353,7 @@ def _connect(
     """Retries until host 0 accepts this host, and calls `check`, which may raise, before each attempt. Returns the
     connection, and the bytes received after the handshake. A connection for the rendezvous breaks after `lost_seconds`
     of silence; without them, it is for the gradient exchange, and breaks when TCP gives up. Raises LostPeer after
-    `seconds`, TrainError for a final refusal, BadInput without the hosts' secret."""
+    `seconds`, TrainError for a final refusal, BadInput without the secret that hosts need unless all are loopback."""
     own = host_credentials(cluster, exchange=lost_seconds is None)
     host = f"host 0 ({cluster.addresses[0]}:{cluster.rendezvous_port})"
     try_seconds = min(TRY_SECONDS if lost_seconds is None else lost_seconds, seconds)
