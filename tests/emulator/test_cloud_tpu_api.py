@@ -59,6 +59,15 @@ def test_a_node_that_is_not_usable_can_not_be_updated(api: Any, state: str) -> N
     status, message = refusal(api.call, "PATCH", "nodes", "pod", body={"metadata": {}}, updateMask="metadata")
     assert status == 400
     assert f"update is not supported while in state {state}" in message
+    assert ("networkEndpoints" in api.call("GET", "nodes", "pod")) == (state != "CREATING")
+
+
+def test_a_deletion_cancels_what_is_under_way_for_its_node_alone(api: Any) -> None:
+    for name in ("a", "b"):
+        api.create(name)
+    api.call("DELETE", "nodes", "a")
+    found = [(each.verb, each.target[-1], each.cancelled) for each in api.state.operations.values()]
+    assert found == [("create", "a", True), ("create", "b", False), ("delete", "a", False)]
 
 
 def test_only_single_host_nodes_stop_and_start(api: Any) -> None:

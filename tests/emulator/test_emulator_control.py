@@ -49,12 +49,19 @@ def test_an_emulators_view_is_not_taken_for_a_workstations_engine(home: Path, mo
 
 
 def test_commands_against_no_emulator_say_how_to_start_one(home: Path) -> None:
-    for ask in (lambda: control.environment(home), lambda: control.inject(home, {"fault": "clear"})):
+    for ask in (
+        control.environment,
+        lambda home: control.inject(home, {"fault": "clear"}),
+        lambda home: control.enter_stock(home, None),
+    ):
         with pytest.raises(BadInput, match="isn't running: start it with `tpu-launch emulator start`"):
-            ask()
-    assert control.status(home)["running"] is False
+            ask(home)
+    assert control.status(home) == {"running": False, "home": str(home), "crashed": False}
     result = CliRunner().invoke(commands.emulator, ["inject", "preempt", "pod"])
     assert isinstance(result.exception, BadInput)
+    home.mkdir(parents=True)
+    (home / "state.json").write_text(to_json(EmulatorState(emulator_id(home), 1, str(home), "/nowhere", 0, 0)))
+    assert control.status(home) == {"running": False, "home": str(home), "crashed": True}
 
 
 def test_stopping_what_does_not_run_is_fine(home: Path) -> None:

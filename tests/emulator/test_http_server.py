@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from launcher.emulator.http_server import Body, Disconnected, HttpResponse, accept_in_thread, serve_http
 from launcher.emulator.state import Store
 from launcher.emulator.vm.hosts import Hosts
+from tests.processes import wait_until
 
 CHUNKED = message_from_string("Transfer-Encoding: chunked")
 FIVE_BYTES = message_from_string("Content-Length: 5")
@@ -53,6 +54,8 @@ def test_a_client_that_expects_100_continue_gets_it_before_it_sends_the_body(rea
     assert client.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
     client.sendall(b"abc")
     assert client.recv(1000).endswith(b"\r\n\r\nabc")
+    client.sendall(b"HEAD / HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc")
+    assert client.recv(1000).endswith(b"Content-Length: 3\r\n\r\n")
 
 
 def test_a_host_that_was_cut_off_is_answered_when_its_network_is_back(api: Any) -> None:
@@ -117,10 +120,15 @@ def test_an_upload_that_is_refused_at_once_still_gets_its_answer(storage: Any) -
             assert (answer.status_code, answer.headers.get("Connection")) == (404, None)
 
 
-def test_a_server_without_free_threads_refuses_a_client_and_serves_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_threads_or_descriptors_loses_no_later_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that was accepted and forgotten would wait for ever."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         end = accept_in_thread(listener, lambda connection: connection.sendall(b"x"))
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "accept", accept := Mock(side_effect=OSError("too many open files")))
+            waiting = socket.create_connection(listener.getsockname(), timeout=5)
+            wait_until(lambda: accept.called)
+        assert waiting.recv(1) == b"x"
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
             assert socket.create_connection(listener.getsockname(), timeout=5).recv(1) == b""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launcher.checks.doctor import check_base_image
+from launcher.checks.doctor import _engine, check_base_image
 from launcher.config import Config, load
 from launcher.emulator.http_server import HttpRequest
 from launcher.errors import BadInput
@@ -209,6 +209,7 @@ def test_without_engine_the_registry_is_taken(config: Config, monkeypatch: pytes
         assert local.needs_engine(changed)
         with pytest.raises(BadInput):
             local.check(changed)
+        assert ("; or give image.repository" in _engine(changed).fix) == (new == "")
     assert local.needs_engine(load_text(tmp_path, FILE.replace("registry,", "engine,")))
     assert not local.needs_engine(config)
     local.check(config)

@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from google.auth.exceptions import RefreshError
 
 from launcher.checks import doctor, inputs
 from launcher.checks.doctor import check_buckets, check_quota
@@ -59,7 +60,7 @@ def test_a_key_must_be_private_and_usable_without_a_prompt(
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", passphrase, "-f", str(key)], check=True)
     key.chmod(mode)
     row = doctor._ssh_key(key)
-    assert row.severity is verdict
+    assert (row.severity, "can be read by others" in row.message) == (verdict, mode == 0o644)
     assert (verdict == "PASS") == (row.fix == "")
 
 
@@ -119,8 +120,9 @@ def refuse(*paths: str) -> Callable[[HttpRequest], HttpResponse | None]:
 
 @pytest.mark.parametrize(
     ("location", "warned"),
-    [("US-CENTRAL2", ""), ("US", ""), ("US-EAST1", "us-central2 $0.02"), ("EUROPE-WEST4", "us-central2 $0.05"),
-     ("ASIA-EAST1", "us-central2 $0.08"), ("SOUTHAMERICA-EAST1", "us-central2 $0.14")],
+    [("US-CENTRAL2", ""), ("US", ""), ("NAM4", ""), ("US-EAST1", "us-central2 $0.02"),
+     ("EUROPE-WEST4", "us-central2 $0.05"), ("ASIA-EAST1", "us-central2 $0.08"),
+     ("SOUTHAMERICA-EAST1", "us-central2 $0.14")],
 )  # fmt: skip
 def test_a_bucket_elsewhere_costs_dollars(server: BucketServer, tmp_path: Path, location: str, warned: str) -> None:
     place = json_response({"name": "bucket", "location": location})
@@ -130,6 +132,14 @@ def test_a_bucket_elsewhere_costs_dollars(server: BucketServer, tmp_path: Path, 
     found = check_buckets(config(tmp_path))
     assert (found.severity == "WARN") == bool(warned)
     assert warned in found.message
+
+
+def test_a_login_that_has_expired_is_told_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("google.cloud.storage.Client", Mock(side_effect=RefreshError("it was revoked")))
+    with pytest.raises(
+        BadInput, match=r"without valid credentials \(it was revoked\): gcloud auth application-default"
+    ):
+        inputs.buckets(config(tmp_path), print)
 
 
 LOOKING_AT_IT, LISTING_ITS_OBJECTS = r"/storage/v1/b/[^/]+", r"/storage/v1/b/[^/]+/o"

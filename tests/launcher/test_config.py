@@ -135,12 +135,12 @@ def test_a_variable_like_a_secret_is_refused(tmp_path: Path, place: str, name: s
         ("image: {repository: us-central2-docker.pkg.dev/my-project/images/bert}", ""),
         ("image: {repository: 'localhost:5000/p/a_b.c-d'}", ""),
         ("image: {repository: me/image}", ""),
-        ("run: {environment: {EMPTY: ''}, shm_size: 100m}", ""),
-        ("  labels: {team: ''}", ""),
+        ("run: {environment: {EMPTY: ''}, shm_size: 100m, start_minutes: 0.5}", ""),
+        ("  labels: {team: ''}\n  expires_hours: 0.5", ""),
         ("gke: {gcsfuse: {bucket: my-bucket, folder: /b, options: ''}, node_selector: {a: ''}}", ""),
     ],
 )
-def test_a_value_that_would_fail_only_later_is_refused(tmp_path: Path, section: str, words: str) -> None:
+def test_a_value_that_would_fail_only_later_is_refused_and_no_other(tmp_path: Path, section: str, words: str) -> None:
     text = f"{GOOD}{section}\n"
     if not words:
         load_text(tmp_path, text, command=["true"])
@@ -246,4 +246,5 @@ def test_flags_alone_write_a_file_and_a_missing_one_is_named_without_a_terminal(
     CliRunner().invoke(command, [*file, *flags], catch_exceptions=False)
     config = load(tmp_path / "run.yaml")
     assert config.trainer.output == "gs://data/runs"
+    assert config.command == ("tpu-train", "train", "/etc/tpu-launch/config.yaml")
     assert config.trainer.train.global_batch_size % config.accelerator.devices == 0

@@ -3,6 +3,8 @@
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -212,6 +214,13 @@ def test_a_type_that_was_not_compiled_takes_figures_of_another_and_says_how_to_g
     assert v3.seconds == pytest.approx(max(FLOPS / (123e12 * 4), BYTES / (900e9 * 4)))
     assert v4.source == "from the compiler's figures for v4-16"
     assert "`tpu-launch preflight --accelerator v3-8,v4-8,v5litepod-8,v6e-8` compiles" in "\n".join(notes(items))
+
+
+def test_without_preflight_the_models_sizes_and_the_dataset_bound_a_step(folder: Path, monkeypatch: Any) -> None:
+    manifest = Mock(**{"manifest.sequence_length": 128, "manifest.vocabulary": 30522})
+    monkeypatch.setattr("launcher.estimate.load_manifest", lambda data, url: manifest)
+    flops = 6 * 256 * (128 * 12 * 12 * 768**2 + 20 * 30522 * 768)  # 12 layers; 15% of the tokens are masked
+    assert step_bound(load("run.yaml"), folder / "home").seconds == pytest.approx(flops / (275e12 * 8))
 
 
 def test_without_a_dataset_nothing_is_guessed_and_a_program_of_ones_own_is_not_estimated(folder: Path) -> None:

@@ -111,10 +111,14 @@ def test_a_clock_that_is_off_and_a_full_disk_are_told_and_keep_no_run_from_start
 
 
 class CheckedHosts(FakeProvider):
-    """Two hosts that report what they are told to."""
+    """Two hosts that report what they are told to; host 1 still works when it is first looked at."""
+
+    looks = 0  # at host 1
 
     def observe(self, worker: int, container: str, since: str | None, **_: object) -> Observation:
-        return host(worker, slice_devices=2, devices=1, devices_expected=1, sum=2.0, kind="CPU")
+        self.looks += worker
+        code = None if worker == self.looks == 1 else 0
+        return host(worker, code, slice_devices=2, devices=1, devices_expected=1, sum=2.0, kind="CPU")
 
 
 def checked(work: Workstation, provider: type[FakeProvider] = CheckedHosts) -> list[DeviceReport]:

@@ -10,11 +10,12 @@ import pytest
 
 from launcher.emulator.http_server import HttpRequest, HttpResponse
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.images import build_context, engine, repositories
+from launcher.images import build_context, engine, local, repositories
 from launcher.images.build import ensure_image, find_pushed, list_commands
 from launcher.images.build_context import hash_file
 from launcher.images.registry import ADDRESS
 from launcher.images.specification import ImageSpec, folder_spec
+from tests.launcher.run_files import SLICE, load_text
 from tests.launcher.script_host import write_program
 from tests.servers import RegistryServer
 
@@ -142,6 +143,16 @@ def test_an_interrupted_push_is_done_again(docker: Path, spec: ImageSpec) -> Non
     (docker / "interrupted").unlink()
     push(spec)
     assert count_pushes(docker) == 2
+
+
+def test_a_preflight_takes_the_named_image_or_a_local_one_that_it_does_not_push(
+    docker: Path, spec: ImageSpec, tmp_path: Path
+) -> None:
+    build = f"repository: {spec.repository}, build: engine, dockerfile: context/Dockerfile"
+    for image, name in ((f"reference: '{REFERENCE}'", REFERENCE), (build, "sha256:1")):
+        config = load_text(tmp_path, f"{SLICE}image: {{{image}}}\nrun: {{command: [train]}}\n")
+        assert local.unpublished(config, print) == name
+    assert count_pushes(docker) == 0
 
 
 def test_what_the_registry_has_under_the_tag_is_not_built_and_pushed_again(

@@ -157,6 +157,10 @@ def test_a_pod_that_can_never_start_is_an_error(reason: str, message: str, code:
     assert words in str(error)
 
 
+def test_a_pod_is_evicted_once_it_has_failed() -> None:
+    assert [pod(phase, reason="Evicted").disruption for phase in ("Running", "Failed")] == ["", "Evicted"]
+
+
 def test_hosts_that_wait_for_the_same_are_told_together() -> None:
     why = {"reason": "Unschedulable", "message": "0/3 nodes are available"}
     waiting = pod("Pending", None, [{"type": "PodScheduled", "status": "False", **why}])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
@@ -82,6 +82,9 @@ def test_the_kept_schemas_equal_the_published_ones(name: str) -> None:
     for version in schemas.whole_definition(name):
         kept = schemas.custom()[version["group"], version["version"], version["kind"]]
         assert [kept] == [each["schema"] for each in schemas.reduce([version])]
+        for case in golden.CASES if version["kind"] == "JobSet" else ():  # with its own copy of the Job's template
+            (jobset,) = [each for each in yaml.safe_load_all(golden.render(case)) if each["kind"] == "JobSet"]
+            assert schemas._custom(jobset, version["schema"]) == []
 
 
 def test_the_schemas_find_mistakes() -> None:
@@ -339,6 +342,7 @@ READERS = {"PyYAML, 1.1": yaml.safe_load, **{f"ruamel, {each}": partial(ruamel, 
 
 @settings(max_examples=300)
 @given(values)
+@example([*TRICKY, *ODD, *PLAIN])
 def test_python_readers_get_the_written_values(value: Any) -> None:
     document = fill("a:\n  - b: $value\n    # once more, below another key\n    c: $value\n", {"value": value})
     for name, read in READERS.items():

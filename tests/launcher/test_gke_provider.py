@@ -302,7 +302,9 @@ def test_how_a_pod_ended_is_known_without_its_log_which_may_be_gone_with_its_nod
 
 def test_only_pods_that_run_are_stopped_and_asked_for_stacks_and_each_host_is_reported(cluster: Cluster) -> None:
     cluster.show("a", "b", "", ended={0})
-    assert set(cluster.gke.stacks(CONTAINER)) == {1}
+    for words in ({}, {"native": True}):
+        assert set(cluster.gke.stacks(CONTAINER, **words)) == {1}
+        assert ("\n native\n" in (cluster.folder / "calls").read_text()) == bool(words)
     reports = cluster.gke.stop(CONTAINER, grace=-29, remove=False)
     assert [(report.ok, report.detail) for report in reports] == [(True, ""), (False, "its pod did not end within 1 s")]
     (delete,) = cluster.calls("delete")

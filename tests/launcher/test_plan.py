@@ -119,13 +119,16 @@ def test_missing_gcloud_is_named_with_what_to_install(tmp_path: Path) -> None:
 )
 def test_test_that_did_not_run_fails_the_run_in_ci(tmp_path: Path, environment: dict[str, str], code: int) -> None:
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
-    source = "import pytest\ndef test_runs(): pass\n@pytest.mark.xfail\ndef test_left_out(): assert False\n"
-    (tmp_path / "test_it.py").write_text(source)
+    left_out = {"failing": "xfail(reason='x')", "passing": "xfail(reason='x')", "skipped": "skip"}
+    tests = [f"@pytest.mark.{mark}\ndef test_{name}(): assert '{name}' == 'passing'" for name, mark in left_out.items()]
+    (tmp_path / "test_it.py").write_text("\n".join(["import pytest", "def test_runs(): pass", *tests]))
+    (tmp_path / "test_other.py").write_text("import pytest\npytest.importorskip('no_such_module')\n")
     clean = {key: value for key, value in os.environ.items() if key not in ("CI", "TPU_LAUNCH_NO_SKIPS")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
     said = subprocess.run(command, cwd=tmp_path, env=clean | environment, capture_output=True, text=True, timeout=60)
     assert said.returncode == code
-    assert ("test_it.py::test_left_out" in said.stdout) == bool(code)
+    for name in (*(f"test_it.py::test_{each}\n" for each in left_out), "test_other.py\n"):
+        assert (name in said.stdout) == bool(code), said.stdout
 
 
 def config(folder: Path, extra: str = "capacity: spot") -> Config:

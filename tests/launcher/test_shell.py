@@ -82,6 +82,11 @@ def test_commands_are_logged_without_their_input_and_environment(caplog: pytest.
     assert "another" not in caplog.text
 
 
+def test_an_attached_command_stays_in_this_process_group_to_which_a_terminal_sends_ctrl_c() -> None:
+    code = "import os, sys; sys.exit(7 if os.getpgrp() == int(sys.argv[1]) else 1)"
+    assert shell.attached([sys.executable, "-c", code, str(os.getpgrp())]) == 7
+
+
 def take_terminal() -> None:
     """Makes standard input this session's terminal, in a child. The tests themselves may run under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

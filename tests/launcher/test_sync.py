@@ -1,6 +1,7 @@
 """Claims about overlays and `run --sync`: only changes travel; the running attempt is stopped first, unless refused."""
 
 import io
+import os
 import tarfile
 import threading
 from pathlib import Path
@@ -71,9 +72,14 @@ def test_all_files_travel_over_an_unknown_image_or_another_folder(tmp_path: Path
     assert overlays.find_changes(str(code), own_code, tmp_path, IMAGE).changed == both
 
 
-def test_a_file_that_can_not_be_read_is_named(code: Path) -> None:
+def test_a_file_that_can_not_be_read_and_one_that_is_too_large_are_named(code: Path) -> None:
     with pytest.raises(BadInput, match=r"--overlay: .*part can't be read: Is a directory"):
         overlays._pack_files("--overlay", "/target", code, [code / "part"])
+    os.truncate(code / "train.py", 33 << 20)
+    with pytest.raises(
+        BadInput, match="--overlay: 33 MiB are more than the 32 of an overlay; build an image with them"
+    ):
+        overlays._pack_files("--overlay", "/target", code, [code / "train.py"])
 
 
 def test_after_a_reverted_change_all_files_are_sent_again(tmp_path: Path, code: Path, own_code: Config) -> None:
