@@ -118,9 +118,10 @@ def recorded_verdict(recorded: Iterable[events.RunEvent], attempt: int) -> Verdi
 
 
 def phase_on_hosts(phase: Phase, containers: Sequence[ContainerState], *, may_lack_secrets: bool) -> Phase:
-    """Returns the phase of an open attempt (STARTING or RUNNING by its ledger), given its containers on all hosts:
-    INTERRUPTED, VANISHED, EXITED, or `phase` while one runs. `may_lack_secrets`: whether one lacks secrets that died
-    with the launcher that started it."""
+    """Returns the phase of an open attempt (`phase` by its ledger: STARTING or RUNNING), given its containers on all
+    hosts: INTERRUPTED if it is STARTING and a container never ran or `may_lack_secrets`; else VANISHED if none ever
+    ran, `phase` while one runs, and EXITED. `may_lack_secrets`: whether one may lack secrets that died with the
+    launcher that started it."""
     begun = [container.running or container.ended for container in containers]
     if phase is Phase.STARTING and (not all(begun) or may_lack_secrets):
         return Phase.INTERRUPTED

@@ -60,7 +60,8 @@ class CheckpointSection(Section):
 
 
 def is_step_due(step: int, every: int | None) -> bool:
-    """Returns whether an action due after each `every` steps (None: never) is due now that `step` steps are done."""
+    """Returns whether an action due after each `every` steps (None: never) is due now that `step` steps are done.
+    True at step 0."""
     return every is not None and step % every == 0
 
 

@@ -121,8 +121,9 @@ class BarrierState:
 
     def arrive(self, worker: int, name: str, payload: Any, seconds: float, now: float) -> Outgoing:
         """Records that `worker` waits at barrier `name`, whose deadline the `seconds` of the first to arrive set.
-        Returns the messages to send: none while hosts are missing; then all payloads, to all hosts, and the barrier's
-        name is free again; "lost", to this host if the attempt is over, to all if a host has left."""
+        Returns the messages to send: none while hosts are missing; then all payloads, by worker, to all hosts, and the
+        barrier's name is free again; "lost", to this host if the attempt is over, to all if a host has left, which ends
+        the attempt."""
         self.members[worker].last_heard = now
         if self.lost:
             return [(worker, self.lost_message())]

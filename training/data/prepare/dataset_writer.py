@@ -95,7 +95,8 @@ def records_per_shard(length: int, vocabulary: int) -> int:
 def find_existing(url: str, plan: DatasetPlan, overwrite: bool) -> Dataset | None:
     """Returns the dataset in a folder if its plan is this one, even with `overwrite`, without a look at its shards;
     None if it has to be made, or continued. Raises BadInput when the folder holds something else: other files, a
-    damaged or another dataset, or the beginning of one; with `overwrite`, deletes as `_clear` instead."""
+    damaged or another dataset, or the beginning of one; with `overwrite`, instead deletes its manifest, .tfrecord
+    files and `.preparing/`, but no other file, and returns None."""
     mistake: str | None = None
     try:
         dataset = load_manifest(storage.read(storage.join(url, MANIFEST)), url)

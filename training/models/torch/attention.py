@@ -107,7 +107,8 @@ def recompute(
     function: Callable[..., Tensor], parts: Sequence[Tensor], barrier: Barrier, parameters: Sequence[Tensor] = ()
 ) -> Tensor:
     """Returns function(*parts), and keeps nothing but `parts` for the backward pass, which computes it a second time,
-    behind `barrier`. `parameters`: what else `function` reads that wants gradients.
+    behind `barrier`, under the same autocast but without the random state of the first time. `parameters`: what else
+    `function` reads that wants gradients; all must require them.
 
     torch.utils.checkpoint has no barrier: XLA then finds all of it in the forward pass, and keeps that."""
     result: Tensor = _Recompute.apply(function, barrier, len(parts), *parts, *parameters)
