@@ -121,7 +121,7 @@ def test_a_slice_that_may_exist_is_told_at_once_when_google_does_not_describe_it
     config, machine = load_text(tmp_path, SLICE.replace("v4-16", "v4-8" + section)), cloud.machine()
     with pytest.raises(LaunchError) as refusal:
         candidates.create(config, print, machine, machine)
-    assert ("slice demo may exist, and is billed then" in str(refusal.value)) == may_exist
+    assert str(refusal.value).count("slice demo may exist, and is billed then") == may_exist
     assert len(cloud.calls) == 1 or section
 
 
