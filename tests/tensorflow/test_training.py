@@ -6,6 +6,7 @@ That its losses are PyTorch's is claimed by tests/rehearsal/test_parity.py, whic
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.profiled_run import require_a_profile
 from tests.training.mutations import flip
 from training.checkpoint.tensors import decode, encode
 from training.errors import BadInput, StopRequested
+from training.models.export import export_checkpoint
 from training.registry import TASKS
 
 SMALL = {"layers": 1, "hidden_size": 32, "heads": 2, "intermediate_size": 64, "max_positions": 64}
@@ -110,18 +112,31 @@ def test_a_resumed_run_gives_the_same_bits(undisturbed: dict[str, Any], folder: 
     small_runs.require_same_bits(resumed, undisturbed)
 
 
+def evaluations(folder: Path, run_id: str) -> dict[int, float]:
+    return small_runs.figures(folder, run_id, "eval_loss")
+
+
+def evaluation_of_step(step: int, config: dict[str, Any], folder: Path, run_id: str) -> float:
+    model = str(folder / f"{run_id}-{step}")
+    export_checkpoint(str(folder / "runs" / run_id), model, step=step)
+    return small_runs.evaluate_here(config, model).figures["loss"]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("task", ["mlm", "classification"])
 def test_two_devices_give_the_same_training(folder: Path, labelled: Path, task: str) -> None:
-    """MirroredStrategy over logical devices: TPUStrategy's path. In a process of its own, which counts devices once."""
+    """MirroredStrategy over logical devices: TPUStrategy's path. In a process of its own, which counts devices once.
+    Rows of one shape come four steps a call, which a save and an evaluation cut."""
     place, make = (folder, document) if task == "mlm" else (labelled, classification)
-    config = make(place, backend="tensorflow", train__dropout=0.0, train__steps=8, evaluation__every=None)
+    cuts = {"train__steps_per_call": 4, "checkpoint__every_steps": 5, "evaluation__every": 7}
+    config = make(place, backend="tensorflow", train__dropout=0.0, train__steps=8, **cuts)
     [host] = small_runs.start(place, "two-devices", config, CPU_NUM_DEVICES="2")
     one = small_runs.train_here(config, "one-device")
     assert host.finish(240) == 0, host.text()
     two = small_runs.summary(place, "two-devices")
     assert (two["devices"], two["compilations"]) == (2, one["compilations"])
-    assert small_runs.losses(place, "two-devices") == pytest.approx(small_runs.losses(place, "one-device"), rel=1e-5)
+    for seen in (small_runs.losses, evaluations, partial(evaluation_of_step, 5, config)):
+        assert seen(place, "two-devices") == pytest.approx(seen(place, "one-device"), rel=1e-5)
     for key in ("eval_loss", "eval_accuracy"):
         assert two[key] == pytest.approx(one[key], rel=1e-5)
 
