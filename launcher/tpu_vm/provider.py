@@ -297,7 +297,8 @@ class TpuVm:
 
     def _run_through_gcloud(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
         """Runs a script on all hosts by one gcloud call. Returns a report of each host, ok if it printed `word`, else a
-        failure. Raises the error that gcloud's message means if gcloud failed and no host reported."""
+        failure. Raises CommandTimeout after `timeout` seconds; the error that gcloud's message means if gcloud failed
+        and no host reported."""
         argv = commands.ssh_command(self.config, script)
         result = self._machine.run(argv, timeout=timeout)
         if not result.ok and not host_scripts.has_reports(result.stdout):
