@@ -206,8 +206,9 @@ class Recovery:
 
     def _check_slice(self, *, settle: bool) -> None:
         """Sets `in_use`: whether the slice is READY (False where the platform chooses the hosts of each attempt).
-        Raises SliceDeleted when two answers say that it is gone, and the API's error when it does not answer. With
-        `settle`, says so and waits 60 s at most until the API reports that the slice is not READY."""
+        Raises SliceDeleted when two answers say that it is gone, or a JobSet is DELETED, and the API's error when it
+        does not answer. With `settle`, says so and waits 60 s at most until the API says that the slice is not
+        READY."""
         session = self.session
         if not session.provider.capabilities.replaces_hosts:
             self.in_use = False

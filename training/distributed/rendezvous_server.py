@@ -35,7 +35,8 @@ class RendezvousServer:
     """The thread on host 0 that serves the rendezvous."""
 
     def __init__(self, cluster: Cluster, lost_seconds: float, machine: Machine = SYSTEM) -> None:
-        """Listens, and starts the thread. Raises TrainError if it can't listen, BadInput without the hosts' secret."""
+        """Listens, and starts the thread. Raises TrainError if it can't listen, BadInput as
+        `host_credentials`."""
         self._protocol = ServerProtocol(host_credentials(cluster), machine)
         self._lost_seconds = lost_seconds
         self._machine, self._clock = machine, machine.clock.monotonic
