@@ -71,10 +71,9 @@ def nothing_is_left_after_down(simulation: SimulatedRun, command: Command) -> No
     if command.name != "down" or command.code != 0:
         return
     user = command.laptop.user
-    left: list[Slice | Request] = [*slices_of(simulation.world, user)]
     old = any(fault.kind == "old describe" for fault in simulation.faults)  # shows none while Google removes one
-    requests = [item for item in simulation.world.google.requests.values() if item.creator == user]
-    left += [item for item in requests if not (old and item.state == "DELETING")]
+    there = (*simulation.world.google.slices.values(), *simulation.world.google.requests.values())
+    left = [item for item in there if item.creator == user and not (old and item.state == "DELETING")]
     going_on = any("has not ended; going on" in text for text in command.said)
     for item in left:
         by = item.by
@@ -111,7 +110,8 @@ def a_kind_world_is_kind(simulation: SimulatedRun, command: Command) -> None:
     here = command.laptop
     others = [each for each in simulation.commands if each.laptop is not here and each.name in ("up", "down", "gc")]
     others += [each for each in simulation.commands if each.name == "gc"]  # the slice may have expired
-    if simulation.world.struck or others or here.asleep or simulation.kill_at or command.interrupted:
+    others += [each for each in simulation.actions if each.kind == "asleep"]
+    if simulation.world.struck or others or simulation.kill_at or command.interrupted:
         return
     first = command is simulation.commands[0] and "is STOPPED and is not started: the limit" not in str(command.error)
     wanted = {
