@@ -6,7 +6,6 @@ itself.
 
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,10 +20,11 @@ _CONTEXT.set_forkserver_preload(["google.cloud.storage", *_OURS, "transformers.m
 class ForkedTrainer:
     """`tpu-train train CONFIG` in a fork, with what tests use of `subprocess.Popen`."""
 
-    def __init__(self, config: Path, log: Path, environment: Mapping[str, str], home: Path | None) -> None:
-        self._process = _CONTEXT.Process(target=_train, args=(dict(environment), config, log, home), daemon=True)
+    def __init__(self, config: Path, log: Path, environment: Mapping[str, str]) -> None:
+        self._process = _CONTEXT.Process(target=_train, args=(dict(environment), config, log), daemon=True)
         self._process.start()
         self.pid = self._process.pid
+        self.kill = self._process.kill
 
     def poll(self) -> int | None:
         """Its exit code, once it has ended; a signal's is negative."""
@@ -42,18 +42,13 @@ class ForkedTrainer:
         if self._process.exitcode is None:
             os.kill(self.pid, number)
 
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
-
-def _train(environment: Mapping[str, str], config: Path, log: Path, home: Path | None) -> None:
+def _train(environment: Mapping[str, str], config: Path, log: Path) -> None:
     """Runs `tpu-train train CONFIG`, which began now, with its output in `log`."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.environ.update(environment)
-    if home is not None:
-        os.chdir(home)
     sys.argv = ["tpu-train", "train", str(config)]
     from training.cli import main as cli
 

@@ -6,8 +6,10 @@
 used: the process has imported PyTorch and transformers before; fresh: our functions import them.
 """
 
+import contextlib
 import gc
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -17,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +38,14 @@ PLACES = (
     ("training.backends.torch_xla.backend:TorchXla", "evaluate", 2),
     ("training.trainer:Trainer", "build_summary", 1),
 )
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def thread_names() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate())
 
 
 def describe_process() -> dict[str, Any]:
@@ -66,20 +77,13 @@ def describe_libraries() -> dict[str, Any]:
     }
 
 
-def digest(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
-
-
-def thread_names() -> list[str]:
-    return sorted(thread.name for thread in threading.enumerate())
-
-
-def wait_for_threads(names: list[str]) -> None:
-    """Waits, at most 20 s, until no threads run but those of these names."""
+def threads_left(names: list[str]) -> list[str]:
+    """Waits, at most 20 s, until no threads run but those of these names. Returns the names of all if others do."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and thread_names() != names:
         gc.collect()  # the reader of an interrupted evaluation ends with its last reference
         time.sleep(0.05)
+    return [] if thread_names() == names else thread_names()
 
 
 def use(folder: Path, imported: bool) -> dict[str, Any]:
@@ -91,7 +95,7 @@ def use(folder: Path, imported: bool) -> dict[str, Any]:
     one_host.shards(*corpus, "--out", str(folder / "data"), "--sequence-length", "16")
     summary = one_host.train(one_host.configuration(folder / "run.yaml"))
     one_host.predict(summary["model"], "w1 w2 [MASK] w4")
-    wait_for_threads(before["threads"])
+    threads_left(before["threads"])
     after = [describe_process(), describe_libraries()]
     from transformers import TrainingArguments
 
@@ -99,30 +103,30 @@ def use(folder: Path, imported: bool) -> dict[str, Any]:
     return {"before": [before, libraries], "after": after, "steps": steps}
 
 
+def interrupting(owner: Any, name: str, call: int) -> Callable[..., Any]:
+    """Returns a function or method that interrupts the process after one of its calls."""
+    function, calls = getattr(owner, name), itertools.count(1)
+
+    def run(*arguments: Any, **more: Any) -> Any:
+        result = function(*arguments, **more)
+        if next(calls) == call:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    return run
+
+
 def interrupt(folder: Path) -> dict[str, str]:
     """Interrupts and reruns a cell at each place. Returns checksums of weights ("": uninterrupted) and threads left."""
     config, threads = one_host.configuration(folder / "run.yaml"), thread_names()
     checksums: dict[str, str] = {"": one_host.train(config, "uninterrupted")["final_weights_crc32c"]}
     for owner, name, call in PLACES:
-        place, calls = pkgutil.resolve_name(owner), iter(range(1, 1000))
-        real = getattr(place, name)
-
-        def interrupting(
-            *arguments: Any, _real: Any = real, _calls: Any = calls, _call: int = call, **more: Any
-        ) -> Any:
-            result = _real(*arguments, **more)
-            if next(_calls) == _call:
-                signal.raise_signal(signal.SIGINT)
-            return result
-
-        try:
-            with mock.patch.object(place, name, interrupting):
-                one_host.train(config, name)
-        except KeyboardInterrupt:
-            checksums[name] = ""
-        wait_for_threads(threads)
-        left = [] if thread_names() == threads else thread_names()
-        checksums[name] += one_host.train(config, name)["final_weights_crc32c"] + " ".join(left)
+        place = pkgutil.resolve_name(owner)
+        with contextlib.suppress(KeyboardInterrupt), mock.patch.object(place, name, interrupting(place, name, call)):
+            one_host.train(config, name)
+            raise AssertionError(f"{name} was not interrupted")
+        left = threads_left(threads)
+        checksums[name] = one_host.train(config, name)["final_weights_crc32c"] + " ".join(left)
     return checksums
 
 

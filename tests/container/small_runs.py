@@ -3,11 +3,10 @@
 import csv
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,18 +140,10 @@ class Host:
     def text(self) -> str:
         return self.out.read_text()
 
-    def wait_until_it_listens(self) -> None:
-        """Until SIGTERM asks the trainer to stop; before, it would end the process at once."""
-        status = Path(f"/proc/{self.process.pid}/status")
-        self._wait(lambda: int(status.read_text().partition("SigCgt:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1)
-
     def wait_for(self, text: str, seconds: float = 600) -> None:
-        self._wait(lambda: text in self.text(), seconds)
-
-    def _wait(self, fact: Callable[[], object], seconds: float = 600) -> None:
-        """Waits until a fact holds, which must be so before the trainer has ended."""
-        wait_until(lambda: self.process.poll() is not None or fact(), seconds, self.text)
-        assert fact(), f"ended with {self.process.poll()}:\n{self.text()}"
+        """Waits until the trainer has printed a text, which must be so before it has ended."""
+        wait_until(lambda: self.process.poll() is not None or text in self.text(), seconds, self.text)
+        assert text in self.text(), f"ended with {self.process.poll()} before {text!r}:\n{self.text()}"
 
 
 def end(hosts: Sequence[Host], *codes: int, seconds: float = 600) -> None:
@@ -187,41 +178,30 @@ def start(
     *,
     only: int | None = None,
     ports: tuple[int, int] | None = None,
-    homes: Sequence[Path] | None = None,
     prefix: Sequence[str] = (),
     **environment: str,
 ) -> list[Host]:
     """Starts the trainers of a run of `hosts` hosts on loopback: all of them, or `only` one.
 
-    `homes`: the folder that each one works in. `prefix`: a command that starts them. `environment`: variables. Trainers
-    of PyTorch on CPUs are forks, but where a prefix or variables, which libraries read when they are imported, are
-    given."""
+    `prefix`: a command that starts them. `environment`: variables. Trainers of PyTorch on CPUs are forks, but where a
+    prefix or variables, which libraries read when they are imported, are given."""
     pytorch = config.get("backend") != "tensorflow" and os.environ.get("PJRT_DEVICE") == "CPU"
-    forked = pytorch and not prefix and not environment
-    logs = folder / "logs"
+    logs, ports, started = folder / "logs", ports or free_ports(), []
     logs.mkdir(exist_ok=True)
     path = logs / f"{run_id}.{attempt}.{'all' if only is None else only}.yaml"
     path.write_text(yaml.safe_dump(config))
-    ports = ports or free_ports()
-    started = []
     for worker in range(hosts) if only is None else [only]:
         out = logs / f"{run_id}.{attempt}.{worker}.log"
         told = {**os.environ, **cluster_environment(run_id, attempt, worker, hosts, ports), **environment}
-        home = homes[worker] if homes else None
         out.write_text("")
-        started.append(
-            Host(ForkedTrainer(path, out, told, home) if forked else process(path, out, told, home, prefix), out)
-        )
+        if pytorch and not prefix and not environment:
+            started.append(Host(ForkedTrainer(path, out, told), out))
+            continue
+        command = [*prefix, sys.executable, "-m", "training.cli", "train", str(path)]
+        with out.open("w") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=told)
+        started.append(Host(process, out))
     return started
-
-
-def process(
-    config: Path, out: Path, environment: Mapping[str, str], home: Path | None, prefix: Sequence[str]
-) -> subprocess.Popen[str]:
-    """`tpu-train train CONFIG` as a process of its own."""
-    command = [*prefix, sys.executable, "-m", "training.cli", "train", str(config)]
-    with out.open("w") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, cwd=home, env=environment)
 
 
 def trained(

@@ -1,10 +1,11 @@
 """The first twenty steps of each family equal those of transformers' own modules on CPU torch, and three batches are
 one program. The models are tiny and random; a decoder's packed documents equal the same documents one by one."""
 
+import copy
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from training.config import Model, Train
 from training.data.formats.dataset import IGNORED
 from training.errors import BadInput
 from training.models.hugging_face import SCANNED, ModelRequirements
+from training.models.torch.attention import Linear
 from training.models.torch.layer_scan import LayerScan, _RotateHalf, choose_layers, find_layers, group_layers
 from training.models.torch.network import build, move, patch_modules
 from training.optim.adamw import AdamWSettings
@@ -81,12 +83,12 @@ CASES = [
 ]
 
 
-def write_model(folder: Path, task: str, family: str) -> str:
+def write_model(folder: Path, task: str, family: str, **sizes: Any) -> str:
     """A random model of a family, without dropout, as save_pretrained writes it: with another head for a classifier."""
     head = "CausalLM" if family in DECODERS else "MaskedLM"
     values = ENCODERS.get(family) or DECODERS[family]
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **values)
+    config = transformers.AutoConfig.for_model(family, **{**values, **sizes})
     network = getattr(transformers, f"AutoModelFor{head}").from_config(config)
     place = folder / f"{family}-{task}"
     network.save_pretrained(place)
@@ -126,8 +128,21 @@ def documents() -> list[tuple[int, int, int]]:
     return [(row, sum(cuts[:index]), count) for row, cuts in enumerate(CUTS) for index, count in enumerate(cuts)]
 
 
-def their_loss(task: str, network: Any, arrays: dict[str, np.ndarray]) -> Tensor:
-    rows = {name: torch.from_numpy(array) for name, array in arrays.items()}
+def tensors(task: str, number: int = 0, device: Any = "cpu") -> dict[str, Tensor]:
+    return {name: torch.from_numpy(array).to(device) for name, array in batch(task, number).items()}
+
+
+def gradients_of(loss: Tensor, values: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """In this thread: earlier tests made threads for the CPU alone."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return torch.autograd.grad(loss, list(values), allow_unused=True, materialize_grads=True)
+
+
+def norm_of(gradients: Iterable[Tensor]) -> Tensor:
+    return torch.cat([gradient.flatten() for gradient in gradients]).norm()
+
+
+def their_loss(task: str, network: Any, rows: dict[str, Tensor]) -> Tensor:
     ids = rows["input_ids"].long()
     if "attention_mask" in rows:
         labels = rows["labels"].float() if task == "multi-label" else rows["labels"].long()
@@ -143,15 +158,14 @@ def their_loss(task: str, network: Any, arrays: dict[str, np.ndarray]) -> Tensor
     return total
 
 
-def train(task: str, network: Any, loss_of: Callable[[dict[str, np.ndarray]], Tensor]) -> list[float]:
+def train(network: Any, loss_of: Callable[[int], Tensor]) -> list[float]:
     """Updates all parameters twenty times by AdamW, and returns the loss of each step."""
     parameters = dict(network.named_parameters())
     optimizer = AdamWTorch(AdamWSettings(weight_decay=0.0), parameters)
     losses = []
     for step in range(20):
-        loss = loss_of(batch(task, step))
-        with torch.autograd.set_multithreading_enabled(False):  # earlier tests made threads for the CPU alone
-            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
+        loss = loss_of(step)
+        gradients = gradients_of(loss, parameters.values())
         scalars = torch.tensor((1 / LENGTH, 1e-3, *optimizer.step_scalars(step))).to(loss.device)
         with torch.no_grad():
             optimizer.update(parameters, gradients, *scalars)
@@ -188,9 +202,9 @@ def test_the_first_steps_are_those_of_transformers(
     own = getattr(transformers, f"AutoModelFor{TASK_OF[task]}")
     plain = own.from_pretrained(tmp_path / "same", attn_implementation="eager").train()
     plain.config.pad_token_id = network.config.pad_token_id
-    expected = their_loss(task, plain, batch(task, 0))
+    expected = their_loss(task, plain, tensors(task))
     names = [name for name, _ in plain.named_parameters()]
-    theirs = torch.autograd.grad(expected, list(plain.parameters()), allow_unused=True, materialize_grads=True)
+    theirs = gradients_of(expected, plain.parameters())
     remat: Any = "layers" if family in ("llama", "gpt2") else None
     patch_modules(network, remat, default="none", barrier=xm.optimization_barrier_)
     move(network, device)
@@ -200,28 +214,55 @@ def test_the_first_steps_are_those_of_transformers(
     graphs: list[int] = []
     seen: list[tuple[Tensor, list[Tensor]]] = []
     for number in range(3):
-        rows = {name: torch.from_numpy(array).to(device) for name, array in batch(task, number).items()}
+        rows = tensors(task, number, device)
         torch_xla.sync()
         before = xla_metrics.counter_value("UncachedCompile") or 0
         loss = sums(network, rows)[0][0]
-        with torch.autograd.set_multithreading_enabled(False):  # earlier tests made threads for the CPU alone
-            gradients = torch.autograd.grad(loss, list(network.parameters()), allow_unused=True, materialize_grads=True)
+        gradients = gradients_of(loss, network.parameters())
         torch_xla.sync()
         graphs.append((xla_metrics.counter_value("UncachedCompile") or 0) - before)
         seen.append((loss.cpu(), [gradient.cpu() for gradient in gradients]))
     assert graphs[1:] == [0, 0], "three batches are one program"
     assert seen[0][0].item() == pytest.approx(expected.item(), rel=1e-6)
     assert [name for name, _ in network.named_parameters()] == names
-    norm = torch.cat([gradient.flatten() for gradient in theirs]).norm()
     for name, ours, their in zip(names, seen[0][1], theirs, strict=True):
-        assert (ours - their).norm() <= 1e-6 * norm, name
+        assert (ours - their).norm() <= 1e-6 * norm_of(theirs), name
+    losses = train(plain, lambda step: their_loss(task, plain, tensors(task, step)))
+    assert train(network, lambda step: sums(network, tensors(task, step, device))[0][0]) == pytest.approx(losses, 1e-5)
 
-    def our_loss(arrays: dict[str, np.ndarray]) -> Tensor:
-        rows = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-        return sums(network, rows)[0][0]
 
-    expected = train(task, plain, lambda arrays: their_loss(task, plain, arrays))
-    assert train(task, network, our_loss) == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize("remat", ["none", "attention", "layers"])
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_our_attention_is_that_of_hugging_face_whatever_is_recomputed(
+    opened: Callable[[str, str], Any], family: str, remat: Any
+) -> None:
+    """Padding included."""
+    theirs = opened("mlm", family)
+    ours = copy.deepcopy(theirs)
+    assert patch_modules(ours, remat, default="none", barrier=xm.optimization_barrier_) is not None
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    ids = torch.randint(1, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(LENGTH) < torch.tensor([LENGTH, 9, 1]).unsqueeze(1)).long()
+    found = []
+    for network in (theirs, ours):
+        logits = network(input_ids=ids, attention_mask=mask).logits
+        loss = (logits * mask.unsqueeze(-1)).square().sum()
+        found.append([logits, *gradients_of(loss, [each for each in network.parameters() if each.requires_grad])])
+    for theirs_value, ours_value in zip(*found, strict=True):
+        torch.testing.assert_close(ours_value, theirs_value, rtol=1e-4, atol=1e-5)
+
+
+def test_linear_layers_under_autocast_are_those_of_torch() -> None:
+    theirs, ours = torch.nn.Linear(24, 12), Linear(24, 12)
+    ours.load_state_dict(theirs.state_dict())
+    found = []
+    for layer in (theirs, ours):
+        values = torch.linspace(-1, 1, 3 * 16 * 24).reshape(3, 16, 24).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result = layer(values)
+        found.append([result, *torch.autograd.grad(result.float().square().sum(), [values, *layer.parameters()])])
+    for expected, value in zip(*found, strict=True):
+        torch.testing.assert_close(value, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -232,7 +273,7 @@ def test_logits_in_pieces_have_the_same_loss_and_gradients(
     sums, network = load(TASKS["causal-lm"].torch), opened("causal-lm", "qwen2")
     patch_modules(network, None, default="none", barrier=lambda _tensors: None)
     network.lm_head.weight.requires_grad_(not frozen)
-    rows = {name: torch.from_numpy(array) for name, array in batch("causal-lm", 0).items()}
+    rows = tensors("causal-lm")
     trained = [value for value in network.parameters() if value.requires_grad]
     widths: list[int] = []
     network.lm_head.register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
@@ -256,7 +297,7 @@ def test_evaluated_pieces_have_no_gradient(opened: Callable[[str, str], Any], mo
     sums, network = load(TASKS["causal-lm"].torch), opened("causal-lm", "qwen2").eval()
     patch_modules(network, None, default="none", barrier=lambda _tensors: None)
     move(network, torch_xla.device())
-    rows = {name: torch.from_numpy(array).to(torch_xla.device()) for name, array in batch("causal-lm", 0).items()}
+    rows = tensors("causal-lm", device=torch_xla.device())
     products = []
     for whole in (1 << 27, 10 * VOCABULARY):
         monkeypatch.setattr("training.tasks.torch._WHOLE_LOGITS", whole)
@@ -302,27 +343,25 @@ def test_layers_as_a_scan_have_the_same_loss_and_gradients(
         for name, parameter in network.named_parameters():
             parameter.requires_grad_(frozen not in name)
         values = dict(network.named_parameters())
-        rows = {name: torch.from_numpy(array) for name, array in batch("causal-lm", 0).items()}
+        rows = tensors("causal-lm")
         expected = sums(network, rows)[0][0]
-        wanted = [name for name, value in values.items() if value.requires_grad]
-        found = torch.autograd.grad(expected, [values[name] for name in wanted])
-        theirs = dict(zip(wanted, found, strict=True))
+        wanted = {name: value for name, value in values.items() if value.requires_grad}
+        theirs = dict(zip(wanted, torch.autograd.grad(expected, list(wanted.values())), strict=True))
         layers = find_layers(network)
         assert layers == "model.layers"
         groups = group_layers(values, layers)
         network.set_submodule(layers, LayerScan(network.model.layers, internals.loop_over, lambda _name, value: value))
         for stacked, members in groups.items():
             network.get_parameter(stacked).data = torch.stack([values[name].detach() for name in members])
-            assert set(wanted).isdisjoint(members) or set(wanted).issuperset(members)
+            assert wanted.keys().isdisjoint(members) or wanted.keys() >= set(members)
         move(network, device)
         trained = {name: value for name, value in network.named_parameters() if value.requires_grad}
         loss = sums(network, {name: array.to(device) for name, array in rows.items()})[0][0]
-        with torch.autograd.set_multithreading_enabled(False):
-            gradients = torch.autograd.grad(loss, list(trained.values()))
+        gradients = gradients_of(loss, trained.values())
         lines.append(len(internals.program_text([loss, *gradients]).splitlines()))
         torch_xla.sync()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-        norm = torch.cat([gradient.flatten() for gradient in theirs.values()]).norm()
+        norm = norm_of(theirs.values())
         for name, gradient in zip(trained, gradients, strict=True):
             their = [theirs.pop(member) for member in groups.get(name, [name])]
             assert (gradient.cpu() - (torch.stack(their) if name in groups else their[0])).norm() <= 1e-6 * norm, name

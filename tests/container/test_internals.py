@@ -132,29 +132,28 @@ def test_an_event_of_a_profile_changes_no_program(pair: list[torch.Tensor]) -> N
         assert internals.program_text([first * 2]) == plain
 
 
-SHARDINGS = """
+SIMULATED = """
 import numpy, torch, torch_xla.distributed.spmd as spmd, torch_xla.runtime
 from training.backends.torch_xla import internals
 internals.simulate_devices(4)
+from training.backends.torch_xla.sharding import DataParallel
+from training.distributed.cluster import Cluster
 assert torch_xla.runtime.global_runtime_device_count() == 4
 mesh = spmd.Mesh(numpy.arange(4), (4,), ("data",))
 whole, rows = (torch.ones(8, 2, device=torch_xla.device()) for _ in range(2))
 internals.declare_sharding(whole, mesh.get_op_sharding((None, None)))
 internals.declare_sharding(rows, mesh.get_op_sharding(("data", None)))
 print(internals.read_shardings([whole, rows]))
-"""
-
-
-BY_HAND = """
-import torch
-from training.backends.torch_xla import internals
-internals.simulate_devices(4)
-from training.backends.torch_xla.sharding import DataParallel
-from training.distributed.cluster import Cluster
 devices = DataParallel(Cluster(0, ("localhost",)))
 part = devices.enter_rows(torch.zeros(8, 3).to(devices.device))
 print(list(part.shape), list(devices.leave_rows(part * 2, (8, 3)).shape))
 """
+
+
+def test_shardings_are_read_back_and_rows_split_by_hand_for_devices_that_are_simulated() -> None:
+    """Else preflight does not trace for a slice, a split state is not refused (hosts would wait forever), and a Pallas
+    kernel gets the rows of all devices."""
+    assert run_python("-c", SIMULATED).splitlines() == ["['{replicated}', '{devices=[4,1]0,1,2,3}']", "[2, 3] [8, 3]"]
 
 
 def test_a_placeholder_is_an_argument_of_a_program_and_has_a_handle(pair: list[torch.Tensor]) -> None:
@@ -170,11 +169,6 @@ def test_devices_of_this_host_have_names_that_memory_is_asked_by() -> None:
     assert internals.local_devices() == ["CPU:0"]
 
 
-def test_declared_shardings_are_read_back_for_devices_that_are_simulated() -> None:
-    """Else preflight does not trace for a slice, and a split state is not refused: hosts would wait forever."""
-    assert run_python("-c", SHARDINGS) == "['{replicated}', '{devices=[4,1]0,1,2,3}']\n"
-
-
 def test_a_function_of_jax_runs_inside_a_program(pair: list[torch.Tensor]) -> None:
     """Else long rows have no Pallas kernel."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else JAX loads libtpu, which sets variables for later processes
@@ -182,8 +176,3 @@ def test_a_function_of_jax_runs_inside_a_program(pair: list[torch.Tensor]) -> No
     shape = jax.ShapeDtypeStruct((2,), "float32")
     function = internals.call_lowered(lambda a, b: (a - b,), [shape, shape], "cpu", "minus")
     assert [value.tolist() for value in function(pair)] == [[-9.0, -18.0]]
-
-
-def test_a_part_that_is_split_by_hand_has_the_rows_of_one_device() -> None:
-    """Else a Pallas kernel gets the rows of all devices."""
-    assert run_python("-c", BY_HAND) == "[2, 3] [8, 3]\n"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.container.test_family_parity import LENGTH, batch, open_network
+from tests.container.test_family_parity import LENGTH, gradients_of, open_network, tensors
 from tests.nightly import others_at_night
 from tests.xla_flags import COMPILE_FAST
 from training.backends.torch_xla import internals
@@ -100,13 +100,11 @@ def test_loops_of_xla_and_the_kernel_give_the_same(window: tuple[int | None, int
 def test_a_family_trains_as_with_its_own_attention(tmp_path: Path, family: str) -> None:
     for task in ("mlm", "classification") if family == "modernbert" else ("causal-lm",):
         network, sums = open_network(tmp_path, task, family), load(TASKS[task].torch)
-        rows = {name: torch.from_numpy(array) for name, array in batch(task, 0).items()}
         found = []
         for wanted in ("plain", "blocks"):
             choose_attention(network, wanted, LENGTH, loop=loop_in_python, kernel="")  # type: ignore[arg-type]
-            loss = sums(network, rows)[0][0]
-            values = [value for value in network.parameters() if value.requires_grad]
-            found.append([loss, *torch.autograd.grad(loss, values, allow_unused=True, materialize_grads=True)])
+            loss = sums(network, tensors(task))[0][0]
+            found.append([loss, *gradients_of(loss, [each for each in network.parameters() if each.requires_grad])])
         require_close(found[1], found[0], 1e-5)
 
 

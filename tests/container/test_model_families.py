@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from tests.container import small_runs
+from tests.container.test_family_parity import write_model
 from tests.nightly import others_at_night
 from training.config import Model
 from training.errors import BadInput
@@ -16,40 +17,14 @@ from training.models.hugging_face import ModelRequirements
 from training.models.torch.network import build
 from training.registry import MASKED_LM, TASKS, Head
 
-VOCABULARY = small_runs.VOCABULARY
-SMALL = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "intermediate_size": 64, "max_position_embeddings": small_runs.SEQUENCE, "pad_token_id": 3,
-}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "distilbert": {
-        "vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "pad_token_id": 3
-    },
-    "modernbert": {
-        **SMALL, "local_attention": 8, "cls_token_id": 0, "sep_token_id": 1, "bos_token_id": 0, "eos_token_id": 1
-    },
-}  # fmt: skip
+SIZES = {"vocab_size": small_runs.VOCABULARY, "max_position_embeddings": small_runs.SEQUENCE, "pad_token_id": 3}
 
 
-def write_model(folder: Path, family: str) -> str:
-    """A random masked-LM model of a family, as save_pretrained writes it."""
-    torch.manual_seed(0)
-    place = folder / "models" / family
-    config = transformers.AutoConfig.for_model(family, **FAMILIES[family])
-    transformers.AutoModelForMaskedLM.from_config(config).save_pretrained(place)
-    return str(place)
-
-
-@pytest.mark.parametrize("family", others_at_night(sorted(FAMILIES), ("modernbert",)))
+@pytest.mark.parametrize("family", others_at_night(("distilbert", "modernbert"), ("modernbert",)))
 def test_it_learns_and_is_a_model_of_that_family(folder: Path, family: str, capfd: pytest.CaptureFixture[str]) -> None:
-    settings = small_runs.document(
-        folder,
-        model={"path": write_model(folder, family)},
-        train__steps=24,
-        train__strict=True,  # one program
-        checkpoint__every_steps=None,
-        evaluation__every=12,
-    )
+    steps = {"train__steps": 24, "checkpoint__every_steps": None, "evaluation__every": 12, "train__strict": True}
+    model = {"path": write_model(folder, "mlm", family, **SIZES)}
+    settings = small_runs.document(folder, model=model, **steps)  # strict: one program
     summary = small_runs.train_here(settings, family)
     assert "can't be cached" not in capfd.readouterr().err
     assert summary["last_loss"] < summary["first_loss"] - 0.5
@@ -62,18 +37,9 @@ def test_it_learns_and_is_a_model_of_that_family(folder: Path, family: str, capf
 @pytest.mark.parametrize("head", [MASKED_LM, TASKS["classification"].head], ids=["mlm", "classification"])
 @pytest.mark.parametrize(("dropout", "rate"), [(None, 0.0), (0.2, 0.2)], ids=["its own", "set"])
 def test_only_a_run_changes_a_model_s_dropout(tmp_path: Path, dropout: float | None, rate: float, head: Head) -> None:
-    needs = ModelRequirements(vocabulary=VOCABULARY, pad=3, sequence_length=32, head=head, labels=("a", "b"))
-    network = build(Model(path=write_model(tmp_path, "modernbert")), needs, dropout=dropout, seed=1)
+    needs = ModelRequirements(vocabulary=64, pad=0, sequence_length=16, head=head, labels=("a", "b"))
+    network = build(Model(path=write_model(tmp_path, "mlm", "modernbert")), needs, dropout=dropout, seed=1)
     assert {module.p for module in network.modules() if isinstance(module, torch.nn.Dropout)} == {rate}
-
-
-def broken(folder: Path, name: str, **values: Any) -> str:
-    """A BERT's folder whose config.json has other values."""
-    place = folder / "models" / name
-    transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)).save_pretrained(place)
-    config = json.loads((place / "config.json").read_text())
-    (place / "config.json").write_text(json.dumps({**config, **values}))
-    return str(place)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +55,10 @@ def broken(folder: Path, name: str, **values: Any) -> str:
     ],
 )
 def test_a_model_that_does_not_train_is_refused_in_one_line(folder: Path, name: str, values: dict[str, Any]) -> None:
-    path = broken(folder, name, **values)
+    """A BERT's folder whose config.json has other values."""
+    path = write_model(folder / name, "mlm", "bert", **SIZES)
+    config = json.loads((Path(path) / "config.json").read_text())
+    (Path(path) / "config.json").write_text(json.dumps({**config, **values}))
     with pytest.raises(BadInput, match=r"^model\.path:? ") as caught:
         small_runs.train_here(small_runs.document(folder, model={"path": path}, train__steps=2), f"broken-{name}")
     assert path in str(caught.value)

@@ -1,6 +1,5 @@
 """examples/banking77.ipynb runs whole, on some made-up texts, and gives what `tpu-train` gives. Half a minute."""
 
-import csv
 import json
 import random
 import shutil
@@ -35,38 +34,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "banking77" / "categories.json").write_text(json.dumps(["calm", "wild"]))
     chance = random.Random(1)
     for name, count in (("train", 64), ("test", 20)):
-        with (place / "banking77" / f"{name}.csv").open("w", newline="") as file:
-            table = csv.writer(file)
-            table.writerow(["text", "category"])
-            for number in range(count):
-                text = " ".join(f"w{chance.randrange(90) + 100 * (number % 2)}" for _ in range(6))
-                table.writerow([text, ("calm", "wild")[number % 2]])
+        texts = [" ".join(f"w{chance.randrange(90) + 100 * (n % 2)}" for _ in range(6)) for n in range(count)]
+        rows = [{"text": text, "category": ("calm", "wild")[n % 2]} for n, text in enumerate(texts)]
+        small_runs.write_csv(place / "banking77" / f"{name}.csv", rows)
     return place
-
-
-def tags(cell: Any) -> list[str]:
-    return list(cell.metadata.get("tags", ()))
-
-
-def text_of(cell: Any) -> str:
-    return "".join(output.get("text", "") for output in cell.outputs)
 
 
 def test_every_cell_runs_and_the_command_gives_the_same_bits(folder: Path) -> None:
     notebook = nbformat.read(folder / "banking77.ipynb", as_version=4)
-    notebook.cells = [cell for cell in notebook.cells if "install" not in tags(cell)]  # the image has it all
-    [parameters] = [cell for cell in notebook.cells if "parameters" in tags(cell)]
+    cells = [(cell, cell.metadata.get("tags", ())) for cell in notebook.cells]
+    notebook.cells = [cell for cell, tags in cells if "install" not in tags]  # the image has it all
+    [parameters] = [cell for cell, tags in cells if "parameters" in tags]
     parameters.source += f"\nsettings = {SETTINGS!r}\nquery = 'w110 w120 w130 w140'"
     place = {"metadata": {"path": str(folder)}}
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place).execute()
-    printed = [text_of(cell) for cell in notebook.cells if cell.cell_type == "code"]
+    outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    printed = ["".join(output.get("text", "") for output in each) for each in outputs]
     assert "64 records of 16 tokens" in printed[2], printed[2]
     assert "weighted F1" in printed[-2], printed[-2]
     assert printed[-1].split()[1] in ("calm", "wild"), printed[-1]
 
     settings = [word for each in SETTINGS for word in ("--set", each)]
     run_python("-m", "training.cli", "train", "banking77.yaml", "--run-id", "command", *settings, folder=folder)
-    summary = json.loads((folder / "runs" / "command" / "summary.json").read_text())
+    summary = small_runs.summary(folder, "command")
     assert f"weights: {summary['final_weights_crc32c']}" in printed[-2]
     assert read_history(str(folder / "runs" / "notebook"))[-1]["eval_weighted_f1"] == summary["eval_weighted_f1"]
 

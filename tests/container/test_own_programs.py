@@ -12,23 +12,21 @@ from training.cli.processes import chip_process_environment
 from training.distributed.cluster import Cluster
 
 
-def execute(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "training.cli", "exec", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600, check=False)
-
-
-def test_a_failed_program_fails_with_its_traceback(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text("raise RuntimeError('no such thing')\n")
-    ended = execute("program.py", cwd=tmp_path)
-    assert ended.returncode == 1
-    assert "RuntimeError: no such thing" in ended.stderr
-    assert "a process of program.py ended early" in ended.stderr
-
-
-@pytest.mark.nightly
-def test_the_exit_code_of_a_program_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text("import sys\nsys.exit(75)\n")
-    assert execute("program.py", cwd=tmp_path).returncode == 75
+@pytest.mark.parametrize(
+    ("line", "code", "told"),
+    [
+        ("raise RuntimeError('no such thing')", 1, "RuntimeError: no such thing"),
+        pytest.param("raise SystemExit(75)", 75, "", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_failed_program_fails_with_its_traceback_or_its_exit_code(
+    tmp_path: Path, line: str, code: int, told: str
+) -> None:
+    (tmp_path / "program.py").write_text(line)
+    command = [sys.executable, "-m", "training.cli", "exec", "program.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    assert (ended.returncode, told in ended.stderr) == (code, True), ended.stderr
+    assert ("a process of program.py ended early" in ended.stderr) == (code == 1)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Rows of two texts: they are those of transformers' tokenizer, a network gets them, and a run learns from them."""
 
-import csv
 import random
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import transformers
 
 from tests.container import small_runs
+from tests.container.small_runs import write_csv
 from tests.container.test_classification_runs import document
 from training.data import tokenizer as tokenizer_files
 from training.data.formats.dataset import Dataset
@@ -19,6 +19,7 @@ from training.data.formats.open_dataset import open_dataset
 from training.data.loading.batches import labelled_evaluation
 from training.data.loading.record_source import HostSlice
 from training.data.prepare.make_datasets import DatasetOptions, make_datasets
+from training.data.prepare.tokenizer_training import write_tokenizer
 from training.errors import BadInput
 from training.models.predict import classify
 from training.registry import TASKS, load
@@ -42,14 +43,6 @@ def corpus() -> list[dict[str, str]]:
     return rows
 
 
-def write_corpus(path: Path, rows: list[dict[str, str]]) -> str:
-    with path.open("w", newline="") as file:
-        table = csv.DictWriter(file, list(rows[0]), delimiter="\t")
-        table.writeheader()
-        table.writerows(rows)
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("pairs") / "tokenizer"
@@ -59,13 +52,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     content.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=special
     )
-    for name, data in tokenizer_files.files(content.to_str().encode()).items():
-        (folder / name).write_bytes(data)
+    write_tokenizer(str(folder), content.to_str().encode(), overwrite=True)
     return str(folder)
 
 
-def make(out: Path, tokenizer: str, source: str, **changes: Any) -> tuple[Dataset, str]:
-    values = {"corpus": source, "task": "classification", "tokenizer": tokenizer, "out": str(out), **COLUMNS}
+def make(out: Path, tokenizer: str, source: Path, **changes: Any) -> tuple[Dataset, str]:
+    values = {"corpus": str(source), "task": "classification", "tokenizer": tokenizer, "out": str(out), **COLUMNS}
     options = {"sequence_length": LENGTH, "lengths": f"8,{LENGTH}", "evaluation_percent": 0.0, "splits": ("train",)}
     [result] = make_datasets(DatasetOptions(**{**values, **options, **changes}))
     return open_dataset(result.dataset.url), result.note
@@ -73,7 +65,7 @@ def make(out: Path, tokenizer: str, source: str, **changes: Any) -> tuple[Datase
 
 def test_rows_are_those_of_transformers_tokenizer_and_loss_is_that_of_its_model(tmp_path: Path, tokenizer: str) -> None:
     rows = corpus()
-    dataset, note = make(tmp_path / "data", tokenizer, write_corpus(tmp_path / "pairs.tsv", rows))
+    dataset, note = make(tmp_path / "data", tokenizer, write_csv(tmp_path / "pairs.tsv", rows))
     theirs = transformers.AutoTokenizer.from_pretrained(tokenizer)
     texts = [[row[name] for row in rows] for name in ("premise", "hypothesis")]
     whole = theirs(*texts, truncation="longest_first", max_length=LENGTH, return_token_type_ids=True)
@@ -111,18 +103,19 @@ def test_rows_are_those_of_transformers_tokenizer_and_loss_is_that_of_its_model(
 def test_a_run_learns_from_pairs_and_its_model_predicts_them(tmp_path: Path, tokenizer: str) -> None:
     """The words of the second text decide, and those of the first say nothing."""
     rows = corpus()
-    for split in ("train", "evaluation"):
-        make(tmp_path / split, tokenizer, write_corpus(tmp_path / f"{split}.tsv", rows))
-    changes = {"data": {"train": str(tmp_path / "train" / "train"), "tokenizer": tokenizer}}
-    changes["data"]["evaluation"] = str(tmp_path / "evaluation" / "train")
-    summary = small_runs.train_here(document(tmp_path, **changes, train__steps=120), "pairs")
+    evaluated = rows[:24]  # each prediction below loads the model
+    for split, part in (("train", rows), ("evaluation", evaluated)):
+        make(tmp_path / split, tokenizer, write_csv(tmp_path / f"{split}.tsv", part))
+    data = {split: str(tmp_path / split / "train") for split in ("train", "evaluation")} | {"tokenizer": tokenizer}
+    summary = small_runs.train_here(document(tmp_path, data=data, train__steps=120), "pairs")
     assert summary["eval_loss"] < summary["first_loss"] / 2
-    right = [classify(summary["model"], row["premise"], 1, row["hypothesis"])[0].name == row["verdict"] for row in rows]
+    answers = [classify(summary["model"], row["premise"], 1, row["hypothesis"])[0].name for row in evaluated]
+    right = [answer == row["verdict"] for answer, row in zip(answers, evaluated, strict=True)]
     assert np.mean(right) == pytest.approx(summary["eval_accuracy"])
 
 
 def test_mistakes_about_pairs_are_one_line(tmp_path: Path, tokenizer: str) -> None:
-    source = write_corpus(tmp_path / "pairs.tsv", corpus())
+    source = write_csv(tmp_path / "pairs.tsv", corpus())
     for changes, message in (
         ({"text_pair": "answer"}, r"pairs\.tsv:2 has no 'answer', it has: 'premise', 'hypothesis', 'verdict'"),
         ({"task": "mlm"}, "--text-pair is for tasks of whole texts, and --task mlm is none"),

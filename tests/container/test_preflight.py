@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,11 @@ from tests.nightly import others_at_night
 from tests.processes import run_python
 from training.accelerators import accelerator
 from training.backends.torch_xla import tracing
+from training.config import Model
 from training.distributed.cluster import Cluster, torch_xla_environment
+from training.errors import BadInput
+from training.models.hugging_face import ModelRequirements
+from training.models.torch.network import build
 from training.preflight import compiler
 from training.preflight.compiler import CompilerUnavailable, DataDependentProgram, Program
 from training.preflight.programs import Graph, TracedProgram
@@ -32,38 +35,27 @@ DOUBLED = """module @doubled { func.func public @main(%a: tensor<256x256xf32>) -
   return %0 : tensor<256x256xf32> } }"""
 
 
-@dataclass(frozen=True)
-class Answer:
-    code: int
-    text: str  # standard error
-    accelerators: dict[str, Any]
-
-
-def preflight(folder: Path, *options: str, name: str = "preflight", **changes: Any) -> Answer:
-    return preflight_of(small_runs.document(folder, **changes), folder / f"{name}.yaml", *options)
-
-
-def preflight_of(document: dict[str, Any], path: Path, *options: str) -> Answer:
+def preflight(document: dict[str, Any], path: Path, *options: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    """Runs `tpu-train preflight`, which must end with a code. Returns its results, and what it says."""
     path.write_text(yaml.safe_dump(document))
     command = [sys.executable, "-m", "training.cli", "preflight", str(path), "--json", *options]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert (ended.returncode < 0, "Traceback" in ended.stderr) == (False, False), ended.stderr
+    assert (ended.returncode, "Traceback" in ended.stderr) == (code, False), ended.stderr
     accelerators = json.loads(ended.stdout)["accelerators"] if ended.stdout else []
-    return Answer(ended.returncode, ended.stderr, {result["accelerator"]: result for result in accelerators})
+    return {result["accelerator"]: result for result in accelerators}, ended.stderr
 
 
 @pytest.fixture(scope="module")
 def v4(folder: Path) -> dict[str, Any]:
     """The small run of these tests on a v4-8: four devices of two cores each."""
-    answer = preflight(folder, "--accelerator", "v4-8", train__precision="bf16")
-    assert answer.code == 0, answer.text
-    return answer.accelerators["v4-8"]
+    document = small_runs.document(folder, train__precision="bf16")
+    return preflight(document, folder / "v4.yaml", "--accelerator", "v4-8")[0]["v4-8"]
 
 
 def test_the_gradients_are_added_over_the_devices(v4: dict[str, Any]) -> None:
     """Every parameter's gradient is in an all-reduce; a tied weight's two parts may travel apart."""
     training, evaluation = v4["graphs"]
-    parameters = sum(small_runs_sizes())
+    parameters = small_runs_size()
     exchanged = sum(item["elements"] for item in training["collectives"] if item["kind"] == "all-reduce")
     assert parameters <= exchanged < 2 * parameters
     types = {dtype for item in training["collectives"] for dtype in item["dtypes"]}
@@ -71,15 +63,11 @@ def test_the_gradients_are_added_over_the_devices(v4: dict[str, Any]) -> None:
     assert sum(item["bytes"] for item in evaluation["collectives"] if item["kind"] == "all-reduce") < 1000
 
 
-def small_runs_sizes(width: int = 32) -> list[int]:
-    return [math.prod(shape) for shape in small_runs_shapes(width)]
+def small_runs_size(width: int = 32) -> int:
+    return sum(math.prod(shape) for shape in small_runs_shapes(width))
 
 
 def small_runs_shapes(width: int) -> list[tuple[int, ...]]:
-    from training.config import Model
-    from training.models.hugging_face import ModelRequirements
-    from training.models.torch.network import build
-
     model = Model(name="bert-tiny", hidden_size=width, layers=2, heads=2, max_positions=32)
     network = build(model, ModelRequirements(vocabulary=200, pad=3, sequence_length=32), dropout=0.1, seed=1)
     return [tuple(value.shape) for value in network.parameters()]
@@ -89,8 +77,8 @@ def test_the_state_is_counted_once(v4: dict[str, Any]) -> None:
     """New weights and moments live where the old ones were: they are donated."""
     training, evaluation = v4["graphs"]
     memory = training["memory"]
-    assert memory["donated"] >= 3 * 4 * sum(small_runs_sizes())
-    assert evaluation["memory"]["resident"] >= 2 * 4 * sum(small_runs_sizes()), "the moments wait beside an evaluation"
+    assert memory["donated"] >= 3 * 4 * small_runs_size()
+    assert evaluation["memory"]["resident"] >= 2 * 4 * small_runs_size(), "the moments wait beside an evaluation"
 
 
 def traced_step(folder: Path, name: str, target: str, **changes: Any) -> dict[str, Any]:
@@ -108,7 +96,7 @@ def test_all_of_the_state_is_donated(folder: Path, evaluation: str) -> None:
     skip = {"data__evaluation": None, "train__on_nonfinite": "skip"}  # the old state is needed to the program's end
     changes: dict[str, Any] = {} if evaluation == "with evaluation" else skip
     step = traced_step(folder, "donors", "v3-8", train__precision="bf16", **changes)
-    assert step["donated_bytes"] == 3 * 4 * sum(small_runs_sizes(width=128))
+    assert step["donated_bytes"] == 3 * 4 * small_runs_size(width=128)
     assert step["resident_bytes"] == 0, "nothing of the state waits beside a step"
     assert step["overwritten"] == sorted(step["overwritten"]) != [], "outputs have the order of what they replace"
     assert step["sums_over_two_axes"] == 2 * 4, "of gradients of query, key, value and output in two layers"
@@ -157,11 +145,9 @@ def test_two_preflights_at_once_share_the_compiler(folder: Path) -> None:
 @pytest.mark.nightly
 def test_programs_are_compiled_with_the_flags_of_the_run(folder: Path) -> None:
     """torch_xla's own, those of the generation, and the file's. The compiler has read all: it refuses unknown flags."""
-    run = {"environment": {"LIBTPU_INIT_ARGS": "--xla_latency_hiding_scheduler_rerun=2"}}
-    answer = preflight(folder, "--accelerator", "v5litepod-8,v3-8", name="flags", run=run)
-    assert answer.code == 0, answer.text
-    for name, result in answer.accelerators.items():
-        own = {"LIBTPU_INIT_ARGS": "--xla_latency_hiding_scheduler_rerun=2"}
+    own = {"LIBTPU_INIT_ARGS": "--xla_latency_hiding_scheduler_rerun=2"}
+    document = small_runs.document(folder, run={"environment": own})
+    for name, result in preflight(document, folder / "flags.yaml", "--accelerator", "v5litepod-8,v3-8")[0].items():
         addresses = ("localhost",) * accelerator(name).hosts
         assert result["flags"] == torch_xla_environment(Cluster(0, addresses, name), own)["LIBTPU_INIT_ARGS"]
         assert ("xla_enable_async_all_gather=true" in result["flags"]) == (name == "v5litepod-8")
@@ -200,7 +186,7 @@ for build_empty in (state.build_empty, lambda *arguments, **keywords: None):
 """
 
 
-@pytest.mark.parametrize("fsdp", [1, 4])
+@pytest.mark.parametrize("fsdp", others_at_night((1, 4), (4,)))
 def test_programs_traced_without_weights_are_those_of_a_run(folder: Path, fsdp: int) -> None:
     path = folder / f"empty-{fsdp}.yaml"
     changes = {"train__mesh": {"fsdp": fsdp}, "train__precision": "bf16"}
@@ -215,9 +201,7 @@ def test_programs_traced_without_weights_are_those_of_a_run(folder: Path, fsdp: 
 def test_a_task_whose_labels_are_lists_is_compiled(tmp_path: Path, task: str) -> None:
     folder = test_label_list_runs.prepare(tmp_path, task)
     document = small_runs.labelled_document(folder, task)
-    answer = preflight_of(document, tmp_path / "lists.yaml", "--accelerator", "v4-8")
-    assert answer.code == 0, answer.text
-    graphs = answer.accelerators["v4-8"]["graphs"]
+    graphs = preflight(document, tmp_path / "lists.yaml", "--accelerator", "v4-8")[0]["v4-8"]["graphs"]
     assert len(graphs) == 3, "a step of each length, and one evaluation"
     assert all(graph["fits"] for graph in graphs)
 
@@ -234,9 +218,7 @@ def test_a_decoder_on_a_mesh_is_compiled(tmp_path: Path, adapters: bool) -> None
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "start")
         changes = {"model": {"path": str(folder / "start")}, "lora": {"rank": 2}}
     document = causal_data.document(folder, train__mesh={"fsdp": 4}, **changes)
-    answer = preflight_of(document, tmp_path / "decoder.yaml", "--accelerator", "v4-8")
-    assert answer.code == 0, answer.text
-    graphs = answer.accelerators["v4-8"]["graphs"]
+    graphs = preflight(document, tmp_path / "decoder.yaml", "--accelerator", "v4-8")[0]["v4-8"]["graphs"]
     assert all(graph["fits"] for graph in graphs)
     if not adapters:
         sent = {item["kind"]: item["bytes"] for item in graphs[0]["collectives"]}
@@ -270,10 +252,10 @@ def test_a_program_that_does_not_fit_is_reported_with_its_size() -> None:
         (["--accelerator", "v4-8", "--vocabulary", "100"], {}, "stand in for missing data: give both or neither"),
     ],
 )  # fmt: skip
-def test_bad_input_ends_with_2(folder: Path, options: list[str], changes: dict[str, Any], expected: str) -> None:
-    answer = preflight(folder, *options, name="bad", **changes)
-    assert answer.code == 2
-    assert expected in answer.text
+def test_bad_input_is_refused(folder: Path, options: list[str], changes: dict[str, Any], expected: str) -> None:
+    (folder / "bad.yaml").write_text(yaml.safe_dump(small_runs.document(folder, **changes)))
+    with pytest.raises(BadInput, match=expected):
+        small_runs.command("preflight", folder / "bad.yaml", *options)
 
 
 def test_other_versions_are_refused() -> None:
@@ -306,18 +288,16 @@ def test_a_shape_that_depends_on_data_is_named_with_its_line() -> None:
 
 def test_a_model_whose_program_depends_on_data_ends_with_3(folder: Path) -> None:
     """Longformer asks the mask for its values. The message names the line in its code."""
-    from transformers import LongformerConfig, LongformerForMaskedLM
-
     small = {
         "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
         "attention_window": 8,
     }  # fmt: skip
-    config = LongformerConfig(**small, vocab_size=200, pad_token_id=3, max_position_embeddings=40)
-    LongformerForMaskedLM(config).save_pretrained(folder / "longformer")
-    answer = preflight(folder, "--accelerator", "v4-8", name="own", model={"path": str(folder / "longformer")})
-    assert answer.code == 3, answer.text
-    assert "depends on the values of a tensor, not on its shape alone" in answer.text
-    assert "modeling_longformer.py:" in answer.text
+    config = transformers.LongformerConfig(**small, vocab_size=200, pad_token_id=3, max_position_embeddings=40)
+    transformers.LongformerForMaskedLM(config).save_pretrained(folder / "longformer")
+    document = small_runs.document(folder, model={"path": str(folder / "longformer")})
+    _, told = preflight(document, folder / "own.yaml", "--accelerator", "v4-8", code=3)
+    assert "depends on the values of a tensor, not on its shape alone" in told
+    assert "modeling_longformer.py:" in told
 
 
 def test_stablehlo_of_any_framework_is_compiled() -> None:

@@ -21,11 +21,13 @@ def read(folder: Path) -> EventAccumulator:
 
 
 def test_resumed_runs_are_one_curve(tmp_path: Path) -> None:
-    first = MetricsLog(AttemptInfo(str(tmp_path), 0, 0), trackers=("jsonl", "tensorboard"))
+    first, second = (
+        MetricsLog(AttemptInfo(str(tmp_path), attempt, step), trackers=("jsonl", "tensorboard"))
+        for attempt, step in ((0, 0), (1, 2))
+    )
     for step in (1, 2, 3, 4):
         first.log(step, values(float(step)))
     first.flush()  # and then it was killed; the last commit was step 2
-    second = MetricsLog(AttemptInfo(str(tmp_path), 1, 2), trackers=("jsonl", "tensorboard"))
     for step in (3, 4, 5):
         second.log(step, values(step + 0.5))
     second.log(5, {"eval_loss": 1.25, "eval_perplexity": math.exp(1.25)})

@@ -15,7 +15,7 @@ from tests.processes import run_python
 from training.backends.torch_xla import backend
 from training.backends.torch_xla.processor import describe_slow_products
 from training.distributed.shutdown import ShutdownRequest
-from training.errors import BadInput, StopRequested
+from training.errors import BadInput, Exit, StopRequested
 from training.evaluate import Evaluated
 from training.models.export import export_checkpoint
 from training.models.predict import fill_mask
@@ -162,3 +162,13 @@ def test_a_batch_in_pieces_has_the_losses_of_the_whole(tmp_path: Path, monkeypat
         norms.append([line["gradient_norm"] for line in lines if "gradient_norm" in line])
     assert len(norms[0]) == 4
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_out_of_memory_is_told_with_what_to_do(folder: Path) -> None:
+    """The step asks for some 200 GB in one piece."""
+    sizes = {"train__global_batch_size": 8192, "data__masking": {"predictions": 16}, "model__vocabulary_size": 800_000}
+    config = small_runs.document(folder, **sizes, train__steps=2, evaluation__batch_size=8)
+    (host,) = small_runs.start(folder, "memory", config, prefix=["prlimit", f"--as={64 << 30}"])
+    small_runs.end([host], Exit.FAILED, seconds=240)
+    assert "out of memory: lower train.global_batch_size" in host.text()
+    assert "Traceback" not in host.text()

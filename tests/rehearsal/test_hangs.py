@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from tests.nightly import others_at_night
 from tests.rehearsal.conftest import slice_file
 from tests.rehearsal.test_recovery import FILE, trainable  # noqa: F401
 from tests.rehearsal.workstation import COMPILE_FAST, EmulatedSlice, Workstation, docker, settings, shell
@@ -109,13 +110,13 @@ class Injection:
     worker: int = 1
     ranks: tuple[int, ...] = (1,)
     meanwhile: Callable[[Workstation], object] = lambda work: None  # what is done to the hosts once the program runs
+    framework: Framework = TORCH
 
-    def program(self, framework: Framework) -> str:
-        lines = {"IN_STEP": self.in_step, "IN_LOADER": self.in_loader, "RANKS": str(self.ranks)}
+    def program(self) -> str:
         text = PROGRAM
-        for name, code in lines.items():
+        for name, code in (("IN_STEP", self.in_step), ("IN_LOADER", self.in_loader), ("RANKS", str(self.ranks))):
             text = text.replace(name, code.replace("\n", "\n        "))
-        return text.replace("JOIN", framework.join).replace("SUM", framework.sum)
+        return text.replace("JOIN", self.framework.join).replace("SUM", self.framework.sum)
 
 
 STOPPED = Injection("has a stopped process", in_step="os.kill(os.getpid(), signal.SIGSTOP)")
@@ -203,7 +204,10 @@ for number, _ in enumerate(tf.data.Dataset.from_tensors(path).repeat().map(tf.io
     in_loader="pass",
 )
 NEVER_ENTERED = Injection("is in prepare at my_program.py", in_step="time.sleep(10000)")
-OTHERS = {
+INJECTIONS = {
+    "stopped": STOPPED,
+    "loader": LOADER,
+    "silent": SILENT,
     "out of memory": MEMORY,
     "too little memory": THRASHING,
     "a bucket that stops answering": BUCKET_SILENT,
@@ -227,13 +231,34 @@ with a_lock:
         in_step="threading.Thread(target=time.sleep, args=(1,)).start()\nctypes.PyDLL(None).sleep(10000)",
     ),
     "a collective that one host never enters": NEVER_ENTERED,
+    **{
+        f"TensorFlow: {name}": replace(injection, framework=TENSORFLOW)
+        for name, injection in {
+            "stopped": STOPPED,
+            "loader": LOADER,
+            "a bucket that stops answering": FILE_SILENT,
+            "a tf.data pipeline on a silent bucket": PIPELINE_SILENT,
+            "a collective that one host never enters": NEVER_ENTERED,
+        }.items()
+    },
+    **{  # host 0 has the coordination service, so that host 1 only misses its answers
+        f"TensorFlow: it finds host {worker} silent first": Injection(
+            "it stopped sending heartbeats, so TensorFlow ended the other hosts: host",
+            STOPPED.in_step,
+            worker=worker,
+            ranks=(worker,),
+            framework=IMPATIENT,
+        )
+        for worker in (0, 1)
+    },
 }
 
 
-def explain_injection(slice_: EmulatedSlice, injection: Injection, framework: Framework = TORCH) -> None:
+def explain_injection(slice_: EmulatedSlice, injection: Injection) -> None:
     """Runs the program until it hangs, and checks the verdict: the right host, and the right line."""
-    text = base64.b64encode(injection.program(framework).encode()).decode()
+    text = base64.b64encode(injection.program().encode()).decode()
     line = """echo '{"step": 0, "phase": "start"}' >"$TPU_LAUNCH_PROGRESS_FILE\""""  # before imports, which take long
+    framework = injection.framework
     start = f"{line}; echo {text} | base64 -d >/tmp/my_program.py; exec {framework.run} /tmp/my_program.py"
     changes = settings(f"run.stall_minutes={framework.stall_minutes}", f"image.backend={framework.backend}")
     running = slice_.begin_run(start, *changes)
@@ -251,18 +276,9 @@ def explain_injection(slice_: EmulatedSlice, injection: Injection, framework: Fr
     print(f"{seconds:.0f} s: {told['cause']['what']}")
 
 
-@pytest.mark.parametrize(
-    "injection",
-    [pytest.param(STOPPED, id="stopped"), pytest.param(LOADER, id="loader"), pytest.param(SILENT, id="silent")],
-)
-def test_the_host_and_the_line_of_a_hang_are_named(two_hosts: EmulatedSlice, injection: Injection) -> None:
-    explain_injection(two_hosts, injection)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", list(OTHERS))
-def test_each_kind_of_hang_is_told_apart(two_hosts: EmulatedSlice, name: str) -> None:
-    explain_injection(two_hosts, OTHERS[name])
+@pytest.mark.parametrize("name", others_at_night(INJECTIONS, ("stopped", "loader", "silent")))
+def test_the_host_and_the_line_of_a_hang_are_named(two_hosts: EmulatedSlice, name: str) -> None:
+    explain_injection(two_hosts, INJECTIONS[name])
 
 
 @pytest.fixture(scope="module")
@@ -276,29 +292,6 @@ def four_hosts(emulator: Workstation) -> Iterator[EmulatedSlice]:
 def test_one_of_four_hosts_is_named(four_hosts: EmulatedSlice) -> None:
     says = "3 of 4 hosts wait in step 6's collective"
     explain_injection(four_hosts, replace(NEVER_ENTERED, says=says, worker=2, ranks=(2,)))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "injection",
-    [
-        pytest.param(STOPPED, id="stopped"),
-        pytest.param(LOADER, id="loader"),
-        pytest.param(FILE_SILENT, id="a silent bucket"),
-        pytest.param(PIPELINE_SILENT, id="a tf.data pipeline on a silent bucket"),
-        pytest.param(NEVER_ENTERED, id="a collective never entered"),
-    ],
-)
-def test_hangs_of_tensorflow_are_told_apart(two_hosts: EmulatedSlice, injection: Injection) -> None:
-    explain_injection(two_hosts, injection, TENSORFLOW)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("worker", [0, 1])
-def test_a_host_that_tensorflow_finds_silent_first_is_named(two_hosts: EmulatedSlice, worker: int) -> None:
-    """Host 0 has the coordination service, so that host 1 only misses its answers."""
-    says = "it stopped sending heartbeats, so TensorFlow ended the other hosts: host"
-    explain_injection(two_hosts, replace(STOPPED, says=says, worker=worker, ranks=(worker,)), IMPATIENT)
 
 
 @pytest.mark.nightly
