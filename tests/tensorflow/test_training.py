@@ -128,14 +128,14 @@ def test_two_devices_give_the_same_training(folder: Path, labelled: Path, task: 
     """MirroredStrategy over logical devices: TPUStrategy's path. In a process of its own, which counts devices once.
     Rows of one shape come four steps a call, which a save and an evaluation cut."""
     place, make = (folder, document) if task == "mlm" else (labelled, classification)
-    cuts = {"train__steps_per_call": 4, "checkpoint__every_steps": 5, "evaluation__every": 7}
+    cuts = {"train__steps_per_call": 4, "checkpoint__every_steps": 4, "evaluation__every": 7}
     config = make(place, backend="tensorflow", train__dropout=0.0, train__steps=8, **cuts)
     [host] = small_runs.start(place, "two-devices", config, CPU_NUM_DEVICES="2")
     one = small_runs.train_here(config, "one-device")
     assert host.finish(240) == 0, host.text()
     two = small_runs.summary(place, "two-devices")
     assert (two["devices"], two["compilations"]) == (2, one["compilations"])
-    for seen in (small_runs.losses, evaluations, partial(evaluation_of_step, 5, config)):
+    for seen in (small_runs.losses, evaluations, partial(evaluation_of_step, 4, config)):
         assert seen(place, "two-devices") == pytest.approx(seen(place, "one-device"), rel=1e-5)
     for key in ("eval_loss", "eval_accuracy"):
         assert two[key] == pytest.approx(one[key], rel=1e-5)
