@@ -46,7 +46,7 @@ def _hosts_option(default: str) -> Callable[[Function], Function]:
 
 
 def _timeout_option(most: int, help: str) -> Callable[[Function], Function]:
-    """Returns the decorator that adds --timeout, 1 to `most` seconds (default: 600), with this help."""
+    """Returns the decorator that adds --timeout, 1 to `most` (default: 600), with this help: the argument `seconds`."""
     seconds = click.IntRange(1, most)
     return click.option("--timeout", "seconds", type=seconds, default=600, metavar="SECONDS", help=help)
 

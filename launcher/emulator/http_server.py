@@ -96,7 +96,8 @@ class HttpRequest:
     connection: socket.socket | None = None  # from which a handler that returns None may read on
 
     def json(self) -> dict[str, Any]:
-        """Returns the body as a JSON object, {} for an empty body. Raises ValueError when it is anything else."""
+        """Reads the body and returns it as a JSON object, {} if it is empty. Raises ValueError when it is anything
+        else, and Disconnected when it ends early or is too long."""
         value = json.loads(self.body.read_all() or b"{}")
         if not isinstance(value, dict):
             raise ValueError("a JSON object is expected")

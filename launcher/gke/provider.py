@@ -286,8 +286,8 @@ class Gke:
             return str(error)
 
     def _known_pods(self, container: str) -> Mapping[int, Pod]:
-        """Returns an attempt's newest pod of each host by worker number, including ended and deleted ones; {}, with a
-        warning, when the cluster refuses or does not answer."""
+        """Returns an attempt's newest pod of each host by worker number, including ended and deleted ones, as its watch
+        knows them, which this starts; {}, with a warning, when the cluster refuses or does not answer."""
         try:
             return self._watch_pods(container).pods()
         except LaunchError as error:

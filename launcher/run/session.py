@@ -254,9 +254,10 @@ def resolve_run(
     new: bool,
 ) -> Ledger:
     """Returns the run to resume, or makes the folder of a new one with `requested` and `overlay`, here and (config.yaml
-    only) in its bucket. Resumes the run of `run_id`, else the newest run on the slice, unless it has finished, its
-    configuration hash differs, or `new` is set. Raises BadInput if `run_id` is no run, or has another hash; LaunchError
-    for a silent bucket of a new run."""
+    only) in its bucket, if this account may write there. With `run_id`, it is that run, also a finished one, whatever
+    `new` is. Else the newest run on the slice is resumed, unless it has finished, its configuration hash differs, or
+    `new` is set. Raises BadInput if `run_id` is no run of the provider, or has another hash; LaunchError if the bucket
+    of a new run fails."""
     home, machine, config_hash = context.home, context.machine, specification.hash_configuration(config)
     if run_id is not None:
         ledger = find_run(home, machine, run_id, provider=config.provider)

@@ -168,8 +168,9 @@ class SshConnection:
         return bool(self._connection.is_connected)
 
     def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
-        """Runs a command line with the input `stdin` (None: empty). Returns exit code, output, error output. Raises
-        TimeoutError after `timeout` seconds, ConnectionFailed."""
+        """Runs a command line with the input `stdin` (None: empty). Returns exit code, output, error output, with
+        surrogates for bytes that are not UTF-8. Raises TimeoutError after `timeout` seconds, ConnectionFailed: the
+        command may have run, and may still run."""
         deadline = time.monotonic() + timeout
         with self._open_channel(timeout) as channel:
             channel.exec_command(command)

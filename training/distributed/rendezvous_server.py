@@ -50,7 +50,7 @@ class RendezvousServer:
         self._thread = machine.threads.start(self._serve, name="rendezvous-server")
 
     def phases(self) -> list[str]:
-        """Returns the last known phase of each host, in worker order."""
+        """Returns the last known phase of each host, in worker order; "never connected" for one that did not."""
         return self._protocol.state.phases()
 
     def take_exchange(self, seconds: float) -> list[Connection]:

@@ -171,7 +171,7 @@ class BarrierState:
         return []
 
     def phases(self) -> list[str]:
-        """Returns the last known phase of each host, in worker order."""
+        """Returns the last known phase of each host, in worker order; "never connected" for one that did not."""
         members = (self.members.get(worker) for worker in range(self.identity.hosts))
         return [member.phase if member else "never connected" for member in members]
 

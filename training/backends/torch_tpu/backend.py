@@ -128,7 +128,8 @@ class TorchTpu(Backend):
         return self._chip.own_slice(name, spec.shape)
 
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        """Replaces tensors, or slices, before the first step. Raises Damaged for one without a place."""
+        """Replaces tensors, or slices, others stay; only before the first step. Raises Damaged for an unknown name,
+        type or shape: tensors named before it are changed then."""
         self._host.load(tensors)
 
     # --- what the framework counted

@@ -70,7 +70,7 @@ class Chip:
         return [torch.from_numpy(np.ascontiguousarray(value.array)).to(self.device) for value in arrays]
 
     def sum(self, value: Tensor) -> Tensor:
-        """Records the sum of a tensor over all processes, and returns it."""
+        """Records the sum of a tensor over all processes, which must all call it. Returns a new tensor."""
         return functional.all_reduce(value, "sum", dist.group.WORLD)
 
     def read(self, report: Tensor) -> list[float]:

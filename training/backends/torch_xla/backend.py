@@ -207,7 +207,8 @@ class TorchXla(Backend):
         return self.state.snapshot(buffers, self.sharding)
 
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        """Replaces whole tensors before the first step. Raises Damaged for one without a place."""
+        """Replaces whole tensors, others stay; only before the first step. Raises Damaged for an unknown name, type or
+        shape: tensors named before it are changed then."""
         self.state.load(tensors)
 
     def upload(self) -> None:

@@ -140,7 +140,7 @@ def _clear(url: str) -> None:
 
 
 def _remove_preparing(url: str) -> None:
-    """Deletes a dataset's folder `.preparing/` with its files."""
+    """Deletes a dataset's folder `.preparing/`, if it exists, but unfinished local files. Raises StorageError."""
     for stat in storage.listing(storage.join(url, PREPARING)):
         storage.delete(stat.url)
     if not storage.is_remote(url):
