@@ -6,7 +6,6 @@ That its losses are PyTorch's is claimed by tests/rehearsal/test_parity.py, whic
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from tests.profiled_run import require_a_profile
 from tests.training.mutations import flip
 from training.checkpoint.tensors import decode, encode
 from training.errors import BadInput, StopRequested
-from training.models.export import export_checkpoint
 from training.registry import TASKS
 
 SMALL = {"layers": 1, "hidden_size": 32, "heads": 2, "intermediate_size": 64, "max_positions": 64}
@@ -116,12 +114,6 @@ def evaluations(folder: Path, run_id: str) -> dict[int, float]:
     return small_runs.figures(folder, run_id, "eval_loss")
 
 
-def evaluation_of_step(step: int, config: dict[str, Any], folder: Path, run_id: str) -> float:
-    model = str(folder / f"{run_id}-{step}")
-    export_checkpoint(str(folder / "runs" / run_id), model, step=step)
-    return small_runs.evaluate_here(config, model).figures["loss"]
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("task", ["mlm", "classification"])
 def test_two_devices_give_the_same_training(folder: Path, labelled: Path, task: str) -> None:
@@ -135,7 +127,7 @@ def test_two_devices_give_the_same_training(folder: Path, labelled: Path, task: 
     assert host.finish(240) == 0, host.text()
     two = small_runs.summary(place, "two-devices")
     assert (two["devices"], two["compilations"]) == (2, one["compilations"])
-    for seen in (small_runs.losses, evaluations, partial(evaluation_of_step, 4, config)):
+    for seen in (small_runs.losses, evaluations):
         assert seen(place, "two-devices") == pytest.approx(seen(place, "one-device"), rel=1e-5)
     for key in ("eval_loss", "eval_accuracy"):
         assert two[key] == pytest.approx(one[key], rel=1e-5)
