@@ -54,7 +54,8 @@ class Reference:
 
 
 def parse_reference(name: str) -> Reference:
-    """Parses an image's name by docker's rules: without a host, it is Docker Hub's. Raises BadInput for other text."""
+    """Parses an image's name by docker's rules: without a host, it is Docker Hub's. A tag or digest that the name lacks
+    is "". Raises BadInput for other text."""
     rest, at, digest = name.partition("@")
     first, slash, _ = rest.partition("/")
     host = first if slash and ("." in first or ":" in first or first == "localhost") else ""

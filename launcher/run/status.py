@@ -204,8 +204,9 @@ class View:
 
 
 def render(view: View, columns: int, rows: int | None = None) -> list[str]:
-    """Returns the lines of `top`, none wider than `columns`. If they are more than `rows` (None: no limit), leaves out
-    hosts that are neither behind nor slow, but one, and says how many; still may return more than `rows`."""
+    """Returns the lines of `top`, none wider than `columns`. If they are more than `rows` (None: no limit), shows only
+    the hosts that fit, at least one: first those without progress, behind or slow. Says how many are left out. May
+    still return more than `rows`."""
     lines = [_spread(view.run, view.time, columns), view.slice]
     if view.cost:
         lines.append(view.cost)

@@ -33,13 +33,13 @@ def is_on_hub(path: str) -> bool:
 
 
 def model_folder(path: str) -> str:
-    """Returns `path`, or the folder to which it downloads the Hub's model so named. Raises BadInput if the Hub gives
-    none."""
+    """Returns the folder to which it downloads the Hub's model named `path`; a path that exists, or is no OWNER/NAME
+    (gs://), as it is, unchecked. Raises BadInput if the Hub gives none."""
     return _folder(path, "model.path", "model", MODEL_FILES)
 
 
 def tokenizer_folder(path: str) -> str:
-    """Returns the folder of a tokenizer, like `model_folder`, without the model's weights."""
+    """Returns the folder of a tokenizer, like `model_folder`; downloads the tokenizer's files only."""
     return _folder(path, "data.tokenizer", "tokenizer", TOKENIZER_FILES)
 
 

@@ -137,11 +137,13 @@ class Hosts:
         self.kill_containers(host.hostname)
 
     def kill_containers(self, hostname: str) -> None:
-        """Kills the containers that run on a host, not the host; logs what the engine refuses."""
+        """Kills the containers that run on a host, not the host; logs what the engine refuses. Raises EngineError if it
+        can't list them."""
         self._act_on_containers(hostname, "kill", "running", "restarting", "paused")
 
     def power_off(self, host: Host) -> None:
-        """Stops the host as a shutdown does: first its containers (SIGTERM, 10 s later SIGKILL), then itself (5 s)."""
+        """Stops the host as a shutdown does: first its containers (SIGTERM, 10 s later SIGKILL), then itself (5 s).
+        Logs what the engine refuses. Raises EngineError if it can't list the containers."""
         self._act_on_containers(host.hostname, "stop?t=10", "running")
         self._act(host, "stop?t=5")
 
@@ -150,17 +152,19 @@ class Hosts:
         self.engine.call("POST", f"/containers/{host.hostname}/start")
 
     def hang(self, host: Host) -> None:
-        """Pauses all processes of the host and its containers: connections stay open, and nothing answers on them."""
+        """Pauses all processes of the host and its containers: connections stay open, and nothing answers on them. Logs
+        what the engine refuses. Raises EngineError if it can't list the containers."""
         self._act_on_containers(host.hostname, "pause", "running")
         self._act(host, "pause")
 
     def wake(self, host: Host) -> None:
-        """Continues the processes that `hang` has paused; logs what the engine refuses."""
+        """Continues the processes that `hang` has paused; logs what the engine refuses. Raises EngineError if it can't
+        list the containers."""
         self._act(host, "unpause")
         self._act_on_containers(host.hostname, "unpause", "paused")
 
     def cut(self, host: Host) -> None:
-        """Disconnects the host from the network: no ssh, no peers. Its processes continue."""
+        """Disconnects the host from the network: no ssh, no peers. Its processes continue. Logs a refusal."""
         body = {"Container": host.hostname, "Force": True}
         _call(self.engine, "POST", f"/networks/{self.network}/disconnect", body=body)
 

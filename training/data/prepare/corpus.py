@@ -260,8 +260,9 @@ def _file_rows(url: str, field: str, label: str = "label") -> Iterator[dict[str,
 
 
 def _columns(url: str, field: str, label: str) -> Iterator[dict[str, Any]]:
-    """Yields {field: words, label: labels} of each text of a file in CoNLL's columns, without its -DOCSTART- lines.
-    Raises BadInput for a line of one column."""
+    """Yields {field: words, label: labels} of each text of a file in CoNLL's columns: the first is the word, the last
+    its label, and a blank line ends a text. Skips -DOCSTART- lines. Raises BadInput for a line of one column, and as
+    `lines`."""
     numbered = ((number, line, line.split()) for number, line in enumerate(lines(url), 1))
     for has_columns, group in itertools.groupby(numbered, key=lambda entry: bool(entry[2])):
         text: list[list[str]] = []
