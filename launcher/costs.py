@@ -95,7 +95,8 @@ def line(config: Config) -> str:
 
 
 def so_far(accelerator_type: str, zone: str, capacity: str, seconds: float) -> float | None:
-    """Returns the dollars for a slice that has existed for `seconds`; None when its type or its price is unknown."""
+    """Returns the dollars, as `per_hour` counts, for a slice that has existed for `seconds`; None when its type or its
+    price is unknown."""
     try:
         cost = per_hour(accelerator_type, zone, capacity)
     except ValueError:  # a type that the table of accelerators lacks
@@ -104,7 +105,8 @@ def so_far(accelerator_type: str, zone: str, capacity: str, seconds: float) -> f
 
 
 def of_slice(config: Config, created: str, now: float) -> float | None:
-    """Returns the slice's dollars from `created` (RFC 3339) to `now` (Unix seconds); None if one is unknown."""
+    """Returns the slice's dollars, as `per_hour` counts, from `created` (RFC 3339) to `now` (Unix seconds); None if
+    `created` is no time, or its type or price is unknown."""
     begun, slice_ = parse_time(created), config.slice
     return None if begun is None else so_far(slice_.accelerator_type, config.zone, slice_.capacity, now - begun)
 

@@ -71,7 +71,7 @@ class Document:
         return self.places.get(parts, self.name)
 
     def locate(self, key: str) -> str:
-        """Returns the begin of a message about a key ("train.steps"): where it was written, and its name."""
+        """Returns the beginning of a message about a key ("train.steps"): its `place`, and its name."""
         return f"{self.place(key.split('.'))}: {key}"
 
     def dump(self) -> str:

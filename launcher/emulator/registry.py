@@ -53,8 +53,8 @@ def answer_repositories(
     state: EmulatorState, method: str, parent: str, rest: list[str], query: dict[str, str], body: dict[str, Any]
 ) -> dict[str, Any]:
     """Describes or creates a repository for a request below `parent`, projects/P/locations/L/repositories, whose path
-    goes on with `rest`; other calls are not found. Creation is done at once. Returns the response's JSON. Raises
-    ApiError."""
+    goes on with `rest`. Returns the response's JSON: the repository, or the operation of its creation, already done.
+    Raises ApiError if it is missing, or exists, for a format other than DOCKER, and for other calls (not found)."""
     match (method, rest):
         case ("GET", [name]):
             return catalogue.find(state.repositories, f"{parent}/{name}")

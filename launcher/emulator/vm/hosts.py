@@ -148,7 +148,8 @@ class Hosts:
         self._act(host, "stop?t=5")
 
     def start(self, host: Host) -> None:
-        """Starts a host that exists, else raises EngineError. Its containers stay ended, whatever restart policy."""
+        """Starts a host, unless it runs. Its containers stay ended, whatever restart policy. Raises EngineError if it
+        does not exist or is paused; OSError when the engine is down."""
         self.engine.call("POST", f"/containers/{host.hostname}/start")
 
     def hang(self, host: Host) -> None:

@@ -103,8 +103,9 @@ class TensorFlowStep:
         return self._replicas.run(replica, rows)
 
     def gradients(self, rows: Mapping[str, Any], seed: Any) -> tuple[list[Any], Any]:
-        """Returns the gradients of the summed loss over the rows of this host's replicas, and the sums (3,). Call it in
-        a replica's context."""
+        """Returns the gradients of the summed loss, dense and in the order of the network's parameters, and the sums
+        (3,) of training.batch.SUMS, both summed over this process's replicas. Changes no parameter. `rows`: this
+        replica's, a multiple of train.gradient_accumulation. Call it in a replica's context."""
         pieces = self._train.gradient_accumulation
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         variables = [parameter.variable for parameter in self._network.parameters]

@@ -156,8 +156,9 @@ class DataParallel:
         return self._gather(value, axes) if any(axes) else value
 
     def _gather(self, tensor: Tensor, axes: Axes) -> Tensor:
-        """Gathers a tensor that is split as `axes` say on every device, cast to autocast's type first, if it is on, to
-        send fewer bytes. The gradient is summed over the devices and split as the tensor is."""
+        """Returns a copy of a tensor, which is split as `axes` say, declared to be whole on every device, of the same
+        shape; cast to autocast's type first, if it is on, to send fewer bytes. The gradient is summed over the devices
+        and split as the tensor is."""
         kind = tensor.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
         return _Placed.apply(_Placed.apply(tensor.to(dtype), self, axes), self, (None,) * len(axes))

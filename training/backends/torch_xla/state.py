@@ -209,7 +209,8 @@ class State(HostState):
 
     def wait_before_mutation(self) -> None:
         """Waits until a running snapshot has copied the state. Call it right before a program overwrites the state:
-        as long as anything looks at that memory, PJRT gives the program other memory, with a copy of the state."""
+        as long as anything looks at that memory, PJRT gives the program other memory, with a copy of the state. Raises
+        the copying thread's error."""
         self._snapshot.wait_before_mutation()
 
     def to_host(self, value: Tensor) -> Tensor:

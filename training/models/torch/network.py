@@ -202,8 +202,8 @@ def _from_folder(path: str, values: dict[str, Any], head: Head, dropout: float |
 
 def _with_fresh_head(path: str, values: dict[str, Any], dropout: float | None, seed: int) -> Any:
     """Returns a classifier with the weights of a folder's base model. Its head is fresh, unless the folder is a
-    classifier of the same labels. Raises BadInput if another weight is missing, or transformers can't load it;
-    StorageError."""
+    classifier of the same labels. Sets torch's seed for a model type that is not in FAMILIES. Raises BadInput if
+    another weight is missing, or transformers can't load it; StorageError."""
     family, place = FAMILIES.get(values["model_type"]), f"model.path {path}"
     if family is None:
         network = _from_config(place, values, dropout, seed)
