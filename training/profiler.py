@@ -155,7 +155,8 @@ class Profiler(contextlib.AbstractContextManager["Profiler"]):
             self._delivery = self._machine.threads.start(self._deliver, recording, last, name="profile")
 
     def _deliver(self, recording: _Recording, last: int) -> None:
-        """Copies a profile to the run's folder, deletes the local one and answers. Runs in a thread."""
+        """Copies a profile to the run's folder, deletes the local one, even after an error, and answers. An error
+        becomes a warning and the answer. Runs in a thread. `last`: the last recorded step."""
         name = recording.name
         target = join(self._output, name, "plugins", "profile", name, f"host-{self._worker}.xplane.pb")
         with self._answering(name, f"the profile can't be written to {target}"):

@@ -207,8 +207,8 @@ def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous
 
 
 def prepare_devices(name: str, cluster: Cluster) -> None:
-    """Sets the environment for importing a backend's framework without a run, for `check-devices`. Raises BadInput if
-    it is not installed, or the accelerator is unknown or has another number of hosts."""
+    """Sets the environment for importing the framework of the backend `name` without a run, for `check-devices`. Raises
+    BadInput if it is not installed, or the accelerator is unknown or has another number of hosts."""
     if name == "tensorflow" and cluster.hosts > 1 and device_kind() == "TPU":
         os.environ["PJRT_DEVICE"] = "TPU"
         os.environ.update(tensorflow_environment(cluster, {"TPU_NAME": "grpc"}))  # workers have the chips
@@ -218,8 +218,9 @@ def prepare_devices(name: str, cluster: Cluster) -> None:
 
 
 def set_device_environment(name: str, cluster: Cluster) -> None:
-    """Sets PJRT_DEVICE, and on a TPU the variables that the backend's framework needs, else its flags for CPUs. Raises
-    BadInput if the accelerator is unknown or has another number of hosts."""
+    """Sets PJRT_DEVICE (if unset), and on a TPU the variables that the framework of the backend `name` needs, else adds
+    its flags for CPUs to XLA_FLAGS; before the framework is imported. Raises BadInput if the accelerator is not given,
+    unknown or has another number of hosts, or TensorFlow is not the wheel for TPUs."""
     os.environ["PJRT_DEVICE"] = device_kind()
     if os.environ["PJRT_DEVICE"] == "TPU":
         os.environ.update(load(BACKENDS[name].tpu_environment)(cluster, os.environ))
@@ -237,7 +238,8 @@ def open_tracer(backend: str) -> Tracer:
 
 
 def prepare_framework(name: str) -> None:
-    """Sets unset environment variables that a framework reads at its import. Raises BadInput if it is not installed."""
+    """Sets unset environment variables that the framework of the backend `name` reads at its import. Raises BadInput if
+    it is not installed."""
     entry = BACKENDS[name]
     if importlib.util.find_spec(entry.requires) is None:
         raise BadInput(

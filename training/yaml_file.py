@@ -242,8 +242,8 @@ def _collect_places(
 
 
 def _override(document: Document, override: str) -> Document:
-    """Returns the document with one change, "key=value", and missing sections; the value is YAML, or "" if missing.
-    Raises ConfigError."""
+    """Returns a copy of the document with one change, "section.key=value", and missing sections; the value is YAML, or
+    "" if empty. Raises ConfigError without "=", for an empty key, bad YAML, or a key below one that is no section."""
     key, equals, text = override.partition("=")
     shown = override[:200] if override.isprintable() else repr(override[:200])
     parts = tuple(key.split("."))

@@ -146,10 +146,10 @@ def _is_another(slice_state: SliceState, ledger: Ledger, attempt: int) -> bool:
 
 
 class _Supervision:
-    """The state of watching one attempt. Its tasks share nothing but the inbox."""
+    """The state of watching one attempt. Its threads share nothing but the inbox."""
 
     def __init__(self, session: Session, attempt: int) -> None:
-        """Opens the hosts' logs at their ends. Starts no task: `watch` does."""
+        """Opens the hosts' logs at their ends. Starts no thread: `watch` does."""
         ledger, machine, settings = session.ledger, session.machine, session.config.run
         self.session, self.attempt, self.container = session, attempt, session.container(attempt)
         self.provider, self.ledger, self.say = session.provider, ledger, session.context.output.say
@@ -180,9 +180,9 @@ class _Supervision:
         self.disk_full = False  # this machine's, so that lines wait on their hosts
 
     def watch(self) -> tuple[Verdict, list[int]]:
-        """Polls all hosts, each in a task, and delivers their lines until a verdict ends the attempt; requests a stop
-        once run.budget is spent, and after a stop of the run also stops the hosts. Says when hosts stop answering.
-        Returns the verdict, and the hosts that answer. Raises StartInterrupted, NotRecorded."""
+        """Polls all hosts, each in a thread, and delivers their lines; blocks until a verdict ends the attempt.
+        Requests a stop once run.budget is spent, and after a stop of the run stops the hosts. Says when hosts stop
+        answering. Returns the verdict, and the hosts that answer. Raises StartInterrupted, NotRecorded."""
         for worker in self.session.workers:
             self.threads.start(self._poll_repeatedly, worker)
         try:
@@ -347,8 +347,8 @@ class _Supervision:
         self.views[worker] = replace(view, seen=now, asked=answer.asked, problem="")
 
     def _ask_about_unreachable(self, now: float) -> None:
-        """While a host is unreachable, asks the API for the slice's state every 15 s, in a task; while all are, says so
-        every 30 s, with host 0's problem."""
+        """While a host is unreachable, asks the API for the slice's state every 15 s, in a thread; while all are, says
+        so every 30 s, with host 0's problem."""
         reachable = [view.reachable for view in self.views.values()]
         if not all(reachable) and now - self.slice_described > _DESCRIBE_SLICE_EVERY:
             self.slice_described = now
@@ -372,8 +372,8 @@ class _Supervision:
 
     def _poll_all_now(self) -> None:
         """On its first call, while a failure's cause may still come (SETTLING), polls each host not seen to end, in
-        tasks that put answers into the inbox, without waiting on the host: a long poll must not count as silence. Later
-        calls do nothing."""
+        threads that put answers into the inbox, without waiting on the host: a long poll must not count as silence.
+        Later calls do nothing."""
         if self.polled_all:
             return
         self.polled_all = True
@@ -393,8 +393,9 @@ class _Supervision:
     # -- threads ----------------------------------------------------------------------------------------------------
 
     def _poll_repeatedly(self, worker: int) -> None:
-        """Observes one host until the supervision is over, and puts every observation into the inbox. An observation
-        waits on the host (long poll), where the end of the container is seen at once."""
+        """Observes one host until the supervision is over, and puts every observation, failed ones too, into the
+        inbox. Blocks: run it in a thread. An observation waits on the host (long poll), which sees the container's
+        end at once; further pages of a long log follow without a wait."""
         log = self.logs[worker]
         patience, since, is_long = 0.0, log.cursor.since, False
         asked = float("-inf")  # when its progress was last read

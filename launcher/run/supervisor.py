@@ -41,9 +41,10 @@ def is_unfinished(ledger: Ledger, now: float) -> bool:
 
 
 def _follows(ledger: Ledger, now: float) -> bool:
-    """Returns whether another attempt follows the last recorded end or failed round (there must be one), by
-    specification and budgets; also True if run.budget is spent, as the slice is to be deleted then. Raises BadInput for
-    a run of another version."""
+    """Returns whether another attempt follows the last recorded end or failed round, by budgets and the specification
+    in the run's folder, which it reads; False if neither is recorded, or a recovery was given up since. Also True if
+    run.budget is spent, as the slice is to be deleted then. Raises BadInput for a missing or damaged specification, or
+    a run of another version. `now`: Unix seconds."""
     last = ledger.last(events.Ended, events.RoundFailed, events.RecoveryGivenUp)
     if not isinstance(last, events.Ended):
         return isinstance(last, events.RoundFailed)

@@ -52,7 +52,7 @@ class EngineProxy:
     # -- the workstation
 
     def serve_workstation(self, connection: socket.socket) -> None:
-        """Answers the requests of the workstation's docker client until it closes the connection."""
+        """Answers the requests of the workstation's docker client, and ends, as `serve_host`."""
         _serve(connection, self._answer_workstation)
 
     def _answer_workstation(self, request: HttpRequest) -> Reply:
@@ -74,7 +74,8 @@ class EngineProxy:
     # -- a host
 
     def serve_host(self, hostname: str, connection: socket.socket) -> None:
-        """Answers the requests of a host's docker client until it closes the connection."""
+        """Answers the requests of a host's docker client, failures as errors, until it closes the connection or is
+        silent for an hour, or a request was forwarded. Leaves the connection for the caller to close."""
         view = EngineView(self.emulator, hostname)
         _serve(connection, lambda request: self._answer_host(request, view))
 

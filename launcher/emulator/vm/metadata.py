@@ -167,5 +167,6 @@ def _compute_etag(value: Any) -> str:
 
 
 def _text_response(status: int, text: str, headers: dict[str, str] | None = None) -> HttpResponse:
+    """Returns an answer with the metadata server's headers and content type: text/html unless `status` is 200."""
     kind = "application/text" if status == 200 else "text/html"
     return HttpResponse(status, text.encode(), {**_HEADERS, "Content-Type": kind, **(headers or {})})

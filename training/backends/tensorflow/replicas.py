@@ -45,7 +45,8 @@ def translate_failures() -> Iterator[None]:
 
 @contextmanager
 def translate_tpu_failures() -> Iterator[None]:
-    """Translates errors of a block that initialises the TPU to UnusableTpu, except that of a lost worker."""
+    """Translates errors of TensorFlow, RuntimeError and ValueError of a block that initialises the TPU to UnusableTpu.
+    Other errors, and that of a lost worker, pass unchanged."""
     try:
         yield
     except (tf.errors.OpError, RuntimeError, ValueError) as error:
