@@ -114,7 +114,8 @@ class EmulatedRegistry:
         return self._answer_blob(request, repository, name)
 
     def _token(self, request: HttpRequest) -> HttpResponse:
-        """Answers a login with the token to use: its own password, which must be an access token; else 401."""
+        """Answers a login with the token to use: its own password. 401 unless the user is USER, and the password an
+        access token."""
         user, password = request.login
         if user != USER or not self._accepts(password):
             return _error(401, "UNAUTHORIZED", "Unauthenticated request: the login is not valid")

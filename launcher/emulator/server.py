@@ -179,7 +179,8 @@ class Server:
             return json_response(ApiError(catalogue.INVALID_ARGUMENT, text).as_json(), 400)
 
     def _storage(self, request: HttpRequest) -> HttpResponse:
-        """Answers a Cloud Storage request; an object-user fault refuses requests about buckets themselves."""
+        """Answers a Cloud Storage request, with the delays and errors of `_faulty`; an object-user fault refuses
+        requests about buckets themselves."""
         with self.store.read() as state:
             refuses = any(fault.kind == "object-user" for fault in state.faults)
         refusal = storage.refuse_buckets(request) if refuses else None

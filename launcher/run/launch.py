@@ -138,11 +138,11 @@ def run(request: RunRequest, context: Context) -> Outcome:
 def attach(request: RunRequest, context: Context) -> Outcome:
     """Watches a run that was started before, from this terminal or another. Attempts that follow are made from the
     run's specification; the file on this command line only finds the run, and an env file gives values of its secrets.
-    Deletes unused requests for the slice.
+    Deletes unused requests for the slice, and the slice itself once run.budget is spent, as `run_attempts`.
 
     Raises BadInput if --overlay or --sync is given, there is no such run, it is not running, its start was interrupted
     (StartInterrupted), or an attempt would follow and secrets are missing; LaunchError if another process supervises
-    the run (Exit.CONFLICT), or it could not be recovered."""
+    the run (Exit.CONFLICT), or an attempt could not be started or the run recovered."""
     config = request.config
     if (request.overlay or request.sync) is not None:
         option = "--overlay" if request.sync is None else "--sync"

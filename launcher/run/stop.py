@@ -77,7 +77,8 @@ def delete_slice(config: Config, context: Context) -> None:
 def _stop_runs(config: Config, context: Context) -> None:
     """Requests a stop of each run on the slice that is open, recovering, supervised or has orphans, and waits for the
     processes that supervise them, a minute beyond run.stop_seconds at most; stops the containers of those without one
-    itself. Says which processes have not ended, which stops can't be recorded, and which runs may not have saved."""
+    itself. Says which processes have not ended, which stops can't be recorded, and which runs may not have saved; does
+    not raise LaunchError for these, as the slice is deleted next."""
     stopped = []
     for ledger in [pull_known(each, context.machine) for each in runs_on_slice(config, context.home, context.machine)]:
         state = ledger.state  # after all pulls, which may take long

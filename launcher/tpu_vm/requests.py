@@ -95,7 +95,8 @@ class RequestRecord:
         return [request for request in self.read() if request.ended is None]
 
     def ask(self, candidate: Candidate, node: str, now: float) -> Recorded:
-        """Records and returns a new request, with the next number, before it is made. Raises OSError, LaunchError."""
+        """Records a new request under the next free number, in the bucket too if the record is shared; returns it. Call
+        it before the request is made. Raises OSError, LaunchError if the bucket does not take it."""
         number = max((request.number for request in self.read()), default=0) + 1
         return self._ask(Recorded(number, candidate, node, now))
 

@@ -132,9 +132,9 @@ def fence(folder: str, cluster: Cluster, own: Claim, storage: Storage = default_
 
 
 def _rank(seen: int, name: str) -> tuple[int, int, str]:
-    """Returns a key that sorts claims by start: `seen`, the number of claims that it lists, then attempt and token. A
-    claim that lists another one also lists all claims of that one, so `seen` grows along every chain: the order has no
-    cycles, as comparing pairs by name could have."""
+    """Returns a key that sorts claims by start: `seen`, the number of claims that it lists, then attempt and token,
+    or 0 and `name` if `name` is no claim's. A claim that lists another one also lists all claims of that one, so `seen`
+    grows along every chain: the order has no cycles, as comparing pairs by name could have."""
     match = _CLAIM.fullmatch(name)
     return (seen, int(match[1]), match[2]) if match else (seen, 0, name)
 

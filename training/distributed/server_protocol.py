@@ -255,11 +255,13 @@ class ServerProtocol:
             return [*actions, *self.drop(connection)]
 
     def drop(self, connection: Hashable) -> Actions:
-        """Closes a connection. If it is a host's that had not said goodbye, the attempt ends for all."""
+        """Returns the actions that close a connection which is still open (else `closed`), and forgets it. If it is a
+        host's that had not said goodbye, the attempt ends for all."""
         return [(connection, None), *self.closed(connection)]
 
     def closed(self, connection: Hashable) -> Actions:
-        """Forgets a broken connection. If its host had not said goodbye, the attempt ends for all."""
+        """Forgets a connection that broke and is closed already. Returns the actions that end the attempt for all, if
+        its host had not said goodbye."""
         peer = self._peers.pop(connection, None)
         if peer is None or peer.worker is None or self._connections.get(peer.worker) != connection:
             return []

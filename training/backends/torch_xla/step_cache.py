@@ -122,7 +122,8 @@ class StepCache:
 
     def _compile(self, step: Step, before: _Before, report: Tensor) -> tuple[_CompiledStep, list[Tensor]]:
         """Compiles the recorded step that returned `report`, without running it, so that it overwrites the buffers it
-        changes. Returns it with the arguments to start it with this time."""
+        changes: a caller that does not start it takes back their donation. Returns it with the arguments to start it
+        with this time. Warns of a program that preflight did not compile."""
         state, buffers, handles = self._state, before.buffers, before.handles
         places = {handle: place for place, handle in enumerate(handles)}
         named = dict(zip(handles, buffers, strict=False))
@@ -181,7 +182,8 @@ class StepCache:
         self._programs[shapes] = program
 
     def _require_same(self, shapes: Shapes, program: _CompiledStep) -> None:
-        """Raises TrainError if a trace differs from the program that ran without being traced."""
+        """Raises TrainError if `program`, a new trace of the step for these shapes, differs from the kept program,
+        which has run without being traced."""
         if difference := program.difference(self._programs[shapes], self._state.to_host):
             raise TrainError(
                 f"the {self._kind} step for {_describe(shapes)} has changed since it was compiled: traced again after "

@@ -55,12 +55,14 @@ class SelfAttention(torch.nn.Module):  # type: ignore[misc]  # torch is not here
         return self.mix(torch.softmax(self.score(query, key, attention_mask), -1), value)
 
     def score(self, query: Tensor, key: Tensor, attention_mask: Tensor) -> Tensor:
-        """Returns scores of queries and keys with the mask, (rows, heads, sequence, sequence) in fp32."""
+        """Returns scores of queries and keys, both (rows, sequence, width), with the mask: (rows, heads, sequence,
+        sequence) in fp32."""
         query, key = self.split(query), self.split(key)
         return torch.matmul(query, key.transpose(-1, -2)).float() / math.sqrt(query.shape[-1]) + attention_mask
 
     def mix(self, probabilities: Tensor, value: Tensor) -> Tensor:
-        """Returns the values, weighted by probabilities of the scores' shape after dropout: (rows, sequence, width)."""
+        """Returns `value`, (rows, sequence, width), weighted by `probabilities`, (rows, heads, sequence, sequence),
+        after their dropout: (rows, sequence, width)."""
         probabilities = self.dropout(probabilities.to(value.dtype))
         return torch.matmul(probabilities, self.split(value)).transpose(1, 2).reshape(value.shape)
 
