@@ -140,7 +140,7 @@ def _find(plan: ImagePlan) -> str | None:
 def list_commands(spec: ImageSpec) -> list[list[str]]:
     """Returns the commands that still have to run, to show to the user: pull missing bases, and unless a push is
     recorded build (if the engine lacks the image), create the repository (if configured), tag and push; with a base
-    missing, for an image `NAME:TAG`. Raises as `make_plan`."""
+    missing, for an image `NAME:TAG`. Runs none of them, and asks the engine, but no registry. Raises as `make_plan`."""
     plan = make_plan(spec)
     docker = plan.docker
     commands = [[docker, "pull", "--quiet", base] for base in plan.missing_bases]

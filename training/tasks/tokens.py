@@ -39,7 +39,8 @@ class MaskedLanguageModeling(TokenPrediction):
 
     @classmethod
     def empty_batch(cls, config: TrainerConfig, rows: int, length: int, labels: int = 0) -> Arrays:
-        """Returns zeros as `Task.empty_batch`. `positions` and `labels`, (rows, masked places), are the same array."""
+        """Returns zeros as `Task.empty_batch`. The entries `positions` and `labels`, (rows, masked places), are the
+        same array. Ignores the argument `labels`."""
         places = np.zeros((rows, masking_of(config).places(length)), np.int32)
         ids = np.zeros((rows, length), np.int32)
         return {"input_ids": ids, "positions": places, "labels": places, "weights": places.astype(np.float32)}

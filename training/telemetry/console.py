@@ -33,7 +33,8 @@ class Console:
         self._line_open = False  # the last line is a progress line that the next one replaces
 
     def print(self, message: str) -> None:
-        """Prints, if `shown`, a line that stays, in place of an open progress line."""
+        """Prints, if `shown`, a line that stays, in place of an open progress line, which is gone. A failed write is
+        ignored."""
         self._print(message, stays=True)
 
     def progress(self, line: str) -> None:
