@@ -242,8 +242,9 @@ class Trainer:
         return Signals(self.run.shutdown.requested, save_due)
 
     def read_results_due(self, pending: Pending, batch: HostBatch, signals: Signals) -> list[FinishedStep]:
-        """Counts a step as started; waits for the oldest steps until at most `backend.in_flight` are left, or none if a
-        host without others asks to stop in `signals`. Returns their results."""
+        """Counts a step, whose result `pending` gives, as started and in flight; waits for the oldest steps until at
+        most `backend.in_flight` are left, or none if a host without others asks to stop in `signals`. Returns their
+        results, oldest first. Raises as `Pending`."""
         self._in_flight.append((pending, batch))
         self.progress.start_step()
         self.work.add(batch.arrays)

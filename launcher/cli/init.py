@@ -92,8 +92,8 @@ def _require_new(path: Path) -> None:
 
 
 def _ask(flag: str, question: str, default: str | None = None, *, optional: bool = False) -> str:
-    """Asks on the terminal, where Enter means `default`, and returns the answer. Without a terminal, returns the
-    default if `optional`, else raises BadInput, which names `flag`."""
+    """Asks on the terminal, where Enter means `default` (None: asks again), and returns the answer. Without a terminal,
+    returns the default if there is one and it is `optional`, else raises BadInput, which names `flag`."""
     if sys.stdin.isatty():
         return str(click.prompt(question, default=default, err=True)).strip()
     if default is not None and optional:

@@ -163,8 +163,9 @@ class Supervisor:
         return needed
 
     def _needs_process(self, name: str, child: _Child) -> bool:
-        """Returns whether the run is unfinished and its lease has expired or was released (False if it never had one);
-        may wait 30 s. Copies such a run here. Notes in `child` that nothing is to do; says what program is missing.
+        """Returns whether the run is unfinished, its lease has expired or was released (False if it never had one), and
+        no program that it needs is missing here, else says which; may wait 30 s. Copies a run with such a lease here.
+        Notes in `child` the lease for which there is nothing to do: until it changes, the answer is False.
         Raises LaunchError, BadInput, StorageError (also for a damaged lease); ValueError, LookupError or TypeError for
         a damaged record."""
         url, machine = storage.join(self.folder, name), self.context.machine

@@ -299,7 +299,8 @@ class SliceConnections:
             self._connecting = self._machine.threads.submit(self._connect_all)
 
     def _connect_all(self) -> None:
-        """Connects to all hosts, unless the pool is replaced or dropped meanwhile. Raises as `pool`."""
+        """Connects to all hosts that answer, unless the pool is dropped meanwhile; the next command retries the others.
+        Raises as `pool`."""
         self.pool().connect_all()
 
     def pool(self) -> ConnectionPool:

@@ -30,7 +30,7 @@ class AdamWTensorFlow:
         """Changes variables and moments in place. Call it in a replica's context.
 
         Args:
-            gradients: in the order of the variables; each is multiplied by `scale` before it is used.
+            gradients: summed over replicas, in the order of the variables, before `scale` multiplies them.
             scale: scalar, the mean over the batch and clipping in one factor.
             *scalars: the learning rate, then those of `step_scalars`; scalars too.
         """
@@ -44,7 +44,8 @@ class AdamWTensorFlow:
         tf.distribute.get_replica_context().merge_call(update_all, args=(gradients, scale, *scalars))
 
     def _update_rule(self, decayed: bool) -> Callable[..., None]:
-        """Returns the function that updates one variable and its moments on one device."""
+        """Returns a function of a variable, its two moments, its gradient, and `update`'s scale and scalars. It changes
+        variable and moments in place on one device, with weight decay if `decayed`."""
         settings = self._settings
         decay = settings.weight_decay if decayed else 0.0
 

@@ -40,9 +40,10 @@ def service_account() -> str:
 def create(
     state: EmulatorState, parent: str, node_id: str, body: dict[str, Any], now: float, *, granted: bool = False
 ) -> Operation:
-    """Enters a node below `parent` and its pending creation; a shortage makes it fail, without hosts; a stuck fault
-    keeps it from ending. Both faults are used up. Raises ApiError for a bad body or name, a taken name, a fault that
-    refuses it (not a busy one, if it is `granted` to a queued resource), or a full network."""
+    """Enters a node below `parent` and its pending creation; a shortage (a stockout fault, or no stock left) makes it
+    fail, without hosts; a stuck fault keeps it from ending. Uses up each fault that takes effect. Raises ApiError for a
+    bad body or name, a taken name, a fault that refuses it (not a busy one, if it is `granted` to a queued resource),
+    or a full network."""
     catalogue.check_node_name(node_id)
     name = f"{parent}/nodes/{node_id}"
     zone = parent.split("/")[3]

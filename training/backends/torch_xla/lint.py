@@ -208,7 +208,8 @@ def _flatten(values: Any) -> list[Any]:
 
 
 def _user_place() -> str:
-    """Returns file:line of the innermost user code, in a backward pass that of the forward operation; "" if none."""
+    """Returns file:line of the innermost user code; in a backward pass that of the forward operation, followed by
+    " (backward)"; "" if none."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not (frame.f_code.co_filename == __file__ and frame.f_code.co_name == "_train"):
         if not frame.f_code.co_filename.startswith(_NOT_USER_CODE):

@@ -49,7 +49,7 @@ class DropoutNoise:
 
     def kept(self, shape: torch.Size, rate: float, place: int) -> Tensor:
         """Returns which elements stay at dropout number `place` of the network, bool of this shape: (rows, ..., lines,
-        columns), or (rows, columns). The caller sets `rows` first."""
+        columns), or (rows, columns). The caller sets `rows` to `row_keys` first."""
         rows, *matrices, columns = shape
         lines = matrices.pop() if matrices else 1
 
