@@ -169,8 +169,8 @@ class SshConnection:
 
     def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
         """Runs a command line with the input `stdin` (None: empty). Returns exit code, output, error output, with
-        surrogates for bytes that are not UTF-8. Raises TimeoutError after `timeout` seconds, but not while output
-        comes without a pause of 10 ms, and ConnectionFailed: the command may have run, and may still run."""
+        surrogates for bytes that are not UTF-8. Raises TimeoutError after `timeout` seconds (a second later while
+        output comes), and ConnectionFailed: the command may have run, and may still run."""
         deadline = time.monotonic() + timeout
         with self._open_channel(timeout) as channel:
             channel.exec_command(command)
@@ -230,13 +230,15 @@ def _failures() -> Iterator[None]:
 
 
 def _receive(channel: paramiko.Channel, read: Callable[[int], bytes], deadline: float) -> Iterator[bytes]:
-    """Yields what a channel receives until its end. Raises TimeoutError once nothing comes for 10 ms after the deadline
-    (monotonic clock): output without such a pause is read to its end."""
+    """Yields what a channel receives until its end. Raises TimeoutError if it does not end by the deadline (monotonic
+    clock), or at once after it: when nothing comes for 10 ms, or something still comes a second later."""
     while True:
         channel.settimeout(max(0.01, deadline - time.monotonic()))
         if not (data := read(1 << 16)):
             return
         yield data
+        if time.monotonic() > deadline + 1:
+            raise TimeoutError
 
 
 def _wait_for_exit_code(channel: paramiko.Channel, deadline: float) -> int:

@@ -559,6 +559,14 @@ def test_a_command_may_be_silent(monkeypatch: pytest.MonkeyPatch, timeout: float
     assert lines == (["a", "bc", "d"] if ends else ["a"]) * follows
 
 
+def test_output_without_a_pause_ends_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = Channel(*[(0.005, b"a\n")] * 1000)
+    monkeypatch.setattr(ssh.time, "monotonic", lambda: channel.now)
+    with pytest.raises(TimeoutError):
+        channel.connection().follow("yes", timeout=2, on_line=lambda _: None)
+    assert channel.now < 1004
+
+
 @pytest.mark.parametrize("follows", [True, False])
 @pytest.mark.parametrize("status", [None, -1], ids=["not told by the deadline", "the connection closes"])
 def test_a_command_without_status_goes_on(monkeypatch: pytest.MonkeyPatch, status: int | None, follows: bool) -> None:
