@@ -72,6 +72,8 @@ def test_lines_do_not_depend_on_size_of_pieces(tmp_path_factory: pytest.TempPath
         ("a.csv", b"text,b,text\nx,y,z\n", r"a.csv:1: the header names 'text' more than once: rename the columns"),
         ("a.csv", b"text,b\nx\n", r"a.csv:2: 2 columns expected, as in the header"),
         ("a.csv", b"text\nx,y\n", r"a.csv:2: 1 columns expected, as in the header"),
+        ("a.csv", b'b,text\n1,"x\n2,y\n', r"a.csv:3: unexpected end of data: is a quotation mark not closed\?"),
+        ("a.csv", b'b,text\n1,"x\n2,"y"\n', r"a.csv:3: ',' expected after '\"': is a quotation mark not closed\?"),
     ],
 )
 def test_a_mistake_in_a_file_is_named_with_its_place(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -278,11 +278,10 @@ def _columns(url: str, field: str, label: str) -> Iterator[dict[str, Any]]:
 
 def _table(url: str) -> Iterator[dict[str, Any]]:
     """Yields the rows, column -> text, of a .csv or .tsv file; quotation marks are text in a .tsv. Raises BadInput for
-    a column named twice, a row of another length, or a cell longer than `_LONGEST_CELL`. An open quotation mark takes
-    the rest of the file into its cell, which only these checks find. Until it ends, csv's limit for a cell is larger in
-    the whole process."""
+    a column named twice, a row of another length, a cell longer than `_LONGEST_CELL`, or a quotation mark that is not
+    closed at its cell's end. Until it ends, csv's limit for a cell is larger in the whole process."""
     tabs: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if url.endswith(".tsv") else {}
-    reader = csv.DictReader((line + "\n" for line in lines(url)), **tabs)
+    reader = csv.DictReader((line + "\n" for line in lines(url)), strict=True, **tabs)
     limit = csv.field_size_limit(_LONGEST_CELL)  # of the process; 131,072 by default
     try:
         columns = reader.fieldnames or []
