@@ -61,9 +61,10 @@ class LogWindow:
 
 def docker_records(piece: bytes, begun: _Open) -> Iterator[tuple[str, bytes, bool]]:
     """Yields (time, content, whether it is the last) of each record in a piece of `docker logs --timestamps`: the bytes
-    between two line ends. The time is "" if the piece begins with none. A time inside the piece is docker's, and begins
-    a record, if it follows a full part, is that of a line in `begun`, or is not earlier than the last one. Any other is
-    the program's: it ends a record, and the next has the same time."""
+    between two line ends. The time is RFC 3339, UTC, with nine digits of a second, or "" if the piece begins with none.
+    A time inside the piece is docker's, and begins a record, if it follows a full part, is that of a line in `begun`,
+    or is not earlier than the last one. Any other is the program's: it ends a record, and the next has the same
+    time."""
     match = _TIME.match(piece)
     if match is None:
         yield "", piece, True

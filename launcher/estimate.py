@@ -113,7 +113,8 @@ def _dollars(candidate: Candidate, capacity: str, hours: Range) -> Range:
 
 def step_bound(config: Config, home: Path, kept: dict[str, Any] | None = None) -> Bound | None:
     """Returns the least seconds of a training step on the configuration's accelerator, with their source: its preflight
-    (`kept`; None: the one in `home`), else another type's in `home`, else the model's sizes; None without all these."""
+    (`kept`; None: the one in `home`), else another type's in `home`, else the model's sizes; None without all these.
+    Call it with trainer's sections only. Reads and raises as `preflight.known`."""
     assert config.trainer is not None
     batch, target = config.trainer.train.global_batch_size, config.accelerator
     kept = kept or preflight.known(config, home)

@@ -310,10 +310,10 @@ class Trainer:
         raise StopRequested(f"stopped after step {step}, which is committed: {self._checkpoint_url(step)}")
 
     def finish(self) -> dict[str, Any]:
-        """Evaluates and exports, if configured, compares the hosts' weights and waits for the upload to the Hub.
-        Returns the summary, which host 0 writes. Raises StopRequested if a host was asked to stop before the upload
-        (during it, that only cuts it short), and other TrainErrors: weights differ, a host is lost, or the export
-        fails."""
+        """Evaluates and exports, if configured, compares the hosts' weights, and waits for the last save and for the
+        upload to the Hub. Returns the summary, which host 0 writes. Raises StopRequested if a host was asked to stop
+        before the upload (during it, that only cuts it short), the error of the last save, and other TrainErrors:
+        weights differ, a host is lost, or the export fails."""
         run, config = self.run, self.run.config
         is_evaluated = config.best is not None and self.evaluations.step == self.progress.step
         if config.data.evaluation and config.evaluation.at_end and not is_evaluated:

@@ -160,7 +160,8 @@ class Registry:
         return self._ask("HEAD", f"{path}/blobs/{digest}", (200, 404)).status == 200
 
     def read_blob(self, path: str, digest: str, size: int) -> bytes:
-        """Returns a blob. Raises LaunchError if `size`, as the manifest says, is over 8 MiB, or for another digest."""
+        """Returns a blob. Raises LaunchError if `size`, as the manifest says, is over 8 MiB, or the registry fails or
+        sends other bytes; BadInput, a LaunchError, if it has no such blob."""
         if size > _LARGEST_DOCUMENT:
             raise LaunchError(f"{self.host}/{path}@{digest}: {size} bytes are too many for an image's configuration")
         body = self._ask("GET", f"{path}/blobs/{digest}", (200,)).body
@@ -206,7 +207,7 @@ class Registry:
         body: bytes = b"",
     ) -> RegistryResponse:
         """Sends a request below /v2/, several times if it fails for a moment, until its status is one of `expected`.
-        Raises LaunchError, at once for a status that a further try does not change."""
+        Raises LaunchError, at once for a status that a further try does not change: BadInput for 404."""
         url = f"https://{self.host}/v2/{quote(target, safe='/:@?=&%+,')}"
         return self._repeat(lambda: self._request(method, url, headers or {}, body), expected)
 

@@ -237,7 +237,8 @@ def find_on_slice(config: Config, context: Context, run_id: str | None) -> Ledge
 
 
 def pull_known(ledger: Ledger, machine: Workstation) -> Ledger:
-    """Pulls the events that other machines recorded of an unfinished run, if its bucket answers. Returns the ledger."""
+    """Pulls the events that other machines recorded of an unfinished run, as `Ledger.pull`, and ignores its
+    LaunchError. Returns the ledger."""
     if ledger.state.phase is not Phase.FINISHED:
         with contextlib.suppress(LaunchError):
             ledger.pull(machine.threads)

@@ -28,8 +28,10 @@ def delete(config: Config, say: Say, machine: Workstation) -> bool:
     this machine may still arrive. Records the end of open requests, and forgets the local hints.
 
     Raises:
-        NotOurs: Another owner's slice has the name, and there is none of ours.
-        LaunchError: Which zones failed and why, after all others were done.
+        NotOurs: Another owner's slice has the name in the only zone. In one of several zones: a LaunchError, unless
+            another zone's slice was deleted.
+        CommandTimeout: A create request was still in flight after five minutes.
+        LaunchError: Which zones failed and why, after all others were done; with one zone, its own error.
     """
     record = RequestRecord(config)
     left = record.open()
@@ -47,8 +49,8 @@ def delete_places(
 ) -> bool:
     """Deletes the slices of `places` (a configuration each) at once; returns whether there was one. Looks again while a
     create request of this machine may still arrive, for five minutes (CommandTimeout); without `all_requests`, a look
-    that finds a slice, or fails, is the last one unless a request is in flight. Leaves another owner's slice alone, and
-    raises NotOurs for it only without `all_requests` and if nothing was deleted. Raises as `delete`."""
+    that finds a slice, or fails, is the last one unless a request is in flight. Leaves another owner's slice alone,
+    which is an error only without `all_requests` and if nothing was deleted, or beside others. Raises as `delete`."""
 
     def delete_there(placed: Config) -> bool | LaunchError:
         try:

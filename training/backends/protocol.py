@@ -55,7 +55,7 @@ class Backend(Protocol):
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> Pending:
         """Starts training step `number` on this host's rows of its batch. The step is a function of the state, `number`
-        and the global batch alone."""
+        and the global batch alone. `signals`: this host's; its result has those of all hosts."""
 
     def evaluate(self, batch: Arrays, signals: Signals) -> Pending:
         """Starts an evaluation of a batch, which changes no state; its result has the sums and the task's counts over

@@ -126,7 +126,7 @@ class Classification(LabelledRows):
         return replace(found, arrays={**found.arrays, "weights": weights})
 
     def figures(self, total: StepResult) -> dict[str, float]:
-        """Returns the loss, and of the confusion matrix the accuracy and the weighted F1."""
+        """Returns loss, and of the confusion matrix accuracy and weighted_f1; nan without examples."""
         confusion = np.array(self.confusion(total.counts))
         return {"loss": total.loss, "accuracy": accuracy(confusion), "weighted_f1": weighted_f1(confusion)}
 
@@ -140,7 +140,7 @@ class TokenClassification(Classification):
     """Classes of words. Only the first token of a word has a label; others, and special tokens, have weight 0."""
 
     def figures(self, total: StepResult) -> dict[str, float]:
-        """Returns the loss, the accuracy over all classes, and the micro F1 over all but OUTSIDE."""
+        """Returns loss, accuracy over all classes, and micro_f1 over all but OUTSIDE; nan for what has no tokens."""
         confusion = np.array(self.confusion(total.counts))
         inside = np.array([name != OUTSIDE for name in self.labels])
         true, predicted, hits = confusion[inside].sum(), confusion[:, inside].sum(), np.diag(confusion)[inside].sum()
@@ -156,7 +156,7 @@ class MultiLabel(Classification):
     label_values = 2
 
     def figures(self, total: StepResult) -> dict[str, float]:
-        """Returns the loss and the micro F1 over all texts and labels."""
+        """Returns loss, and micro_f1 over all texts and labels (nan if no label is true or predicted)."""
         assert total.counts is not None
         return {"loss": total.loss, "micro_f1": micro_f1(*total.counts.tolist())}
 

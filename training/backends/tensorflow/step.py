@@ -93,7 +93,7 @@ class TensorFlowStep:
         return self._replicas.run(replica)
 
     def evaluation_program(self, rows: Any) -> Any:
-        """Returns the sums and the task's counts over the rows: (3 + counts,)."""
+        """Returns training.batch.SUMS and the task's counts over all replicas' rows: (3 + counts,)."""
 
         def replica(rows: Any) -> Any:
             sums, counts = self._task_sums(self._network.model, rows, False)

@@ -27,12 +27,13 @@ from training.models.torch.layer_scan import Step, Tensors
 
 
 def local_devices() -> list[str]:
-    """Returns the names of this host's devices, for example ["TPU:4", ...] on the second host of a slice."""
+    """Returns the names of this host's devices, for example ["TPU:4", ...] on the second host of a slice. Starts the
+    runtime, if it has not started."""
     return _XLAC._xla_get_runtime_devices()
 
 
 def upload(tensors: Sequence[Tensor], device: Any, shardings: Sequence[Any] | None) -> list[Tensor]:
-    """Copies tensors to the devices in one call. `shardings`: an `xla_spec` for each, under SPMD."""
+    """Copies tensors to `device` in one call; under SPMD to all devices, by an `xla_spec` for each in `shardings`."""
     return _XLAC._xla_tensors_from_aten(list(tensors), [str(device)] * len(tensors), shardings)
 
 

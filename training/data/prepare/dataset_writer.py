@@ -172,7 +172,8 @@ def begin_dataset(url: str, plan: DatasetPlan) -> list[Mark]:
 
 
 def write_mark(url: str, mark: Mark) -> None:
-    """Writes the mark of a shard, written before, to `.preparing/` of the folder: another run continues after it."""
+    """Writes the mark of a shard, written before, to `.preparing/` of the folder `url`: another run continues after it.
+    Raises StorageError."""
     storage.write(storage.join(url, PREPARING, f"{mark.shard.name}.json"), mark.model_dump_json().encode())
 
 
