@@ -67,7 +67,8 @@ def list_commands(config: Config) -> list[PlannedCommand]:
 
 def _list_image_commands(config: Config) -> list[PlannedCommand]:
     """Returns the commands that still have to run to make and push the image: [] for a given one, the token's alone
-    where no engine is needed. Raises BadInput."""
+    where no engine is needed. Asks an engine if one answers, but no registry. Raises BadInput, without a docker client
+    that is needed too; LaunchError if this installation has no images."""
     if config.image.reference:
         return []
     if not local.needs_engine(config):

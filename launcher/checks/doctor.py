@@ -237,7 +237,8 @@ def _engine(config: Config) -> Finding:
 
 
 def _registry(config: Config) -> Finding:
-    """Checks docker's credentials, or the base image if no engine is needed; warns if the image has no repository."""
+    """Checks docker's credentials, or the base image if no engine is needed. Without image.repository, passes for a
+    given image (image.reference), and else warns."""
     if config.image.repository is None:
         if config.image.reference:
             return ok("registry", "not pushed to: image.reference is given")

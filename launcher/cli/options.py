@@ -132,7 +132,8 @@ def emulation(emulated: bool) -> Iterator[None]:
 
 
 def file_option(help: str, default: Path | None = None) -> Callable[[Function], Function]:
-    """Returns the decorator that adds -f FILE, with `help` and `default`, to a command, which gets it as `path`."""
+    """Returns the decorator that adds -f FILE, with `help` and `default`, to a command, which gets it as `path`: None
+    without both. Does not look whether the file exists."""
     return click.option("-f", "--file", "path", type=click.Path(path_type=Path), default=default, help=help)
 
 

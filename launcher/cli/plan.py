@@ -120,7 +120,8 @@ def manifest(config: Config, name: str | None, image: str | None, command: tuple
 @configured
 def local(config: Config, command: tuple[str, ...]) -> None:
     """Run a command in the run's image, which is made and pushed if needed, on this machine's CPU and in the current
-    folder: prepare data, try things out. Its exit code is ours."""
+    folder: prepare data, try things out. Needs docker; the command gets your Google credentials and those of
+    run.secrets that are set here. Its exit code is ours."""
     sys.exit(images.run(config, command, terminal.say))
 
 

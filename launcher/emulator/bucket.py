@@ -150,9 +150,10 @@ class Bucket:
         crc32c: str | None = None,
         md5: str | None = None,
     ) -> StoredObject:
-        """Flushes an open file of this bucket's folder and makes it the object's newest generation, all or nothing;
-        deletes the one before. Drops unknown settings. Raises StorageApiError 400 for a bad name and for bytes that do
-        not have the given checksums, 412 unless the object has the `expected` generation (0: none; None: any)."""
+        """Flushes (without fsync) an open file of this bucket's folder and moves it to the object's newest generation,
+        all or nothing; deletes the one before. Drops unknown settings. Raises StorageApiError 400 for a bad name and
+        for bytes that do not have the given checksums (base64), 412 unless the object has the `expected` generation
+        (0: none; None: any); the file stays then."""
         if not 1 <= len(name.encode()) <= 1024 or "\n" in name or "\r" in name:
             raise StorageApiError(400, "invalid", f"Invalid object name: {name[:80]!r}")
         file.flush()

@@ -62,7 +62,8 @@ def live_session(config: Config, context: Context, run_id: str | None) -> Iterat
 
 def explain_run(session: Session) -> tuple[str | None, str]:
     """Takes the stacks of all hosts of a live run twice (10 to 60 s) and writes them, masked, into the run's folder.
-    Returns what the run waits for, in words (None if the provider fails), and the folder's path. Raises OSError."""
+    Returns what the run waits for, in words (None if no stacks could be taken), and the folder's path. Raises OSError;
+    LaunchError if the provider finds no hosts to ask."""
     number, machine = session.ledger.state.attempt, session.machine
     container = session.container(number)
 

@@ -61,9 +61,9 @@ class Decision:
 
 def decide(verdict: Verdict, spent: Retries, budgets: Retries, *, stop_requested: bool) -> Decision:
     """Decides whether another attempt follows one that ended with `verdict`, which `spent` does not count yet. Never
-    after a finished or stopped run, a deleted slice or bad input; at once after a preemption, a lost host or connection
-    (for which the budget is 3 at least) or a save that no one asked for; after other failures with a delay that doubles
-    (5 to 300 s). Both within their budget."""
+    after a finished or stopped run, a deleted slice or bad input; at once, within the budget of preemptions, after a
+    preemption, a lost host, a save that no one asked for, or a lost connection (for this alone the budget is 3 at
+    least); after other failures within theirs, with a delay that doubles (5 to 300 s)."""
     assert verdict.kind.ended
     kind = Kind.STOPPED if stop_requested and verdict.kind is not Kind.FINISHED else verdict.kind
     if kind in _FINAL:

@@ -67,7 +67,7 @@ class Rendezvous:
         """Raises LostPeer if another host is lost, StopRequested if its stop or this host's ends the attempt."""
 
     def phases(self) -> str:
-        """Returns the last known phase of each host, for messages."""
+        """Returns the last known phase of each host in one line, for messages; "" for a single host."""
         return ""
 
     def connect_hosts(self, seconds: float) -> list[Connection]:

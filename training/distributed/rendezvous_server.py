@@ -210,6 +210,7 @@ class RendezvousServer:
         connection.socket.close()
 
     def _forget(self, connection: _Peer) -> None:
+        """Stops watching a connection, whose socket stays open."""
         del self._connections[connection]
         self._selector.unregister(connection.socket)
 

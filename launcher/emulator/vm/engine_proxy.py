@@ -57,7 +57,7 @@ class EngineProxy:
 
     def _answer_workstation(self, request: HttpRequest) -> Reply:
         """Answers pushes to Google's registries and image inspections; changes new containers as
-        `create_on_workstation`; forwards the rest. Raises EngineError, BadInput."""
+        `create_on_workstation`; forwards the rest. Raises EngineError, BadInput, and OSError without the engine."""
         match (request.method, _split_path(request.path)[1]):
             case ("POST", ["containers", "create"]):
                 body = request.json()
@@ -81,7 +81,7 @@ class EngineProxy:
 
     def _answer_host(self, request: HttpRequest, view: EngineView) -> Reply:
         """Answers about the engine, the host's containers, or images (to read and pull); else raises EngineError.
-        Raises BadInput for a malformed name."""
+        Raises BadInput for a malformed name, OSError without the engine."""
         match (request.method, _split_path(request.path)[1]):
             case ("GET" | "HEAD", ["_ping" | "version"]) | ("GET", ["images", "json"]):
                 return self._forward(request)

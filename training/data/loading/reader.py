@@ -231,7 +231,8 @@ class DaemonPool:
         return future
 
     def close(self) -> None:
-        """Ends the threads after the tasks that they have begun, without waiting; cancels the others."""
+        """Ends the threads after the tasks that they have begun, without waiting; the first to be free cancels the
+        other tasks, whose futures are pending until then."""
         self._is_closed = True
         for _ in self._threads:
             self._tasks.put(None)

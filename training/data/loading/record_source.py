@@ -125,7 +125,8 @@ class RecordSource(ABC):
         return arrays
 
     def load(self, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
-        """Reads records [first, last). Returns them as `empty` does, and the error of each bad one by its row."""
+        """Reads records [first, last). Returns them as `empty` does, and the error of each damaged one by its row,
+        whose values mean nothing. Raises as `decode`."""
         arrays, bad, row = self.empty(last - first), dict[int, BadInput](), 0
         while row < last - first:
             shard, number = self.locate(first + row)
