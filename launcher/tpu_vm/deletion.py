@@ -28,10 +28,9 @@ def delete(config: Config, say: Say, machine: Workstation) -> bool:
     this machine may still arrive. Records the end of open requests, and forgets the local hints.
 
     Raises:
-        NotOurs: Another owner's slice has the name in the only zone. In one of several zones: a LaunchError, unless
-            another zone's slice was deleted.
+        NotOurs: Only another owner's slice has the name.
         CommandTimeout: A create request was still in flight after five minutes.
-        LaunchError: Which zones failed and why, after all others were done; with one zone, its own error.
+        LaunchError: Which of several zones failed and why, after all others were done; with one zone, its own error.
     """
     record = RequestRecord(config)
     left = record.open()
@@ -89,10 +88,11 @@ def delete_places(
     if failures and len(places) == 1:
         raise failures[0][1]
     if failures:
-        lines = [f"{zone}: {str(error).replace(chr(10), chr(10) + '  ')}" for zone, error in failures]
+        lines = "\n".join(f"{zone}: {str(error).replace(chr(10), chr(10) + '  ')}" for zone, error in failures)
+        if all(isinstance(error, NotOurs) for _, error in failures):
+            raise NotOurs(f"no slice {name} of yours was found:\n{lines}")
         raise LaunchError(
-            "not all zones are done; run `tpu-launch down` again:\n" + "\n".join(lines),
-            exit_code=failures[0][1].exit_code,
+            f"not all zones are done; run `tpu-launch down` again:\n{lines}", exit_code=failures[0][1].exit_code
         )
     return deleted
 

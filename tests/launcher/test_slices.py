@@ -281,6 +281,13 @@ def test_a_zone_that_does_not_answer_keeps_no_other_slice_alive(cloud: Cloud, zo
     assert not cloud.state.nodes
 
 
+def test_down_of_another_owners_slice_alone_is_refused_whatever_the_zones(cloud: Cloud, zones: Config) -> None:
+    cloud.made_by(BOBS, zone="us-west1-c")
+    with pytest.raises(NotOurs, match=r"no slice demo of yours was found:\nus-west1-c: .*bob created it"):
+        down(cloud, zones)
+    assert cloud.state.nodes
+
+
 def test_slices_need_no_hints(cloud: Cloud, zones: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "full").write_text("")
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "full" / "home"))  # below a file: nothing can be written
