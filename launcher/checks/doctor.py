@@ -237,13 +237,15 @@ def _engine(config: Config) -> Finding:
 
 
 def _registry(config: Config) -> Finding:
-    """Checks docker's credentials, or the base image if no engine is needed. Without image.repository, passes for a
-    given image (image.reference), and else warns."""
+    """Checks docker's credentials, or the base image if no engine is needed. Passes for a given image
+    (image.reference). Without image.repository warns, or fails if the image is to be made in the registry."""
+    if config.image.reference:
+        return ok("registry", "not pushed to: image.reference is given")
     if config.image.repository is None:
-        if config.image.reference:
-            return ok("registry", "not pushed to: image.reference is given")
-        message = "image.repository is not given: only emulated hosts have this machine's images"
         fix = f"image.repository: REGION-docker.pkg.dev/{config.project}/REPOSITORY/NAME"
+        if not local.needs_engine(config):
+            return failure("registry", "image.repository is not given, and the image is made in the registry", fix)
+        message = "image.repository is not given: only emulated hosts have this machine's images"
         return warning("registry", message, fix)
     if not local.needs_engine(config):
         return check_base_image(config)

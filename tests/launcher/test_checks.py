@@ -49,6 +49,19 @@ def test_docker_must_have_something_to_show_to_googles_registry() -> None:
 
 
 @pytest.mark.parametrize(
+    ("image", "severity"),
+    [
+        (f"reference: eu.gcr.io/p/a@sha256:{64 * '1'}, repository: eu.gcr.io/p/a", "PASS"),
+        ("build: engine", "WARN"),
+        ("build: registry", "FAIL"),
+        ("base: eu.gcr.io/p/a", "FAIL"),
+    ],
+)
+def test_a_repository_is_needed_where_the_image_is_made_in_it(tmp_path: Path, image: str, severity: str) -> None:
+    assert doctor._registry(load_text(tmp_path, f"{SLICE}image: {{{image}}}\n")).severity == severity
+
+
+@pytest.mark.parametrize(
     ("passphrase", "mode", "verdict"), [("", 0o600, "PASS"), ("", 0o644, "FAIL"), ("secret", 0o600, "FAIL")]
 )
 def test_a_key_must_be_private_and_usable_without_a_prompt(
