@@ -141,6 +141,16 @@ def test_an_entry_is_read_once_until_it_is_proved(folder: Path, said: list[str])
     assert second.read(KEYS[0]) == b"program"
 
 
+def test_an_entry_that_another_process_removes_meanwhile_leaves_no_mark(
+    folder: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = store(folder, said)
+    programs.write(KEYS[0], b"program")
+    monkeypatch.setattr(os, "utime", Mock(side_effect=FileNotFoundError))
+    assert programs.read(KEYS[0]) is None
+    assert not any(name.endswith(".unproven") for name in names(folder))
+
+
 def test_the_entries_that_were_not_used_for_longest_are_removed_and_no_file_of_others(
     folder: Path, said: list[str]
 ) -> None:

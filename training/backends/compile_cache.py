@@ -89,8 +89,8 @@ class ProgramStore:
             content = path.read_bytes()
             head, program = content[: len(MAGIC) + _DIGEST_BYTES], content[len(MAGIC) + _DIGEST_BYTES :]
             if head == MAGIC + hashlib.sha256(program).digest():
-                mark.touch()
                 os.utime(path)  # the time of its last use
+                mark.touch()
                 return program
             self.remove(key)
         return None
