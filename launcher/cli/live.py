@@ -151,7 +151,7 @@ def explain(config: Config, run_id: str | None) -> None:
     with execution.live_session(config, run_context(), run_id) as session:
         found, folder = execution.explain_run(session)
         if found is None:
-            raise LaunchError(f"no host gave stack traces; {folder} has what they said")
+            raise LaunchError("no host gave stack traces: see how the hosts are with `tpu-launch status`")
         terminal.show(found)
         terminal.say(f"the stack traces of all hosts are in {folder}")
 

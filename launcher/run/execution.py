@@ -62,13 +62,12 @@ def live_session(config: Config, context: Context, run_id: str | None) -> Iterat
 
 def explain_run(session: Session) -> tuple[str | None, str]:
     """Takes the stacks of all hosts of a live run twice (10 to 60 s) and writes them, masked, into the run's folder.
-    Returns what the run waits for, in words (None if no stacks could be taken), and the folder's path. Raises OSError;
-    LaunchError if the provider finds no hosts to ask."""
+    Returns what the run waits for, in words (None if no stacks could be taken), and the folder's path. Raises
+    OSError."""
     number, machine = session.ledger.state.attempt, session.machine
-    container = session.container(number)
 
     def read(worker: int) -> Observation:
-        return session.provider.observe(worker, container, format_time(machine.clock.time()), progress=True)
+        return session.observe(worker, number, format_time(machine.clock.time()), progress=True)
 
     observations = machine.threads.map(read, session.workers, at_once=64)
     lines = {each.worker: line for each in observations if (line := slowest(each.progress))}

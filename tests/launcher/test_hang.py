@@ -370,6 +370,7 @@ def test_explain_takes_stacks_from_a_live_run_and_changes_nothing(work: Workstat
         work.hosts.stacks = {}
         assert execution.explain_run(session)[0] is None
         work.hosts.fail("stacks", LaunchError("away"))
+        work.hosts.fail("observe", LaunchError("gcloud gives no addresses"))
         assert execution.explain_run(session)[0] is None
     assert len(work.ledger.events()) == events
 
