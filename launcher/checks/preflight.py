@@ -178,7 +178,8 @@ def _path(config: Config, home: Path, name: str) -> Path | None:
         return None
     image = config.image.reference or compute_tag(local.image_spec(config), {})
     flags = config.run.environment.get(LIBTPU_FLAGS, "")
-    question = json.dumps([FORMAT, trainer, contents, name, image, flags], sort_keys=True)
+    base = [config.image.base] if config.image.base else []  # which has the compiler
+    question = json.dumps([FORMAT, trainer, contents, name, image, flags, *base], sort_keys=True)
     return home / "preflight" / f"{name}-{hashlib.sha256(question.encode()).hexdigest()[:16]}.json"
 
 

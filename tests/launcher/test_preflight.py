@@ -58,6 +58,7 @@ def keep(config: Config, name: str = "v4-16", *, fits: bool, **graph: Any) -> Pa
         ("global_batch_size: 64", "global_batch_size: 128", False),
         ("bert-base", "bert-large", False),
         ("v4-16", "v4-32", False),
+        ("output: runs", "output: runs\nimage: {repository: eu.gcr.io/p/r, base: 'eu.gcr.io/p/b:1'}", False),
     ],
 )
 def test_an_answer_is_for_what_shapes_the_step(folder: Path, before: str, after: str, still_known: bool) -> None:
