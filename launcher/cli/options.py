@@ -85,6 +85,8 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
             config = replace(load(Path(path), overrides, command=options.get("command", ())), provider=provider)
         with emulation(emulated):
             if needs_file and url is not None:
+                if options.get("command") and command in ("run", "plan", "manifest"):
+                    raise BadInput(f"{url} has the command with which it was started: leave out what follows --")
                 config, run_id = _import(url, overrides)
                 _require_support(command, config.provider, emulated)
                 options |= {"run_id": run_id} if "run_id" in options else {}

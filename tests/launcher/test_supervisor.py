@@ -321,6 +321,9 @@ def test_commands_take_a_run_of_a_bucket_on_any_machine(work: Workstation, capsy
         call("events", "-f", f"{RUNS}/copy")
     with pytest.raises(BadInput, match="--set changes keys of a file"):
         call("events", "-f", f"{RUNS}/r", "--set", "train.steps=3")
+    for option in "--run", "-f":
+        with pytest.raises(BadInput, match="has the command with which it was started"):
+            call("run", option, f"{RUNS}/r", "--", "python", "other.py")
     assert not bucket.read_lease().holder, "looking takes no lease"
 
 
