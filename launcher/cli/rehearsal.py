@@ -48,8 +48,10 @@ def rehearsal(path: Path | None, overrides: tuple[str, ...]) -> None:
     if summary["devices"] > summary["hosts"]:
         click.echo(f"devices              {summary['devices']} (virtual TPU)")
     click.echo(f"steps                {summary['steps']}")
-    click.echo(f"loss                 {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}")
-    click.echo(f"evaluation           perplexity {summary['eval_perplexity']:.2f}")
+    losses = ["nan" if loss is None else f"{loss:.4f}" for loss in (summary["first_loss"], summary["last_loss"])]
+    click.echo(f"loss                 {' -> '.join(losses)}")
+    if summary["eval_perplexity"] is not None:
+        click.echo(f"evaluation           perplexity {summary['eval_perplexity']:.2f}")
     click.echo(f"speed                {summary['examples_per_second']:.1f} examples/s")
     click.echo(f"committed checkpoint {summary['checkpoint']} (step {summary['committed_step']})")
     click.echo(f"seconds              {phases}")
@@ -86,7 +88,7 @@ def _rehearse(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         terminal.say("the emulator and everything it started are gone")
     seconds["total"] = time.monotonic() - begun
     summary = {
-        **{key: result[key] for key in _TRAINER_KEYS},
+        **{key: result.get(key) for key in _TRAINER_KEYS},
         "accelerator_type": config.slice.accelerator_type,
         "seconds": {phase: round(value, 1) for phase, value in seconds.items()},
         "training_seconds": result.get("seconds", {}),
