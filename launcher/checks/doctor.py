@@ -17,7 +17,7 @@ from typing import Any, Literal
 from launcher import costs, home, shell
 from launcher.checks import inputs
 from launcher.config import Config
-from launcher.errors import CommandMissing, LaunchError
+from launcher.errors import BadInput, CommandMissing, LaunchError
 from launcher.gcloud import PermissionDenied, run_gcloud
 from launcher.images import engine, local
 from launcher.images.registry import Registry
@@ -262,6 +262,9 @@ def check_base_image(config: Config) -> Finding:
     """Checks that the registry admits us and has the base image to which a build without an engine appends."""
     try:
         spec = local.append_spec(config)
+    except BadInput as error:
+        return failure("registry", str(error).splitlines()[0], f"correct the section image of {config.document.name}")
+    try:
         with Registry(spec.base.host, find_credentials, reads=[spec.base.path], ca_bundle=spec.ca_bundle) as registry:
             found = registry.find_manifest(spec.base.path, spec.base.version)
     except LaunchError as error:

@@ -60,7 +60,8 @@ def needs_engine(config: Config) -> bool:
 
 
 def append_spec(config: Config) -> appended.AppendSpec:
-    """Returns what the image is made from in the registry; asks nothing. Raises BadInput for a missing key or file."""
+    """Returns what the image is made from in the registry; asks nothing. Raises BadInput for a missing key or file, or
+    an image.base in another registry than image.repository."""
     section = config.image
     if section.repository is None:
         raise BadInput(
@@ -75,6 +76,12 @@ def append_spec(config: Config) -> appended.AppendSpec:
         advice = (
             f"make it once with `tpu-launch image base -f {config.document.name}` where a container engine runs; "
             "with --cloud-build it prints the commands that make it by Cloud Build"
+        )
+    host = parse_reference(section.repository).host
+    if reference.host != host:
+        raise BadInput(
+            f"image.base {reference} is in another registry than image.repository {section.repository}: copy it to a "
+            f"repository of {host} once"
         )
     return appended.AppendSpec(
         base=reference,

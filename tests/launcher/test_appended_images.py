@@ -196,8 +196,10 @@ def test_a_missing_base_is_an_error_that_says_how_to_make_it_and_doctor_looks_fo
     refused = check_base_image(config)
     assert (refused.severity, "refuses these credentials" in refused.message) == ("FAIL", True)
     own = load_text(config.folder, FILE.replace("build: registry", "base: elsewhere.example.com/a/b:1"))
-    with pytest.raises(BadInput, match=r"is in another registry than image\.repository"):
-        make(own)
+    for use in make, local.check:
+        with pytest.raises(BadInput, match=r"is in another registry than image\.repository"):
+            use(own)
+    assert check_base_image(own).fix.startswith("correct the section image")
 
 
 def test_without_engine_the_registry_is_taken(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
