@@ -130,6 +130,13 @@ def base_images(spec: ImageSpec) -> tuple[str, ...]:
     return parse_bases(text, dict(spec.build_args))
 
 
+_REFERENCE = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")  # of a build argument
+# An instruction and the lines of its input, which are no instructions.
+_HEREDOC = re.compile(
+    r"^([ \t]*(?:RUN|COPY|ADD)\b.*(?<!<)<<-?[\"']?(\w+).*)\n(?:.*\n)*?[ \t]*\2[ \t]*$", re.IGNORECASE | re.MULTILINE
+)
+
+
 def parse_bases(dockerfile: str, build_args: Mapping[str, str]) -> tuple[str, ...]:
     """Returns the images from which the stages of a Dockerfile (its text) start, without scratch and earlier stages.
     Substitutes arguments that are declared before the first FROM, by `build_args` or their defaults."""
@@ -141,19 +148,19 @@ def parse_bases(dockerfile: str, build_args: Mapping[str, str]) -> tuple[str, ..
         """Returns the value of a build argument, or the reference's own default, or ""."""
         return values.get(reference[1] or reference[3]) or reference[2] or ""
 
-    for line in re.sub(r"\\[ \t]*\n", " ", dockerfile).splitlines():
-        words = line.split()
+    text = _HEREDOC.sub(r"\1", re.sub(r"\\[ \t]*\n", " ", dockerfile))
+    for line in text.splitlines():
+        words = [word for word in line.split() if not word.startswith("--")]
         match [words[0].upper(), *words[1:]] if words else []:
-            case ["ARG", declaration] if not bases:
-                key, _, value = declaration.partition("=")
-                values[key] = build_args.get(key, value.strip("\"'"))
-            case ["FROM", *rest]:
-                image, *alias = [word for word in rest if not word.startswith("--")]
-                image = re.sub(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))", expand, image)
-                if image not in stages and image != "scratch":
+            case ["ARG", *declarations] if not bases:
+                for key, _, value in (declaration.partition("=") for declaration in declarations):
+                    values[key] = build_args.get(key, _REFERENCE.sub(expand, value.strip("\"'")))
+            case ["FROM", image, *alias]:
+                image = _REFERENCE.sub(expand, image)
+                if image.lower() not in stages and image != "scratch":
                     bases[image] = None
                 if len(alias) == 2:
-                    stages.add(alias[1])
+                    stages.add(alias[1].lower())
     return tuple(bases)
 
 

@@ -103,6 +103,9 @@ def test_ca_bundle_comes_from_the_environment_and_must_exist(tmp_path: Path, mon
         ("ARG BASE\nFROM ${BASE:-debian:12}\nFROM scratch\n", ("debian:12",)),
         ("ARG BASE=a\nFROM \\\n  $BASE AS c\nARG BASE=other\n", ("a",)),
         ("# FROM nothing\n", ()),
+        ("FROM x\nRUN python3 - <<'EOF'\nfrom os import path\nEOF\nFROM y\n", ("x", "y")),
+        ("FROM x AS Build\nFROM build\nFROM\n", ("x",)),
+        ("ARG A=1 B=2\nARG C=y:$B\nFROM x:$A\nFROM ${C}\n", ("x:1", "y:2")),
         ("ARG OVERRIDDEN=a\nFROM $OVERRIDDEN\n", ("mine",)),
     ],
 )
