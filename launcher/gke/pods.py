@@ -263,10 +263,12 @@ class PodWatch:
 
     def _list(self) -> None:
         """Lists the pods: records new states, and marks missing pods as gone. Raises LaunchError."""
+        with self._lock:
+            known = list(self._pods)  # the answer may lack a pod that appears during the call
         answer = json.loads(self._kubectl.call("get", "pods", "--selector", self._selector, "--output", "json"))
         listed = {pod.uid: pod for pod in map(parse, answer["items"])}
         with self._lock:
-            missing = [pod for uid, pod in self._pods.items() if uid not in listed]
+            missing = [self._pods[uid] for uid in known if uid not in listed]
         for pod in missing:
             self._record_pod(replace(pod, gone=True))
         for pod in listed.values():

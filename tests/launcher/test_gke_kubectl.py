@@ -262,6 +262,17 @@ def test_a_late_event_does_not_undo_how_a_pod_ended() -> None:
         assert [*watch._pods.values()] == [kept]
 
 
+def test_a_pod_that_appears_while_the_pods_are_listed_is_not_gone(
+    cluster: WatchedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer_late(*_words: str) -> str:
+        cluster.watch._record_pod(RUNS)
+        return '{"items": []}'
+
+    monkeypatch.setattr(cluster, "call", answer_late)
+    assert [cluster.watch.pods(fresh=True)[3].gone for _ in range(2)] == [False, True]
+
+
 @pytest.mark.parametrize("gone", [False, True])
 def test_the_log_of_a_pod_that_is_being_deleted_is_asked_for_until_the_cluster_gives_it(
     cluster: WatchedCluster, monkeypatch: pytest.MonkeyPatch, gone: bool
