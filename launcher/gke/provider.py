@@ -7,6 +7,7 @@ pods stay until their logs are fetched.
 
 import contextlib
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -255,10 +256,10 @@ class Gke:
     ) -> list[CommandReport]:
         """Always raises BadInput, with the `kubectl exec` command to use instead."""
         pod = self._known_pods(container).get(min(workers, default=0))
-        raise BadInput(
-            "commands in live containers are for TPU VMs; on GKE: "
-            f"kubectl --namespace {self._kubectl.namespace} exec {pod.name if pod else 'POD'} -- {' '.join(command)}"
-        )
+        context = ["--context", self._kubectl.context] if self._kubectl.context else []
+        words = ["kubectl", *context, "--namespace", self._kubectl.namespace, "exec", pod.name if pod else "POD"]
+        instead = shlex.join([*words, "--container", CONTAINER, "--", *command])
+        raise BadInput(f"commands in live containers are for TPU VMs; on GKE: {instead}")
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
         """Returns `kubectl describe`'s output or error by file name, for each pod of the attempt, not only

@@ -3,6 +3,7 @@
 kubectl is a script here; tests/rehearsal/test_gke_runs.py runs the real one."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -100,9 +101,9 @@ class Cluster:
     def gke(self) -> Gke:
         return self.new(1, 1)
 
-    def new(self, create: float, start: float) -> Gke:
+    def new(self, create: float, start: float, section: str = "") -> Gke:
         """Returns a provider with these time-outs, in minutes."""
-        text = FILE.replace("CREATE", str(create)).replace("START", str(start))
+        text = FILE.replace("CREATE", str(create)).replace("START", str(start)) + section
         self.opened.append(Gke(load_text(self.folder, text), self.said.append, this_machine()))
         return self.opened[-1]
 
@@ -312,8 +313,14 @@ def test_only_pods_that_run_are_stopped_and_asked_for_stacks_and_each_host_is_re
     assert [report.ok for report in cluster.gke.stop(CONTAINER, grace=-29, remove=False, workers=[0])] == [True]
     assert len(cluster.calls("delete")) == 1
     assert not cluster.gke.known_ready(), "a cluster may lose nodes at any time"
-    with pytest.raises(LaunchError, match="exec pod-1 -- train"):
-        cluster.gke.execute(CONTAINER, ["train"], [1], seconds=1, on_line=print)
+
+
+@pytest.mark.parametrize(("section", "context"), [("", ""), ("gke: {context: east}\n", "--context east ")])
+def test_the_kubectl_command_to_use_instead_of_exec_can_be_pasted(cluster: Cluster, section: str, context: str) -> None:
+    gke = cluster.new(1, 1, section)
+    told = f"kubectl {context}--namespace default exec pod-1 --container trainer -- sh -c 'df -h; free -g'"
+    with pytest.raises(LaunchError, match=f"on GKE: {re.escape(told)}$"):
+        gke.execute(CONTAINER, ["sh", "-c", "df -h; free -g"], [1], seconds=1, on_line=print)
 
 
 def test_a_jobset_that_another_client_deleted_is_told_from_one_that_this_process_removed(cluster: Cluster) -> None:
