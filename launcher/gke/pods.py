@@ -317,12 +317,16 @@ class PodWatch:
         since = self._log_starts.get(pod.worker)
         window = [f"--since-time={since}"] if since else []
         command = ["logs", pod.name, "--container", CONTAINER, "--follow", "--timestamps", *window]
+
+        def keep(text: str) -> None:
+            line = parse_log_line(text.rstrip("\n"))
+            if line.timestamp:  # else kubectl says why it fails
+                log.lines.append(line)
+
         again = True
         while again:
             try:
-                self._follow(
-                    command, lambda line: log.lines.append(parse_log_line(line.rstrip("\n"))), _FINAL_LOG_SECONDS
-                )
+                self._follow(command, keep, _FINAL_LOG_SECONDS)
                 again = False
             except LaunchError:
                 again = not (log.lines or self._pods[pod.uid].gone or self._closed.wait(_LIST_EVERY / 5))

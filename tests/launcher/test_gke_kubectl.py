@@ -211,6 +211,7 @@ class WatchedCluster:
         if words[0] == "logs":
             if self.refusals:
                 self.refusals -= 1
+                on_line("Error from server (TooManyRequests): has asked us to try again later\n")
                 raise LaunchError("too many requests")
             threading.Event().wait(0.1)  # the log comes later than its pod's end is seen
             for second in range(2):
