@@ -22,6 +22,7 @@ from launcher.run import supervisor
 from launcher.run.bucket import RunBucket
 from launcher.run.ledger import Ledger
 from launcher.run.session import Context, Output, import_run
+from launcher.run.state import Phase
 from launcher.workstation import Owner
 from training import storage
 
@@ -114,14 +115,17 @@ def list_runs_of(folder: str, *, as_json: bool) -> None:
     if as_json:
         terminal.dump(found)
     elif found:
-        terminal.table(list(found[0]), [[str(value) for value in row.values()] for row in found])
+        terminal.table(
+            list(found[0]), [["" if value is None else str(value) for value in row.values()] for row in found]
+        )
     else:
         terminal.say(f"no run in {folder} keeps its ledger there")
 
 
 def _row(url: str, scratch: Path) -> dict[str, Any] | None:
-    """Imports a run into `scratch` and returns its row of `list_runs_of` by column, "supervised by" being "" without a
-    live lease; None for a folder without a run. Raises BadInput, LaunchError or StorageError."""
+    """Imports a run into `scratch` and returns its row of `list_runs_of` by column, "attempt" being None before the
+    first, "supervised by" "" without a live lease; None for a folder without a run. Raises BadInput, LaunchError or
+    StorageError."""
     if not RunBucket.of_run(url).has_run():
         return None
     ledger = import_run(scratch, machine(), url, overlays=False)
@@ -130,15 +134,16 @@ def _row(url: str, scratch: Path) -> dict[str, Any] | None:
     return {
         "run": ledger.run_id,
         "slice": ledger.record.slice,
-        "attempt": ledger.state.attempt,
+        "attempt": None if ledger.state.phase is Phase.NEW else ledger.state.attempt,
         "state": _describe(ledger),
         "supervised by": lease.holder.partition(":")[0] if lease is not None and lease.is_live else "",
     }
 
 
 def _describe(ledger: Ledger) -> str:
-    """Returns where a run stands, in words: "recovering after preempted", its last outcome, or its phase."""
+    """Returns where a run stands, in words: "recovering after preempted", "never started", its last outcome, or its
+    phase."""
     state = ledger.state
     if state.recovering is not None:
         return f"recovering after {state.recovering.after}"
-    return state.outcome or state.phase.value
+    return "never started" if state.phase is Phase.NEW else state.outcome or state.phase.value

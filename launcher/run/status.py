@@ -74,7 +74,7 @@ class Status:
     slice_name: str
     slice: SliceState | None
     run: str | None
-    attempt: int | None
+    attempt: int | None  # the newest; None before the first
     outcome: str | None
     history: list[str]
     hosts: list[HostStatus]
@@ -90,7 +90,8 @@ class Status:
             lines = [f"slice {self.slice_name}: {self.slice.state}, {self.slice.accelerator_type}, {hosts}{detail}"]
         if self.run is None:
             return [*lines, "no run was started from this folder yet"]
-        lines.append(f"run {self.run}: attempt {self.attempt}, {self.outcome or 'running'}")
+        newest = f"attempt {self.attempt}, {self.outcome or 'running'}"
+        lines.append(f"run {self.run}: {'never started' if self.attempt is None else newest}")
         if self.progress is not None:
             lines.append(f"  {describe_progress(self.progress)}")
         return [*lines, *(f"  {line}" for line in self.history)]
@@ -117,7 +118,7 @@ def read_status(config: Config, context: Context, provider: Provider, run_id: st
     if slice_state is not None and slice_state.ready and state.phase.is_open:
         hosts = _look_at_hosts(provider, ledger, slice_state.hosts, context.machine)
     progress = next((host.progress for host in hosts if host.progress), ledger.newest_progress(state.attempt))
-    number, history = max(state.attempt, 0), recent_history(ledger)
+    number, history = None if state.phase is Phase.NEW else state.attempt, recent_history(ledger)
     return Status(config.slice.name, slice_state, ledger.run_id, number, state.outcome, history, hosts, progress)
 
 

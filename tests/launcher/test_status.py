@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.cli import terminal
-from launcher.errors import BadInput
+from launcher.errors import BadInput, LaunchError
 from launcher.provider import ContainerState, LogLine, container_name
 from launcher.run import events
 from launcher.run import status as run_status
@@ -87,7 +87,11 @@ def test_hosts_are_asked_while_an_attempt_is_open_on_a_slice_that_is_ready(work:
         return read_status(work.config(), work.context(), FakeProvider(work.config(), work.hosts), run_id)
 
     assert read().lines()[1:] == ["no run was started from this folder yet"]
-    work.hosts.exits[0] = None
+    work.hosts.slice_state = None
+    with pytest.raises(LaunchError):
+        work.run(work.config())
+    assert (read().attempt, read().lines()[1].partition(": ")[2]) == (None, "never started")
+    work.hosts.exits[0], work.hosts.slice_state = None, "READY"
     detach(work, work.config())
     work.hosts.silent, work.hosts.line = {1}, "50 %\r99 %"
     work.ledger.log_file(0, 1).write_text("2026-01-01T00:00:00Z kept\n")

@@ -302,13 +302,15 @@ def test_a_look_at_a_stopped_run_costs_one_request_and_no_overlay(work: Workstat
 
 def test_commands_take_a_run_of_a_bucket_on_any_machine(work: Workstation, capsys: pytest.CaptureFixture[str]) -> None:
     bucket = begin(work, "r", BEGAN, RUNS_NOW, PREEMPTED, AGAIN).bucket
+    begin(work, "new")
 
     def call(*arguments: str) -> Any:
         cli(arguments, standalone_mode=False)
         return json.loads(capsys.readouterr().out)
 
     assert call("list", RUNS, "--json") == [
-        {"run": "r", "slice": "s", "attempt": 0, "state": "recovering after preempted", "supervised by": ""}
+        {"run": "new", "slice": "s", "attempt": None, "state": "never started", "supervised by": ""},
+        {"run": "r", "slice": "s", "attempt": 0, "state": "recovering after preempted", "supervised by": ""},
     ]
     for option in ("--run", f"{RUNS}/r"), ("-f", f"{RUNS}/r/"):
         found = [entry["event"] for entry in call("events", *option, "--json")]
