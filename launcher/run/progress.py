@@ -187,11 +187,15 @@ class HostsProgress:
         self._straggler: Straggler | None = None  # the one that was reported and has not ended
 
     def draw(self) -> None:
-        """Writes hosts-<attempt>.svg, a heat map of hosts-<attempt>.jsonl; does nothing if it can't read or write."""
-        folder = self._ledger.folder
-        with contextlib.suppress(OSError, ValueError):
-            kept = (folder / f"hosts-{self._attempt}.jsonl").read_text(encoding="utf-8").splitlines()
-            write_private(folder / f"hosts-{self._attempt}.svg", draw_hosts([json.loads(line) for line in kept]))
+        """Writes hosts-<attempt>.svg, a heat map of the whole lines of hosts-<attempt>.jsonl; does nothing without any,
+        or if it can't read or write."""
+        folder, windows = self._ledger.folder, list[dict[str, Any]]()
+        with contextlib.suppress(OSError):
+            for line in (folder / f"hosts-{self._attempt}.jsonl").read_text("utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError):  # a line that a full disk cut
+                    windows.append(json.loads(line))
+            if windows:
+                write_private(folder / f"hosts-{self._attempt}.svg", draw_hosts(windows))
 
     @property
     def lines(self) -> Mapping[int, ProgressLine]:

@@ -5,6 +5,7 @@ import random
 import re
 import xml.etree.ElementTree
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -216,6 +217,13 @@ def test_a_long_step_of_all_hides_no_straggler_in_the_heat_map_and_noise_is_fain
     assert strength(1.8) > 0.7
     noise = progress.draw_hosts([{"step": 1, "seconds": {"0": 1.0, "1": 1.04}}])
     assert max(map(float, re.findall(r'opacity="(\S+)"', noise))) < 0.2
+
+
+def test_a_line_that_a_full_disk_cut_costs_the_heat_map_only_its_own_step(tmp_path: Path) -> None:
+    window, kept = '{"step": %d, "seconds": {"0": 1.0}}', HostsProgress(Mock(folder=tmp_path), 0, lambda text: None)
+    (tmp_path / "hosts-0.jsonl").write_text("\n".join([window % 1, window[:20] % 2, window % 3, (window % 4)[:9]]))
+    kept.draw()
+    assert re.findall(r"host 0, step (\d)", (tmp_path / "hosts-0.svg").read_text()) == ["1", "3"]
 
 
 def test_only_hosts_that_made_steps_since_have_seconds_a_step() -> None:
