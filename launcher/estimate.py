@@ -184,7 +184,9 @@ def choose_shares(name: str, measured: Sequence[tuple[str, float]]) -> Shares:
 
 
 def _measured(home: Path, machine: Workstation) -> Iterable[tuple[str, float]]:
-    """Yields, for each ended attempt in `home` with timed steps, its type and the bound divided by a step's time."""
+    """Yields, for each ended attempt in `home` with timed steps, its type and the bound divided by a step's time.
+    Computes a bound, for which it may read a bucket, once for all attempts with the same file and candidate."""
+    bounds: dict[tuple[str, str, Candidate], Bound | None] = {}
     for ledger in list_runs(home, machine):
         began: dict[int, str] = {}
         for event in ledger.events():
@@ -194,10 +196,13 @@ def _measured(home: Path, machine: Workstation) -> Iterable[tuple[str, float]]:
                 try:
                     config = specification.read(ledger.folder).config()
                     place = next(item for item in config.all_candidates if str(item) == began.get(event.attempt))
-                    bound = step_bound(config.placed(place), home) if config.trainer is not None else None
+                    key = (config.document.name, config.document.dump(), place)
+                    if config.trainer is not None and key not in bounds:
+                        bounds[key] = None  # also if the next line raises
+                        bounds[key] = step_bound(config.placed(place), home)
                 except (LaunchError, StopIteration):  # another version's, or the file's candidates have changed
                     continue
-                if bound is not None:
+                if config.trainer is not None and (bound := bounds[key]) is not None:
                     yield place.accelerator_type, bound.seconds / event.step_seconds
 
 

@@ -231,7 +231,9 @@ def test_without_a_dataset_nothing_is_guessed_and_a_program_of_ones_own_is_not_e
         estimate(load("run.yaml"), folder / "home", this_machine())
 
 
-def test_shares_are_those_of_attempts_on_the_type_else_of_all_with_a_margin_that_narrows(folder: Path) -> None:
+def test_shares_are_those_of_attempts_on_the_type_else_of_all_with_a_margin_that_narrows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, home, machine = load("run.yaml"), folder / "home", this_machine()
     keep(config, "v3-8")
     step = 256 / keep(config, "v4-16")
@@ -256,7 +258,9 @@ def test_shares_are_those_of_attempts_on_the_type_else_of_all_with_a_margin_that
         assert found.source == f"measured in {names}, of this folder's runs"
         assert (found.low, found.high) == pytest.approx((low, high))
     assert shares("v3-8").source == "measured in 5 attempts on other types, of this folder's runs"
+    monkeypatch.setattr("launcher.estimate.step_bound", bounds := Mock(wraps=step_bound))
     hours = estimate(config, home, machine)[0].hours
+    assert bounds.call_count == len(TYPES) + 1, "reads the bucket once for five attempts with one file and place"
     assert hours == pytest.approx((100000 * step / 3600 / 0.55, 100000 * step / 3600 / 0.4 * 1.1))
     assert "measured in 5 attempts" in (line(config, home, machine) or "")
 
