@@ -320,7 +320,7 @@ class PodWatch:
 
         def keep(text: str) -> None:
             line = parse_log_line(text.rstrip("\n"))
-            if line.timestamp:  # else kubectl says why it fails
+            if line.timestamp or log.lines:  # else kubectl says why it fails
                 log.lines.append(line)
 
         again = True
