@@ -140,6 +140,9 @@ def test_a_checkpoint_becomes_a_model_folder(gcs: Any, tmp_path: Path) -> None:
     assert export.export_checkpoint(str(runs.path("r")), "gs://bucket/model10", step=10) == 10
     with pytest.raises(BadInput, match="no committed step 15; it has 20, 10"):
         export.export_checkpoint(str(runs.path("r")), "gs://bucket/model", step=15)
+    (tmp_path / "tokenizer" / "tokenizer.json").write_bytes(tokenizer.replace(b'"w1"', b'"other"'))
+    with pytest.raises(BadInput, match=f"tokenizer in {tmp_path}/tokenizer is not the one that .* was trained with"):
+        export.export_checkpoint(str(runs.path("r")), "gs://bucket/model")
 
 
 @pytest.mark.parametrize(("method", "path"), [("DELETE", ""), ("GET", "/o")], ids=["deletion", "listing"])

@@ -17,7 +17,7 @@ import numpy as np
 
 from training import storage as default_storage
 from training.checkpoint.admin import choose_step, find_checkpoints
-from training.checkpoint.format import read_manifest
+from training.checkpoint.format import Manifest, read_manifest
 from training.checkpoint.reader import load_tensors, require_finite
 from training.checkpoint.snapshot import Snapshot, StartSnapshot
 from training.checkpoint.tensors import Damaged, Slice, TensorSpec, encode, whole
@@ -73,8 +73,8 @@ def write_model_folder(
 def export_checkpoint(run: str, out: str, step: int | None = None, *, merge: bool = False) -> int:
     """Writes the model of a checkpoint to the folder `out`: peft's files for a run with LoRA from a starting model,
     unless it merges or `merge` is set. `run`: of `find_checkpoints`; both may be URLs; `step`: None for the newest.
-    Returns the step. Raises BadInput if checkpoint or tokenizer are absent or damaged, or a tensor is not finite;
-    StorageError."""
+    Returns the step. Raises BadInput if checkpoint or tokenizer are absent or damaged, the tokenizer is another than
+    the run's, or a tensor is not finite; StorageError."""
     place, steps = find_checkpoints(run)
     chosen = choose_step(place, steps, step)
 
@@ -95,6 +95,7 @@ def export_checkpoint(run: str, out: str, step: int | None = None, *, merge: boo
         manifest = read_manifest(place, chosen)
         settings = restore(manifest.config, f"{place}, step {chosen}")
         tokenizer = tokenizers.read(settings.data.tokenizer, TASKS[settings.task].rows)
+        _require_tokenizer(place, manifest, settings, tokenizer.hash)
         specs = {name: tensor.spec for name, tensor in manifest.tensors.items()}
         vocabularies = (spec.shape[0] for name, spec in specs.items() if name.endswith(_EMBEDDINGS))
         vocabulary, head = next(vocabularies, tokenizer.special.vocabulary), TASKS[settings.task].head
@@ -107,6 +108,18 @@ def export_checkpoint(run: str, out: str, step: int | None = None, *, merge: boo
             f"checkpoint of step {chosen} in {place} can't be used ({error}); choose another with --step"
         ) from None
     return chosen
+
+
+def _require_tokenizer(place: str, manifest: Manifest, settings: TrainerConfig, found: str) -> None:
+    """Raises BadInput if the checkpoint's data had another tokenizer than the one with the hash `found`; not if its
+    hash is unknown."""
+    trained = manifest.identity.get("tokenizer")
+    if trained and trained != found:
+        raise BadInput(
+            f"the tokenizer in {settings.data.tokenizer} is not the one that the model in {place} was trained with "
+            f"(hash {found:.12}, the model's {trained!s:.12}): its ids mean other words. Put the model's own back "
+            "there, for instance from an earlier export"
+        )
 
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
