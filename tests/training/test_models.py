@@ -25,7 +25,7 @@ from training.data.formats.open_dataset import _read_tokenizer_hash
 from training.errors import BadInput
 from training.models.export import write_model_folder
 from training.models.flops import WorkCounter, flops_per_row, mfu, peak_flops
-from training.models.hub import BackgroundUploader, Push, find_result
+from training.models.hub import BackgroundUploader, Push, find_result, push_model
 from training.models.hugging_face import ModelRequirements, build_model_config, read_labels, usable_positions
 from training.models.initial import initial_weight
 from training.models.predict import pipeline_of
@@ -292,3 +292,21 @@ def test_an_upload_whose_output_cannot_be_read_fails_alone(upload: Upload, monke
 def test_a_result_is_a_step_and_a_commit_and_nothing_else() -> None:
     assert find_result(["x", RESULT, "[" * 10, "{}", '{"step": "8", "commit": null}']) == json.loads(RESULT)
     assert find_result(["[" * 100_000]) is find_result([]) is None
+
+
+@pytest.mark.parametrize(("base", "metadata"), [("org/base", "base_model: org/base\n"), ("gs://bucket/start", "")])
+def test_an_adapter_is_pushed_with_a_card_for_peft(monkeypatch: pytest.MonkeyPatch, base: str, metadata: str) -> None:
+    def export(run: str, folder: str, step: int | None) -> int:
+        Path(folder, "adapter_config.json").write_text(f'{{"peft_type": "LORA", "base_model_name_or_path": "{base}"}}')
+        return 8
+
+    def keep_card(folder_path: str, **_: str) -> Mock:
+        return Mock(commit_url=Path(folder_path, "README.md").read_text())
+
+    api = Mock(file_exists=lambda *_: False, upload_folder=keep_card)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Mock(HfApi=lambda **_: api))
+    monkeypatch.setattr("training.models.export.export_checkpoint", export)
+    for name in ("HF_TOKEN", "HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        monkeypatch.setenv(name, "1")
+    _, card = push_model("/no/such/run", "a/b", None, private=True)
+    assert card.startswith(f"---\nlibrary_name: peft\n{metadata}---\n\n# a/b\n")

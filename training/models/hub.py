@@ -25,6 +25,7 @@ from training.machine import SYSTEM, Machine
 from training.models import export
 from training.models.hugging_face import read_config
 from training.registry import TASKS, task_of_model
+from training.storage.hub import is_on_hub
 from training.telemetry.metrics import read_history
 
 TOKEN = "HF_TOKEN"
@@ -57,7 +58,9 @@ def push_model(
             try:
                 api.create_repo(repository, private=private, exist_ok=True)
                 if not api.file_exists(repository, CARD):
-                    card = render_card(repository, read_config(folder), last_figures(run, exported_step))
+                    adapter = Path(folder) / export.ADAPTER_CONFIG  # instead of config.json
+                    config = json.loads(adapter.read_text()) if adapter.exists() else read_config(folder)
+                    card = render_card(repository, config, last_figures(run, exported_step))
                     (Path(folder) / CARD).write_text(card)
                 message = f"Step {exported_step} of {storage.name_of(run)}"
                 commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
@@ -83,23 +86,24 @@ def last_figures(run: str, step: int) -> dict[str, float]:
 
 
 def render_card(repository: str, config: Mapping[str, Any], figures: Mapping[str, float]) -> str:
-    """Returns the text of a repository's README.md: library and pipeline as metadata for the Hub, then `figures`, by
-    name, of an evaluation of the whole set, as a list (no metadata), and an example. `repository`: ORGANISATION/NAME;
-    `config`: values of the model's config.json."""
-    pipeline = TASKS[task_of_model(config)].head.pipeline
-    lines = ["---", "library_name: transformers", f"pipeline_tag: {pipeline}", "---", "", f"# {repository}", ""]
-    lines += [f"A {config.get('model_type')} model, trained with tpu-launch.", ""]
+    """Returns the text of a repository's README.md: library, and pipeline or starting model on the Hub, as metadata for
+    the Hub, then `figures`, by name, of an evaluation of the whole set, as a list (no metadata), and an example.
+    `repository`: ORGANISATION/NAME; `config`: values of the model's config.json, or of peft's adapter_config.json."""
+    if "peft_type" in config:
+        start = str(config["base_model_name_or_path"])
+        metadata = ["library_name: peft", *([f"base_model: {start}"] if is_on_hub(start) else [])]
+        kind = "LoRA adapter"
+        example = ["from peft import PeftModel", f'PeftModel.from_pretrained(starting_model, "{repository}")']
+    else:
+        pipeline = TASKS[task_of_model(config)].head.pipeline
+        metadata = ["library_name: transformers", f"pipeline_tag: {pipeline}"]
+        kind = f"{config.get('model_type')} model"
+        example = ["from transformers import pipeline", f'pipeline("{pipeline}", model="{repository}")']
+    lines = ["---", *metadata, "---", "", f"# {repository}", "", f"A {kind}, trained with tpu-launch.", ""]
     if figures:
         bullets = [f"* {name.replace('_', ' ')}: {value:.4f}" for name, value in figures.items()]
         lines += ["Over the whole evaluation set:", "", *bullets, ""]
-    lines += [
-        "```python",
-        "from transformers import pipeline",
-        f'pipeline("{pipeline}", model="{repository}")',
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "```python", *example, "```", ""])
 
 
 @dataclass(frozen=True)
