@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -282,6 +283,14 @@ def test_an_upload_that_fails_is_one_warning(upload: Upload, script: str | None,
     assert summary["commit"] is None
     assert re.search(error, summary["error"])
     assert len(warnings) == 1
+
+
+def test_a_killed_upload_leaves_no_files(upload: Upload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (scratch := tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # read again
+    upload(f"import tempfile; tempfile.mkdtemp(); {STOP}; t.sleep(60)")
+    assert not [*scratch.iterdir()]
 
 
 def test_an_upload_whose_output_cannot_be_read_fails_alone(upload: Upload, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,24 +124,30 @@ class Push:
         """Starts it with these arguments. Raises TrainError without a token in the environment, and OSError."""
         if not os.environ.get(TOKEN):
             raise TrainError(f"{TOKEN} is not in the environment (name it in run.secrets)")
-        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        # A session of its own: Ctrl-C is for the trainer, which then ends the upload too.
-        self._process = subprocess.Popen(
-            [*command, *arguments], stdout=self._out, stderr=self._err, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        with contextlib.ExitStack() as files:
+            self._out, self._err = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            # A killed process does not remove the model that it wrote.
+            scratch = files.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            # A session of its own: Ctrl-C is for the trainer, which then ends the upload too.
+            self._process = subprocess.Popen(
+                [*command, *arguments], stdout=self._out, stderr=self._err, stdin=subprocess.DEVNULL,
+                start_new_session=True, env={**os.environ, "TMPDIR": scratch},
+            )  # fmt: skip
+            self._files = files.pop_all()
 
     def poll(self) -> PushEnd | None:
         """Returns how the process ended, once; None while it runs."""
         code = self._process.poll()
         if code is None:
             return None
-        with self._out, self._err:
+        with self._files:
             return PushEnd(code, _last_lines(self._out), _last_lines(self._err))
 
     def kill(self) -> None:
-        """Kills the process, and waits 5 s at most for its end. The Hub takes a commit whole or not at all."""
+        """Kills the process, waits 5 s at most for its end, and removes its temporary files. The Hub takes a commit
+        whole or not at all."""
         self._process.kill()
-        with self._out, self._err, contextlib.suppress(subprocess.TimeoutExpired):
+        with self._files, contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_SECONDS)
 
 
