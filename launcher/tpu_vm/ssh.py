@@ -21,7 +21,7 @@ from pathlib import Path
 import paramiko
 from fabric import Config as FabricConfig
 from fabric import Connection as FabricConnection
-from paramiko.hostkeys import HostKeys
+from paramiko.hostkeys import HostKeys, InvalidHostKey
 
 from launcher.workstation import Address, ConnectionFailed
 
@@ -146,13 +146,17 @@ class SshClient:
         return paramiko.PKey.from_path(path)
 
     def _known_hosts(self, path: str) -> HostKeys:
-        """Returns the host keys in a file, read again when it was modified; none for a missing file."""
+        """Returns the host keys in a file, read again when it was modified; none for a missing file. Raises
+        HostKeyUnknown for a damaged one, of which gcloud's ssh uses the other lines."""
         with self._reading:
             version = path, os.stat(path).st_mtime if Path(path).exists() else 0.0
             if version not in self._host_keys:
                 host_keys = HostKeys()
                 if version[1]:
-                    host_keys.load(path)
+                    try:
+                        host_keys.load(path)
+                    except (InvalidHostKey, ValueError, OverflowError) as error:
+                        raise HostKeyUnknown(f"{path}: remove the damaged line: {error!s:.200}") from error
                 self._host_keys = {version: host_keys}
             return self._host_keys[version]
 

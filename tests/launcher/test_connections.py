@@ -147,6 +147,14 @@ def test_host_keys_are_read_again_when_their_file_has_changed(tmp_path: Path) ->
         assert sorted(client._known_hosts(str(file))) == names
 
 
+@pytest.mark.parametrize("line", [b"tpu.1-0 ssh-ed25519 AAAAC", b"\xff"])
+def test_a_damaged_file_of_host_keys_is_left_to_gcloud(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "known").write_bytes(line)
+    with pytest.raises(ConnectionFailed, match="known: remove the damaged line") as failed, ssh._failures():
+        ssh.SshClient()._known_hosts(str(tmp_path / "known"))
+    assert failed.value.refused
+
+
 def test_a_host_is_tried_once_and_not_if_the_slice_has_it_no_more() -> None:
     """The slice's name belongs to a smaller one by now, while a thread stops an attempt of the last one."""
     connect = Mock(side_effect=ConnectionFailed("Connection refused"))
