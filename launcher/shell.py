@@ -63,11 +63,11 @@ def run(
     env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> Result:
-    """Runs a command to its end, in a session of its own and without a terminal, with `input` or nothing on stdin; it
-    inherits `pass_fds`, and gets the variables `env` beside those of this process. A non-zero exit code raises nothing.
-    Raises CommandMissing without the program, CommandTimeout after `timeout` seconds; that and any other exception end
-    the command's whole process group."""
-    data = input.encode() if isinstance(input, str) else input
+    """Runs a command to its end, in a session of its own and without a terminal, with `input` (surrogates: bytes that
+    are not UTF-8) or nothing on stdin; it inherits `pass_fds`, and gets the variables `env` beside those of this
+    process. A non-zero exit code raises nothing. Raises CommandMissing without the program, CommandTimeout after
+    `timeout` seconds; that and any other exception end the command's whole process group."""
+    data = input.encode(errors="surrogateescape") if isinstance(input, str) else input
     stdin = subprocess.DEVNULL if data is None else subprocess.PIPE
     options = _prepare(argv, env, stdin=stdin, stderr=subprocess.PIPE, pass_fds=pass_fds)
     with _awaited(subprocess.Popen(list(argv), stdout=subprocess.PIPE, **options), argv[0]) as process:

@@ -172,14 +172,14 @@ class SshConnection:
         return bool(self._connection.is_connected)
 
     def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
-        """Runs a command line with the input `stdin` (None: empty). Returns exit code, output, error output, with
-        surrogates for bytes that are not UTF-8. Raises TimeoutError after `timeout` seconds (a second later while
-        output comes), and ConnectionFailed: the command may have run, and may still run."""
+        """Runs a command line with the input `stdin` (None: empty). Returns exit code, output, error output. All
+        three have surrogates for bytes that are not UTF-8. Raises TimeoutError after `timeout` seconds (a second later
+        while output comes), and ConnectionFailed: the command may have run, and may still run."""
         deadline = time.monotonic() + timeout
         with self._open_channel(timeout) as channel:
             channel.exec_command(command)
             if stdin is not None:
-                channel.sendall(stdin.encode())
+                channel.sendall(stdin.encode(errors="surrogateescape"))
             channel.shutdown_write()
             out, err = [b"".join(_receive(channel, read, deadline)) for read in (channel.recv, channel.recv_stderr)]
             code = _wait_for_exit_code(channel, deadline)

@@ -561,9 +561,9 @@ def test_a_command_may_be_silent(monkeypatch: pytest.MonkeyPatch, timeout: float
         if follows:
             assert connection.follow("train", timeout=timeout, on_line=lines.append) == 0
         else:
-            assert connection.run("train", timeout=timeout, stdin="in") == (0, "a\nbc\r\nd", "")
+            assert connection.run("train", timeout=timeout, stdin="in\udcff") == (0, "a\nbc\r\nd", "")
     begun = [*[("set_combine_stderr", True)] * follows, ("exec_command", "train")]
-    assert channel.calls[:3] == [*begun, *[("sendall", b"in"), ("shutdown_write",)] * (not follows)]
+    assert channel.calls[:3] == [*begun, *[("sendall", b"in\xff"), ("shutdown_write",)] * (not follows)]
     assert lines == (["a", "bc", "d"] if ends else ["a"]) * follows
 
 

@@ -82,6 +82,11 @@ def test_commands_are_logged_without_their_input_and_environment(caplog: pytest.
     assert "another" not in caplog.text
 
 
+def test_a_secret_of_the_environment_is_given_byte_by_byte() -> None:
+    secret = os.fsdecode(b"a\xff")
+    assert shell.run(["od", "-An", "-tx1"], timeout=10, input=secret).stdout.split() == ["61", "ff"]
+
+
 def test_an_attached_command_stays_in_this_process_group_to_which_a_terminal_sends_ctrl_c() -> None:
     code = "import os, sys; sys.exit(7 if os.getpgrp() == int(sys.argv[1]) else 1)"
     assert shell.attached([sys.executable, "-c", code, str(os.getpgrp())]) == 7
