@@ -39,10 +39,12 @@ EncodeTexts = Callable[[list[Any]], Sequence[Ids]]  # of `Text`s
 @dataclass(frozen=True)
 class LabelKind:
     """How the labels of one kind of rows are stored. The number of a class is its place in `names`, which are empty for
-    numbers, and until the corpus was read."""
+    numbers, and until the corpus was read. `numbered`: integers of the corpus are numbers of classes, also where they
+    look like a name."""
 
     rows: Rows = "class-labelled"
     names: tuple[str, ...] = ()
+    numbered: bool = False
 
     @property
     def is_list(self) -> bool:  # a label of the corpus is a list of names
@@ -107,10 +109,11 @@ def select_columns(
     """Yields the text, or the two texts, and the label of each row (column -> value) of the corpus with this name.
 
     `text`, `label` and, if a row has two texts, `pair` name the columns. A label is text, a number or a truth value,
-    which is converted to text, an integer that is no name to the name of the class with this number; for sets and
-    words a list of them. The text of labelled words is a list of these; rows without words are left out.
-    `labels` checks each label; classes without names allow any printable one. Raises BadInput, with file:line or the
-    corpus and the row's number, for a row that lacks a column, whose text is not text, or whose label is impossible."""
+    which is converted to text, an integer that is no name, or any of `labels.numbered`, to the name of the class with
+    this number; for sets and words a list of them. The text of labelled words is a list of these; rows without words
+    are left out. `labels` checks each label; classes without names allow any printable one. Raises BadInput, with
+    file:line or the corpus and the row's number, for a row that lacks a column, whose text is not text, or whose label
+    is impossible."""
     for number, row in enumerate(rows, 1):
         place = getattr(row, "place", None) or f"{corpus}: row {number}"
         for name in (text, label, *([pair] if pair else [])):
@@ -134,8 +137,9 @@ def select_columns(
 
 
 def _label_name(value: Any, place: str, labels: LabelKind) -> str:
-    """Returns a label of the corpus as text; an integer that is no name itself counts as a class's number, and becomes
-    its name. Raises BadInput, with `place` before the message, for what can't be a label."""
+    """Returns a label of the corpus as text; an integer that is no name itself, or any of `labels.numbered`, counts as
+    a class's number, and becomes its name. Raises BadInput, with `place` before the message, for what can't be a
+    label."""
     if not isinstance(value, str | int | float):
         raise BadInput(
             f"{place}: label {value!r:.80} is neither text nor a number but {type(value).__name__}: name the column "
@@ -144,8 +148,14 @@ def _label_name(value: Any, place: str, labels: LabelKind) -> str:
     name = str(value)
     if isinstance(value, float) and not math.isfinite(value):
         raise BadInput(f"{place}: label {name} is not a finite number: leave such rows out of the corpus")
-    if type(value) is int and name not in labels.names and 0 <= value < len(labels.names):
-        return labels.names[value]
+    if type(value) is int and (labels.numbered or name not in labels.names):
+        if 0 <= value < len(labels.names):
+            return labels.names[value]
+        if labels.numbered:
+            last = len(labels.names) - 1
+            raise BadInput(
+                f"{place}: label {name} is no class's number, 0 to {last}: leave such rows out of the corpus"
+            )
     if labels.has_names and not labels.names and (mistake := label_mistake(name)):
         raise BadInput(f"{place}: label {name!r:.80} {mistake}")
     return name
