@@ -126,7 +126,7 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     metavar="FOLDER",
     help="Splits go to FOLDER/train and FOLDER/evaluation; local or gs://bucket/folder.",
 )
-@option("--overwrite", is_flag=True, help="Replace another dataset that is there.")
+@option("--overwrite", is_flag=True, help="Replace another dataset, or a damaged one, that is there.")
 def shards(splits: tuple[str, ...], **options: Any) -> None:
     """Tokenize a corpus and write TFRecord datasets of a task.
 

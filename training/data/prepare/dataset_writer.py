@@ -93,10 +93,11 @@ def records_per_shard(length: int, vocabulary: int) -> int:
 
 
 def find_existing(url: str, plan: DatasetPlan, overwrite: bool) -> Dataset | None:
-    """Returns the dataset in a folder if its plan is this one, even with `overwrite`, without a look at its shards;
-    None if it has to be made, or continued. Raises BadInput when the folder holds something else: other files, a
-    damaged or another dataset, or the beginning of one; with `overwrite`, instead deletes its manifest, .tfrecord
-    files and `.preparing/`, but no other file, and returns None."""
+    """Returns the dataset in a folder if its plan is this one, without a look at its shards; with `overwrite`, only if
+    each has the manifest's size and CRC-32C, for which it reads local ones. None if it has to be made, or continued.
+    Raises BadInput when the folder holds something else: other files, a damaged or another dataset, or the beginning
+    of one; with `overwrite`, instead deletes its manifest, .tfrecord files and `.preparing/`, but no other file, and
+    returns None."""
     mistake: str | None = None
     try:
         dataset = load_manifest(storage.read(storage.join(url, MANIFEST)), url)
@@ -109,12 +110,24 @@ def find_existing(url: str, plan: DatasetPlan, overwrite: bool) -> Dataset | Non
             raise
     else:
         if dataset.manifest.origin.get("plan") == json.loads(_dump_plan(plan)):
-            return dataset
+            stats = _stats_by_name(url) if overwrite else {}
+            if not overwrite or all(_is_intact(shard, stats) for shard in dataset.shards):
+                return dataset
         mistake = f"{url} holds another dataset ({dataset.records} records of {dataset.sequence_length} tokens)"
     if not overwrite:
         raise BadInput(f"{mistake}: use another --out, or --overwrite to replace it")
     _clear(url)
     return None
+
+
+def _stats_by_name(url: str) -> dict[str, storage.Stat]:
+    return {storage.name_of(stat.url): stat for stat in storage.files(url)}
+
+
+def _is_intact(shard: Shard, stats: Mapping[str, storage.Stat]) -> bool:
+    """Returns whether a shard's file among these, by name, has its size and CRC-32C. Reads a local file."""
+    stat = stats.get(shard.name)
+    return stat is not None and stat.size == shard.bytes and stat.crc32c == shard.crc32c
 
 
 def _unfinished_mistake(url: str, plan: DatasetPlan) -> str | None:
@@ -154,18 +167,12 @@ def begin_dataset(url: str, plan: DatasetPlan) -> list[Mark]:
     """Writes `.preparing/plan.json`. Returns the marks that an interrupted run left, from shard 0 to the first gap, or
     the first whose shard is absent or has another size or CRC-32C, for which it reads local shards."""
     storage.write(storage.join(url, PREPARING, PLAN), _dump_plan(plan))
-    stats = {storage.name_of(stat.url): stat for stat in storage.files(url)}
+    stats = _stats_by_name(url)
     kept = [stat.url for stat in storage.listing(storage.join(url, PREPARING)) if stat.url.endswith(".tfrecord.json")]
     found = [Mark.model_validate_json(storage.read(mark_url)) for mark_url in kept]
     marks: list[Mark] = []
     for mark in sorted(found, key=lambda mark: mark.number):
-        stat = stats.get(mark.shard.name)
-        if (
-            mark.number != len(marks)
-            or stat is None
-            or stat.size != mark.shard.bytes
-            or stat.crc32c != mark.shard.crc32c
-        ):
+        if mark.number != len(marks) or not _is_intact(mark.shard, stats):
             break
         marks.append(mark)
     return marks
