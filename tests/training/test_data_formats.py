@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -286,22 +287,26 @@ def test_damage_in_the_public_layout_is_found_or_replaced(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("layout", ["compact", "recipe"])
 def test_verify_names_everything_that_is_wrong(tmp_path: Path, layout: str) -> None:
-    dataset = make_samples(tmp_path, 40, layout=layout)
+    dataset = make_samples(tmp_path, 50, layout=layout)
     assert list(verify.problems(dataset)) == []
     names = [shard.name for shard in dataset.shards]
     (tmp_path / names[0]).unlink()
     (tmp_path / names[1]).write_bytes(b"")
     flip(tmp_path / names[2], dataset.shards[2].bytes // 2)
+    (tmp_path / names[4]).write_bytes((tmp_path / names[3]).read_bytes())
     (tmp_path / "stray.tfrecord").write_bytes(b"")
     problems = "\n".join(verify.problems(dataset))
     wrong = (
         f"{names[0]} is missing",
         f"{names[1]} has 0 bytes",
         f"{names[2]}: record ",
+        f"{names[4]}: its checksum (CRC-32C) is ",
         "stray.tfrecord is not listed",
     )
     assert all(each in problems for each in wrong), problems
     assert names[3] not in problems
+    fewer = replace(dataset, manifest=dataset.manifest.model_copy(update={"vocabulary": 50}))
+    assert "and the tokenizer has 50 ids" in "\n".join(verify.problems(fewer))
 
 
 def test_verify_finds_swapped_records_and_foreign_ids(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from training import storage
 from training.data.formats import fixed_records, recipe_layout, tfrecord
-from training.data.formats.dataset import IGNORED, LABEL, MANIFEST, Dataset, DatasetManifest, Shard
+from training.data.formats.dataset import IGNORED, LABEL, MANIFEST, UNKNOWN, Dataset, DatasetManifest, Shard
 from training.data.formats.fixed_records import RecordLayout
 from training.errors import BadInput, TrainError
 from training.storage import Stat
@@ -24,7 +24,7 @@ PIECE_BYTES = 8 << 20
 def problems(dataset: Dataset, vocabulary: int | None = None) -> Iterator[str]:
     """Yields a line for each problem of a dataset, also for a shard that is missing, can't be read, or is not in the
     manifest. Reads every shard that has the manifest's size. Ids of `vocabulary` or more are a problem; the default is
-    the manifest's, and no limit in the recipe's layout. Raises BadInput for a mixture, and StorageError if the folder
+    the manifest's, and no limit without one. Raises BadInput for a mixture, and StorageError if the folder
     can't be listed, both when the first line is asked for."""
     if any(shard.folder for shard in dataset.shards):
         raise BadInput(f"{dataset.url} is a mixture: verify its parts, which `tpu-train dataset show` names")
@@ -66,6 +66,10 @@ def _compact_problems(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: in
         for row, problem in _value_problems(layout, data, manifest, vocabulary):
             if row not in broken:
                 yield f"{stat.url}: record {first + row} has {problem}"
+    yield from _checksum_problems(shard, stat, crc)
+
+
+def _checksum_problems(shard: Shard, stat: Stat, crc: int) -> Iterator[str]:
     if crc != shard.crc32c:
         yield f"{stat.url}: its checksum (CRC-32C) is {crc:08x}, and {MANIFEST} says {shard.crc32c:08x}"
 
@@ -100,11 +104,14 @@ def _recipe_problems(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: int
     except TrainError as error:
         yield str(error)
         return
+    limit = vocabulary or 1 << 31
+    if dataset.manifest.tokenizer_hash != UNKNOWN:  # of a manifest that was written, which knows more than names say
+        limit = vocabulary or dataset.manifest.vocabulary
+        yield from _checksum_problems(shard, stat, google_crc32c.value(data))
     if len(offsets) - 1 != shard.records:
         yield f"{stat.url} holds {len(offsets) - 1} records, and its name says {shard.records}"
-    length, limit = dataset.sequence_length, vocabulary or 1 << 31
     for number, (start, stop) in enumerate(itertools.pairwise(offsets)):
         try:
-            recipe_layout.decode_ids(data[start:stop], stat.url, number, start, length, limit)
+            recipe_layout.decode_ids(data[start:stop], stat.url, number, start, dataset.sequence_length, limit)
         except TrainError as error:
             yield str(error)
