@@ -67,22 +67,32 @@ class RequestRecord:
         self._found: dict[int, Recorded] = {}
 
     def read(self) -> list[Recorded]:
-        """Returns all requests, oldest first, from the local files; reads each only once: none ever changes."""
-        names = set(os.listdir(self._folder)) if self._folder.exists() else set()
-        new = [name for name in names - self._names if name[0].isdigit()]
+        """Returns all requests, oldest first, from the local files; reads each only once: none ever changes. Leaves out
+        a request whose candidate a power loss took: `down` looks at all candidates of the file anyway."""
+        new = self._listed() - self._names
         for name in sorted(new, key=lambda name: (name[:6], name[7:] != _ASKED)):
-            content, number = json.loads((self._folder / name).read_text()), int(name[:6])
+            path, number = self._folder / name, int(name[:6])
+            try:
+                content = json.loads(path.read_text())
+            except ValueError:  # damaged by a power loss: that it exists tells the most
+                content = {"time": path.stat().st_mtime, "outcome": "unknown"}
             match name[7:]:
-                case "asked.json":
+                case "asked.json" if "candidate" in content:
                     candidate = Candidate(**content["candidate"])
                     self._found[number] = Recorded(number, candidate, content["node"], content["time"])
+                case _ if number not in self._found:
+                    continue  # and read it again: `pull` may bring its candidate
                 case "granted.json":
                     self._found[number] = replace(self._found[number], granted=content["time"])
                 case "ended.json":
                     end = {"ended": content["time"], "outcome": content["outcome"]}
                     self._found[number] = replace(self._found[number], **end)
-        self._names |= set(new)
-        return list(self._found.values())
+            self._names.add(name)
+        return [self._found[number] for number in sorted(self._found)]
+
+    def _listed(self) -> set[str]:
+        """Returns the names of the local files of requests."""
+        return {path.name for path in self._folder.glob("[0-9]*")}
 
     def open(self) -> list[Recorded]:
         """Returns the requests that have not ended, oldest first, after finishing a `share` that was killed. Raises
@@ -97,7 +107,7 @@ class RequestRecord:
     def ask(self, candidate: Candidate, node: str, now: float) -> Recorded:
         """Records a new request under the next free number, in the bucket too if the record is shared; returns it. Call
         it before the request is made. Raises OSError, LaunchError if the bucket does not take it."""
-        number = max((request.number for request in self.read()), default=0) + 1
+        number = max((int(name[:6]) for name in self._listed()), default=0) + 1
         return self._ask(Recorded(number, candidate, node, now))
 
     def _ask(self, request: Recorded) -> Recorded:
@@ -154,7 +164,7 @@ class RequestRecord:
         moving = self._folder / _MOVING
         if moving.exists() and (earlier := json.loads(moving.read_text())["url"]) != url:
             self.share(earlier)
-        mine = {path.name: path.read_text() for path in self._folder.glob("[0-9]*")}
+        mine = {name: (self._folder / name).read_text() for name in self._listed()}
         there = {storage.name_of(found.url): storage.read(found.url).decode() for found in storage.listing(url)}
         if not moving.exists():
             if all(there[name] == text for name, text in mine.items() if name in there and name.endswith(_ASKED)):
@@ -166,7 +176,7 @@ class RequestRecord:
                 return
             new = itertools.count(max(int(name[:6]) for name in (*mine, *there)) + 1)
             left = [asdict(replace(item, number=next(new))) for item in self.read() if item.ended is None]
-            home.write_private(moving, json.dumps({"url": url, "requests": left}))
+            home.write_private(moving, json.dumps({"url": url, "requests": left}), sync=True)
         for name in sorted(mine, reverse=True):  # "asked" last
             (self._folder / name).unlink(missing_ok=True)
         for name, text in there.items():
@@ -201,11 +211,12 @@ class RequestRecord:
 
 
 def create_only(path: Path, text: str) -> bool:
-    """Creates a text file of mode 0600 atomically. Returns False if it exists. Raises OSError."""
+    """Creates a text file of mode 0600 atomically, once the disk has its text. Returns False if it exists. Raises
+    OSError."""
     if path.exists():
         return False
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    home.write_private(scratch, text)
+    home.write_private(scratch, text, sync=True)
     try:
         os.link(scratch, path)
     except FileExistsError:

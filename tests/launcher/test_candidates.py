@@ -529,7 +529,8 @@ def test_a_share_that_is_killed_loses_and_doubles_no_open_request(
             for place, name in writes:
                 patch.setattr(place, name, count_and_kill(getattr(place, name)))
             record.share(url)
-        RequestRecord(config).read()  # fails where an end is left without its request
+        names = RequestRecord(config)._listed()
+        assert names >= {f"{name[:6]}.asked.json" for name in names}, "no end is left without its request"
 
     def move_to(machine: str) -> RequestRecord:
         monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / f"{machine} {steps}"))
@@ -606,10 +607,25 @@ def test_the_command_shows_requests_that_another_machine_made_for_a_run_of_a_buc
     assert sum("taken away" in line for line in lines) == 1
 
 
+@pytest.mark.parametrize("damage", ["", "\0\0", None])
+def test_a_request_that_a_power_loss_damaged_stops_no_command(config: Config, damage: str | None) -> None:
+    record, folder = RequestRecord(config), requests.home.of_slice("p", "demo", "requests")
+    for place in V4, V3, SMALL:
+        record.grant(record.ask(place, "demo", 1.0), 2.0)
+    record.end(record.read()[::2], requests.WITHDRAWN, 3.0)
+    for name in "000001.ended.json", "000003.asked.json":
+        (folder / name).unlink() if damage is None else (folder / name).write_text(damage)
+    record = RequestRecord(config)
+    assert [item.number for item in record.open()] == ([2] if damage is not None else [1, 2])
+    assert record.ask(V4, "demo", 4.0) == record.open()[-1]
+
+
 def test_two_processes_share_no_scratch_file_of_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, link = tmp_path / "000001.asked.json", os.link
+    path, link, synced = tmp_path / "000001.asked.json", os.link, Mock(wraps=os.fsync)
+    monkeypatch.setattr(os, "fsync", synced)
 
     def the_other_first(source: Path, target: Path) -> None:
+        assert synced.called, "or a power loss may leave an empty file"
         monkeypatch.setattr(os, "link", link)
         program = "import sys; from launcher.tpu_vm.requests import *; create_only(Path(sys.argv[1]), 'theirs')"
         subprocess.run([sys.executable, "-c", program, path], check=True)
