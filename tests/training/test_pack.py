@@ -1,10 +1,12 @@
 """Writing datasets: nothing is lost, the same input gives the same bytes, and an interrupted run is taken up."""
 
 import contextlib
+import json
 import random
 import tracemalloc
 from collections.abc import Iterable
 from dataclasses import replace
+from datetime import datetime
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -222,3 +224,17 @@ def test_positions_and_labels_are_by_document(tmp_path_factory: pytest.TempPathF
                 found.append(ids[start:end].tolist())
     long = sorted(piece for piece in expected if len(piece) > 1)
     assert sorted(piece for piece in found if len(piece) > 1) == long
+
+
+def test_chats_may_hold_dates_and_parts_but_no_answer_in_parts() -> None:
+    at, parts = datetime(2024, 1, 2), [{"type": "text", "text": "a"}]
+    chat = [{"role": "user", "content": parts, "at": at}, {"role": "assistant", "content": "b"}]
+    rows = [{"m": chat}, {"m": [*chat, {**chat[1], "content": parts}]}]
+    read = pack.chats(Mock(field="m", rows=lambda: rows))
+    messages = json.loads(next(read))
+    assert messages == [{**chat[0], "at": "2024-01-02 00:00:00"}, chat[1]]
+    shown = Mock(_apply=lambda messages, **_: "".join(f"{message['content']};" for message in messages))
+    text, [span] = pack.WholeChats._render(shown, messages)
+    assert text[slice(*span)] == "b"
+    with pytest.raises(BadInput, match="row 2: an answer's content is not text but list"):
+        next(read)

@@ -238,8 +238,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def chats(corpus: Corpus) -> Iterator[str]:
-    """Yields the chats of a corpus, whose rows hold lists of messages, as JSON text. Raises BadInput, with the row's
-    place, for a row without such a list (text that holds JSON is none) or without an answer that has text."""
+    """Yields the chats of a corpus, whose rows hold lists of messages, as JSON text; values that JSON lacks, such as
+    dates, as text. Raises BadInput, with the row's place, for a row without such a list (text that holds JSON is none),
+    without an answer that has text, or with one that is something else."""
     for number, row in enumerate(corpus.rows(), 1):
         place = getattr(row, "place", None) or f"{corpus.name}: row {number}"
         messages = row.get(corpus.field)
@@ -250,11 +251,17 @@ def chats(corpus: Corpus) -> Iterator[str]:
         ):
             raise BadInput(f"{place}: {corpus.field!r} is not a list of messages with role and content")
         answers = [message for message in messages if message["role"] == ANSWER]
-        if not any(isinstance(answer.get("content"), str) and answer["content"].strip() for answer in answers):
+        for content in (answer.get("content") for answer in answers):
+            if not isinstance(content, str | None):
+                raise BadInput(
+                    f"{place}: an answer's content is not text but {type(content).__name__}: make it one text, or "
+                    "leave such rows out of the corpus"
+                )
+        if not any((answer.get("content") or "").strip() for answer in answers):
             raise BadInput(
                 f"{place}: the chat has no answer (a message of role {ANSWER} with text), so nothing to learn"
             )
-        yield replace_surrogates(json.dumps(messages, ensure_ascii=False))
+        yield replace_surrogates(json.dumps(messages, ensure_ascii=False, default=str))
 
 
 class WholeChats(WholeDocuments):
@@ -292,8 +299,7 @@ class WholeChats(WholeDocuments):
         BadInput if the template refuses the chat or changes an answer, other than white space at its ends."""
         whole, spans = self._apply(messages), list[tuple[int, int]]()
         for number, message in enumerate(messages):
-            answer = (message.get("content") or "").strip()
-            if message["role"] != ANSWER or not answer:
+            if message["role"] != ANSWER or not (answer := (message.get("content") or "").strip()):
                 continue
             before = self._apply(messages[:number], add_generation_prompt=True)
             after = len(before) if whole.startswith(before) else spans[-1][1] if spans else 0
