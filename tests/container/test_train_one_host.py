@@ -102,6 +102,7 @@ def test_the_result_is_a_model_that_fill_mask_loads(undisturbed: dict[str, Any],
     answers = fill_mask(str(model), "w1 w8 [MASK] w2 w9", 3)
     assert len(answers) == 3
     assert answers[0].score >= answers[1].score > 0
+    assert len(fill_mask(str(model), "w1 [MASK]", 1000)) == small_runs.VOCABULARY, "there are no more"
     with pytest.raises(BadInput, match="exactly once"):
         fill_mask(str(model), "no mask", 3)
 

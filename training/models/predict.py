@@ -46,8 +46,8 @@ def go_on(folder: str, text: str, tokens: int = 40) -> str:
 
 
 def fill_mask(folder: str, text: str, top: int) -> list[MaskPrediction]:
-    """Returns the `top` most probable tokens for the mask, best first. Raises BadInput without weights, or unless
-    `text` has exactly one mask; StorageError."""
+    """Returns the `top` most probable tokens for the mask, or all there are, best first. Raises BadInput without
+    weights, or unless `text` has exactly one mask; StorageError."""
     _require_model(folder)
     with local_copy(folder) as local_folder:
         filler = open_pipeline("fill-mask", local_folder)
@@ -56,7 +56,7 @@ def fill_mask(folder: str, text: str, top: int) -> list[MaskPrediction]:
             raise BadInput(f"the text must hold {mask} exactly once, not {text.count(mask)} times: {text!r}")
         return [
             MaskPrediction(answer["score"], answer["token_str"], answer["sequence"])
-            for answer in filler(text, top_k=top)
+            for answer in filler(text, top_k=min(top, filler.model.config.vocab_size))
         ]
 
 
