@@ -23,10 +23,11 @@ class Kubectl:
     context: str | None  # None: kubectl's current one
     namespace: str
 
-    def argv(self, *words: str, seconds: float = SECONDS) -> list[str]:
-        """Returns the command line. kubectl gives up a request after `seconds`."""
+    def argv(self, *words: str, seconds: float | None = SECONDS) -> list[str]:
+        """Returns the command line. kubectl gives up a request after `seconds` (None: never)."""
         context = ["--context", self.context] if self.context else []
-        return ["kubectl", *context, "--namespace", self.namespace, f"--request-timeout={seconds:.0f}s", *words]
+        timeout = [] if seconds is None else [f"--request-timeout={seconds:.0f}s"]
+        return ["kubectl", *context, "--namespace", self.namespace, *timeout, *words]
 
     def call(self, *words: str, input: str | None = None, seconds: float = SECONDS) -> str:
         """Runs a command, given `input` on stdin, and returns its stdout. Raises CommandTimeout after `seconds` + 10,

@@ -256,9 +256,8 @@ class Gke:
     ) -> list[CommandReport]:
         """Always raises BadInput, with the `kubectl exec` command to use instead."""
         pod = self._known_pods(container).get(min(workers, default=0))
-        context = ["--context", self._kubectl.context] if self._kubectl.context else []
-        words = ["kubectl", *context, "--namespace", self._kubectl.namespace, "exec", pod.name if pod else "POD"]
-        instead = shlex.join([*words, "--container", CONTAINER, "--", *command])
+        words = ["exec", pod.name if pod else "POD", "--container", CONTAINER, "--", *command]
+        instead = shlex.join(self._kubectl.argv(*words, seconds=None))
         raise BadInput(f"commands in live containers are for TPU VMs; on GKE: {instead}")
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
