@@ -195,14 +195,16 @@ def _measured(home: Path, machine: Workstation) -> Iterable[tuple[str, float]]:
             elif isinstance(event, events.Ended) and event.step_seconds:
                 try:
                     config = specification.read(ledger.folder).config()
+                    if config.trainer is None:
+                        continue
                     place = next(item for item in config.all_candidates if str(item) == began.get(event.attempt))
                     key = (config.document.name, config.document.dump(), place)
-                    if config.trainer is not None and key not in bounds:
+                    if key not in bounds:
                         bounds[key] = None  # also if the next line raises
                         bounds[key] = step_bound(config.placed(place), home)
                 except (LaunchError, StopIteration):  # another version's, or the file's candidates have changed
                     continue
-                if config.trainer is not None and (bound := bounds[key]) is not None:
+                if (bound := bounds[key]) is not None:
                     yield place.accelerator_type, bound.seconds / event.step_seconds
 
 
