@@ -29,7 +29,7 @@ class Repository:
 
 
 class Hub(LoopbackServer):
-    """What the server holds, what it was asked for, and how it misbehaves."""
+    """Serves repositories and LFS objects, records the requests, and fails as a test asks."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}  # "org/model" or "datasets/org/texts"
@@ -84,7 +84,7 @@ class Hub(LoopbackServer):
         return json_response({"url": f"{self.url}/{name}", "name": name}, 200 if is_new else 409)
 
     def _action(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """What a client shall do with an LFS object: nothing with one that is there."""
+        """Returns what a client must do with an LFS object: nothing if the server has it."""
         hrefs = {"upload": f"{self.url}/lfs/objects/{wanted['oid']}", "verify": f"{self.url}/lfs/verify"}
         actions = {name: {"href": href, "header": {}} for name, href in hrefs.items()}
         return wanted if wanted["oid"] in self.objects else {**wanted, "actions": actions}

@@ -58,7 +58,7 @@ TROUBLES: dict[str, tuple[str, Callable[[Hub, pytest.MonkeyPatch], object]]] = {
     "dead": ("Connection", lambda hub, patch: patch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")),
     "refusing": ("500", lambda hub, patch: setattr(hub, "refusing", True)),
     "slow": ("hub.wait_seconds (4 s)", lambda hub, patch: hub.release.clear()),
-    "token": ("401", lambda hub, patch: patch.setenv("HF_TOKEN", f"{TOKEN}-of-somebody-else")),
+    "token": ("401", lambda hub, patch: patch.setenv("HF_TOKEN", f"{TOKEN}-of-another-user")),
     "no-token": ("not in the environment", lambda hub, patch: patch.delenv("HF_TOKEN")),
 }
 

@@ -61,7 +61,7 @@ NO_ANSWER = "Unable to connect to the server: dial tcp 34.1.2.3:443: i/o timeout
 
 
 class Cluster:
-    """What kubectl shows, at first two running pods and no JobSet; files of `folder` change what it answers."""
+    """Answers as kubectl: at first with two running pods and no JobSet; files of `folder` change its answers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.said, self.opened = folder, list[str](), list[Gke]()

@@ -32,7 +32,7 @@ class Link:
 
 
 class Socket:
-    """What connections and listeners have in common: a task waits for one, or for the first of several."""
+    """Is the base of connections and listeners: a task waits for one, or for the first of several."""
 
     readable = False  # whether the next call returns at once
 

@@ -22,7 +22,7 @@ _ENDED_BY_A_THREAD = (
 
 
 class BrokenPromises:
-    """What has been broken so far."""
+    """Records the promises that are broken."""
 
     def __init__(self, world) -> None:
         self._world, self._plan = world, world.plan
