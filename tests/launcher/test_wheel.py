@@ -28,6 +28,7 @@ README = (ROOT / "README.md").read_text()
 REPOSITORY = "us-central2-docker.pkg.dev/my-project/images/bert"
 SMALL = ("init", "-f", "run.yaml", "--project", "my-project", "--accelerator-type", "v4-16")
 INIT = (*SMALL, "--bucket", "my-bucket", "--repository", REPOSITORY)
+WITH_ENGINE = ("--set", "image.build=engine")  # also where none answers
 
 
 # The interpreter of these tests, and at night the others that pyproject.toml names.
@@ -121,7 +122,7 @@ def constraints(folder: Path) -> Path:
 def test_first_file_is_written_and_planned(installed: Path, tmp_path: Path) -> None:
     """`plan` needs the Dockerfiles and the trainer's source, which the wheel brings."""
     run(installed / "tpu-launch", *INIT, folder=tmp_path)
-    plan = run(installed / "tpu-launch", "plan", "-f", "run.yaml", folder=tmp_path)
+    plan = run(installed / "tpu-launch", "plan", "-f", "run.yaml", *WITH_ENGINE, folder=tmp_path)
     assert "gcloud compute tpus tpu-vm create" in plan
     assert re.search(rf"docker push {REPOSITORY}:\w+", plan)
 
@@ -179,7 +180,7 @@ def test_installing_as_the_readme_says(checkout: Path, tmp_path: Path, command: 
     commit = run("git", "rev-parse", "--short=12", "HEAD", folder=checkout).strip()
     assert f"(commit {commit})" in run(folder / "tpu-launch", "--version", folder=tmp_path)
     run(folder / "tpu-launch", *INIT, folder=tmp_path)
-    assert "docker push" in run(folder / "tpu-launch", "plan", "-f", "run.yaml", folder=tmp_path)
+    assert "docker push" in run(folder / "tpu-launch", "plan", "-f", "run.yaml", *WITH_ENGINE, folder=tmp_path)
 
 
 def test_rehearsal_and_trainer_help_need_no_checkout_and_no_framework(installed: Path, tmp_path: Path) -> None:
