@@ -56,7 +56,8 @@ def failure(where: str, message: str, fix: str = "") -> Finding:
 
 
 def examine(config: Config) -> list[Finding]:
-    """Runs all checks at once; returns findings in the order in which to fix them. Creates the launcher's folder."""
+    """Runs all checks at once, those of zone and runtime for each place of a candidate; returns findings in the order
+    in which to fix them. Creates the launcher's folder."""
     checks: list[Callable[[], list[Finding]]] = [
         lambda: [_cost(config)],
         lambda: old_generation_findings(config),
@@ -101,7 +102,8 @@ def old_generation_findings(config: Config) -> list[Finding]:
 
 
 def _gcloud_and_account() -> list[Finding]:
-    """Checks that gcloud and ssh are installed, and gcloud's version and account."""
+    """Returns one failure if gcloud or ssh is missing, or gcloud gives no answer in 60 s; else what `check_version` and
+    `check_account` find."""
     try:
         shell.find("gcloud")
         shell.find("ssh")
@@ -113,7 +115,8 @@ def _gcloud_and_account() -> list[Finding]:
 
 
 def check_version(info: dict[str, Any]) -> Finding:
-    """Returns a warning if gcloud is older than the tested version. `info`: output of `gcloud info --format=json`."""
+    """Returns a warning if gcloud is older than the tested version, else a pass. `info`: output of `gcloud info
+    --format=json`."""
     version = str(info.get("basic", {}).get("version", ""))
     if version == _TESTED:
         defects = "--output-directory, subsets of --worker, commands run again after exit code 255"
@@ -130,14 +133,15 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def check_account(info: dict[str, Any]) -> Finding:
-    """Checks that gcloud has an account. `info`: output of `gcloud info --format=json`."""
+    """Checks that gcloud has an active account. `info`: output of `gcloud info --format=json`."""
     if account := info.get("config", {}).get("account"):
         return ok("account", str(account))
     return failure("account", "no active account", "gcloud auth login && gcloud auth application-default login")
 
 
 def _zone(config: Config) -> list[Finding]:
-    """Asks the API once which accelerator types the zone has: checks project, API, zone, and the slice's type."""
+    """Asks the API once which accelerator types the zone has. Returns one failure if it gives no answer; else that
+    project, API and zone are right, and whether the slice's type is among them."""
     accelerator_type = config.slice.accelerator_type
     place = f"{accelerator_type} in {config.zone}"
     try:

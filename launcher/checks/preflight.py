@@ -45,8 +45,9 @@ def check(
     """Compiles the training step, in a container here, for the accelerators `names` ([]: the configuration's), unless
     `home` has a kept result; makes the image if needed, and keeps new results in `home`. Returns a result for each
     name, as `tpu-train preflight --json` prints it, whether the step fits or not. `max_batch` also searches for the
-    largest batch; with `more` arguments of `tpu-train preflight`, results are neither kept nor reused. Raises BadInput
-    without a trainer, UnknownAccelerator, LaunchError if the compiler gives no answer."""
+    largest batch, which a kept result must have then; with `more` arguments of `tpu-train preflight`, results are
+    neither kept nor reused. Raises BadInput without a trainer, UnknownAccelerator, LaunchError if the compiler gives no
+    answer."""
     if config.trainer is None:
         raise BadInput(
             f"{config.document.name}: has no trainer's sections, and preflight compiles the trainer's step: "

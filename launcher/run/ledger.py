@@ -148,7 +148,8 @@ class Ledger:
                 ) from None
 
     def note(self, event: RunEvent, say: Callable[[str], None]) -> None:
-        """Records an event that only informs. Tries once; if that fails, says so, once a kind of event, and goes on."""
+        """Records an event that only informs. Tries once, and only if this process's lease, if it has one, is fresh; if
+        that fails, says so, once a kind of event, and goes on."""
         try:
             if self.lease is not None and not self.lease.is_fresh():  # a request to the bucket would block for minutes
                 raise LaunchError(f"run {self.run_id}: {event.kind!r} is not recorded: its bucket does not answer")

@@ -288,9 +288,9 @@ class _Fetcher:
         return bool(self._next_page)
 
     def fetch(self) -> None:
-        """Appends each host's new lines to its file, and updates `more`, `containers_ended` and `answered`. While
-        another process holds the run's lock, fetches nothing, and takes hosts that answered last to answer now; after a
-        minute of that, all hosts."""
+        """Appends each host's new lines to its file, and updates `more`, `containers_ended` and `answered` (when a host
+        last answered). While another process holds the run's lock, fetches nothing: then `answered` becomes now if
+        hosts answered the last fetch, and after a minute in any case."""
         pages, self._next_page, self.containers_ended = self._next_page, {}, False
         try:
             with self._session.ledger.supervising(patience=0.0):

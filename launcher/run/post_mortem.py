@@ -39,7 +39,8 @@ def keep_evidence(
     session: Session, attempt: int, reachable: Sequence[int], secrets: Mapping[str, str], unknown: Sequence[str]
 ) -> None:
     """Writes post-mortem-<attempt>.tar.gz into the run's folder, with what the `reachable` hosts give and `secrets`
-    (values by name) masked. Records and says its path and the `unknown` secrets, not masked, or says why it failed."""
+    (values by name) masked, and records its path. Says the path and the names in `unknown`, of secrets that are not
+    masked in it; or why the file can't be written."""
     say = session.context.output.say
     evidence = session.provider.evidence(session.container(attempt), reachable)
     try:

@@ -231,9 +231,9 @@ class HostsProgress:
         return view.moved == now
 
     def _end_window(self, now: float) -> None:
-        """Does nothing until 30 s have passed and two hosts made steps since the window began. Then keeps each host's
-        seconds a step without waits for others, and records and says that a straggler begins (the last 3 windows show
-        it) or ends (none of them does)."""
+        """Does nothing until 30 s have passed and two hosts (or the only one) made steps since the window began. Then
+        keeps each host's seconds a step without waits for others, and records and says that a straggler begins (the
+        last 3 windows show it) or ends (none of them does)."""
         lines, window = self.lines, self._window
         moved = sum(worker not in window or line.step != window[worker].step for worker, line in lines.items())
         if window and (now - self._window_begun < WINDOW_SECONDS or moved < min(2, len(lines))):

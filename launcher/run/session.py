@@ -122,8 +122,9 @@ class Session:
     def observe(
         self, worker: int, attempt: int, since: str | None, *, patience: float = 0.0, progress: bool = False
     ) -> Observation:
-        """Returns the provider's observation of an attempt's container on a host, with `since` and when it was asked.
-        Any exception, even a bug's, is its `problem`: a task that observes must go on."""
+        """Returns the provider's observation of an attempt's container on a host, with `since` and when it was asked;
+        instead of any exception, even a bug's, an observation without these whose `problem` tells it: a task that
+        observes must go on."""
         asked = self.machine.clock.monotonic()
         try:
             found = self.provider.observe(worker, self.container(attempt), since, patience=patience, progress=progress)
@@ -345,7 +346,8 @@ def begin_run(
 
 
 def new_run_id(name: str, machine: Workstation) -> str:
-    """Returns a run id: NAME-MMDD-HHMMSS-XXXX, of UTC and 4 random digits, so that two workstations don't collide."""
+    """Returns a run id: NAME-MMDD-HHMMSS-XXXX, of UTC and 4 random hexadecimal digits, so that two workstations don't
+    collide."""
     now = format_time(machine.clock.time())
     day, time = now[5:10], now[11:19]
     return f"{name}-{day.replace('-', '')}-{time.replace(':', '')}-{machine.random.randrange(1 << 16):04x}"

@@ -103,8 +103,8 @@ class Status:
 
 def read_status(config: Config, context: Context, provider: Provider, run_id: str | None = None) -> Status:
     """Asks the API, and each host once if the run (the newest without `run_id`) has an open attempt and the slice is
-    READY. Returns the slice, that run's state and history (none without any run), and a status for each host asked.
-    Raises LaunchError if the API fails, BadInput for an unknown `run_id` or a run of another version."""
+    READY. Returns the slice, that run's state, progress and history (none without any run), and a status for each host
+    asked. Raises LaunchError if the API fails, BadInput for an unknown `run_id` or a run of another version."""
     slice_state = provider.describe()
     try:
         ledger = find_on_slice(config, context, run_id)

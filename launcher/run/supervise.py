@@ -65,8 +65,8 @@ def supervise(session: Session, attempt: int) -> Verdict:
     """Watches an attempt to its end, ends it on the hosts that answer, records its end, and removes its containers.
     Explains a stall before it ends the attempt, and writes a post-mortem of an attempt that failed. KeyboardInterrupt
     leaves everything running. Records as Orphaned the hosts on which a container may be left. Raises StartInterrupted
-    if a host says that its container never started, or a cluster that the attempt's JobSet was never made;
-    NotRecorded."""
+    if a host says that its container never started, or a cluster that the attempt's JobSet was never made; NotRecorded;
+    BadInput, at once, if the env file can't be read."""
     ledger = session.ledger
     secrets, unknown = session.secret_values(), session.unknown_secrets()  # as of now: an env file may change later
     masker = SecretMasker(secrets)
