@@ -243,7 +243,7 @@ class PodWatch:
 
     def final_lines(self, pod: Pod, since: str | None) -> list[LogLine] | None:
         """Returns the log lines of a pod that is being deleted or is gone, from `since` (None: the first) on, [] if its
-        log was not followed; None for other pods, whose log can be read. Waits 5 s for the rest of an ended pod's
+        log was not followed; None for other pods, whose log can be read. Waits up to 5 s for the rest of an ended pod's
         log."""
         with self._lock:
             log = self._final_logs.get(pod.worker)

@@ -49,7 +49,8 @@ def fill(template: str, values: Mapping[str, Any]) -> str:
 
 
 def _fill_line(line: str, values: Mapping[str, Any]) -> list[str]:
-    """Returns the lines for one line of a template that is no comment."""
+    """Returns the lines that a template's line (no comment) becomes: a value at its end as YAML, alone as its entries,
+    perhaps none; elsewhere as text."""
     if (match := _LAST_VALUE.fullmatch(line)) is None:
         return [_fill_text(line, values)]
     lead, key, name = match.groups()

@@ -351,9 +351,10 @@ class SliceConnections:
     def run_all(
         self, script: str, workers: Sequence[int], *, timeout: float, stdin: str | None = None, again: bool = False
     ) -> list[HostResult]:
-        """Runs a script on `workers` as `run_all_over_ssh`, and `again` where not reached; through gcloud if that is
-        set, and on hosts that refuse ssh. Returns the results in worker order. `timeout`: seconds of each try; through
-        gcloud 40 more. Raises LaunchError if gcloud gives no addresses."""
+        """Runs a script (it must be safe to run again) on `workers` as `run_all_over_ssh`, with `again` once more on
+        hosts that were not reached; through gcloud if that is set, and on hosts that refuse ssh. Returns the results in
+        worker order. `timeout`: seconds of each try; through gcloud 40 more. Raises LaunchError if gcloud gives no
+        addresses."""
         results, left = dict[int, HostResult](), workers
         if not self.gcloud_only:
             answers = self.run_all_over_ssh(script, workers, timeout=timeout, stdin=stdin)
@@ -432,7 +433,8 @@ class SliceConnections:
             return replacement
 
     def _list_addresses(self) -> tuple[Address, ...]:
-        """Returns gcloud's addresses of the hosts; keeps them on disk if the slice is READY. Raises LaunchError."""
+        """Returns gcloud's addresses of the hosts; keeps them on disk if the slice was READY when this process last
+        described it. Raises LaunchError."""
         self._locate()
         command = commands.ssh_command(self.config, "true", dry_run=True)
         output = call_gcloud(self._machine, command, timeout=_GCLOUD_SECONDS)

@@ -73,7 +73,8 @@ def create(config: Config, say: Say, machine: Workstation) -> SliceState:
 
 def _zones_to_try(config: Config, machine: Workstation) -> list[Config]:
     """Returns the configuration in each zone to try: only the slice's zone if it exists, otherwise all zones. A slice
-    that is gone for good must be deleted first, so its zone comes first."""
+    that is gone for good must be deleted first, so its zone comes first. Asks Google only if there are several zones;
+    raises LaunchError if it does not answer."""
     zones = slice_hints.in_every_place(config)
     existing = slices.describe(config, machine) if len(zones) > 1 else None
     if existing is None:
@@ -258,7 +259,8 @@ class _Creation:
                 raise  # else the next description tells whether it starts
 
     def _wait_for_deletion(self, node: SliceState) -> None:
-        """Waits until a DELETING node is gone; resets the deadline. Raises Conflict if this command requested it."""
+        """Waits until a DELETING node is gone, 15 minutes at most (CommandTimeout); resets the deadline. Raises
+        Conflict if this command has requested the node: another command deletes it."""
         if self.creates:
             raise Conflict(
                 f"slice {node.name} is being deleted by another command while this one waits for it; `tpu-launch up` "

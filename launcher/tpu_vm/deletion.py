@@ -49,7 +49,8 @@ def delete_places(
     """Deletes the slices of `places` (a configuration each) at once; returns whether there was one. Looks again while a
     create request of this machine may still arrive, for five minutes (CommandTimeout); without `all_requests`, a look
     that finds a slice, or fails, is the last one unless a request is in flight. Leaves another owner's slice alone,
-    which is an error only without `all_requests` and if nothing was deleted, or beside others. Raises as `delete`."""
+    which raises NotOurs if nothing was deleted and no other place failed; never with `all_requests`. Raises as
+    `delete`."""
 
     def delete_there(placed: Config) -> bool | LaunchError:
         try:
@@ -144,7 +145,7 @@ def delete_in_zone(
 def remove(
     config: Config, doomed: SliceState, say: Say, machine: Workstation, deadline: float, *, wait_only: bool = False
 ) -> None:
-    """Deletes a node, or a queued resource (Request) with its node; with `wait_only`, does not. Waits until the API
+    """Deletes a node, or a queued resource (Request) with its node, or with `wait_only` nothing. Waits until the API
     shows it no more, or a recreated one, which it leaves alone. Raises CommandTimeout after `deadline` (monotonic
     clock), LaunchError if Google refuses."""
     kind, command = "slice", commands.node_command(config, "delete")

@@ -44,7 +44,8 @@ class OwnedSlice:
     uid: str = ""  # the API's own number of a node: another one of the same name has another
 
     def cost(self, now: float) -> float | None:
-        """Returns the dollars until `now` (Unix seconds), at list prices; None if unknown, 0 for a queued resource."""
+        """Returns the dollars from its creation to `now` (Unix seconds) at list prices, whatever its state; None if
+        unknown, 0 for a queued resource."""
         if self.kind != "node":
             return 0.0
         if self.created is None:

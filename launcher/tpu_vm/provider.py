@@ -94,7 +94,7 @@ class TpuVm:
                 self._connections.pool()
 
     def delete(self) -> None:
-        """Deletes the slice (`deletion.delete`) and the kept addresses; tells the user if two looks find none."""
+        """Deletes the slice (`deletion.delete`) and kept addresses; tells the user if two looks 5 s apart find none."""
         self.close()
         self._connections.forget()
         if deletion.delete(self._wanted, self.say, self._machine):

@@ -129,7 +129,8 @@ class Acquisition:
         return self.deadline - self.machine.clock.monotonic()
 
     def _make_request(self) -> None:
-        """Requests the slice. A Conflict or a lost answer is kept, and raised instead of a fourth request in a row."""
+        """Requests the slice. A Conflict or a lost answer is kept in `lost`, and raised instead of a fourth request in
+        a row; other errors are raised at once."""
         if len(self.lost) >= _MOST_LOST_ANSWERS:
             raise self.lost[-1]
         slice_, left = self.config.slice, self._left()
@@ -173,14 +174,16 @@ class Acquisition:
         self.replacements += 1
 
     def _remove(self) -> None:
-        """Deletes the request, if there is one, and waits until it is gone."""
+        """Deletes the request with its node, if there is one, and waits until it is gone, 15 minutes at most
+        (CommandTimeout)."""
         if self.request is not None:
             deadline = self.machine.clock.monotonic() + DELETE_SECONDS
             deletion.remove(self.config, self.request, self.say, self.machine, deadline)
         self.request, self.requested, self.node_missing_since = None, False, None
 
     def _check_deadline(self) -> None:
-        """A minute after the request's time (being granted: create_minutes), deletes it and raises Stockout."""
+        """Deletes the request and raises Stockout if its time has been over for a minute, or for create_minutes while
+        its node is being made."""
         is_granted = self.request is not None and self.request.state in ("PROVISIONING", "ACTIVE")
         grace = self.config.slice.create_minutes * 60 if is_granted else _LATE_SECONDS
         if self._left() < -grace:

@@ -203,7 +203,8 @@ class RequestRecord:
 
     @contextlib.contextmanager
     def try_lock(self) -> Iterator[bool]:
-        """Holds the record's lock inside the block, unless another process has it. Yields whether this one has it."""
+        """Holds the record's lock inside the block, unless another process has it. Yields whether this one has it.
+        Raises BadInput where the file system can't lock files."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._folder / "lock"
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:

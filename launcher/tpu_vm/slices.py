@@ -187,7 +187,7 @@ def describe_request(config: Config, machine: Workstation) -> Request | None:
 
 
 def find_request(config: Config, machine: Workstation) -> Request | None:
-    """Returns the queued resource of this name; None without, or (not with slice.queued) if it may not be seen."""
+    """Returns the name's queued resource; None without, or (not with slice.queued) if denied. Raises LaunchError."""
     try:
         return describe_request(config, machine)
     except PermissionDenied:

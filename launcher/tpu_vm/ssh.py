@@ -79,7 +79,8 @@ class SshClient:
         self._host_keys: dict[tuple[str, float], HostKeys] = {}  # by file and its modification time
 
     def connect(self, address: Address) -> SshConnection:
-        """Opens a connection. Raises ConnectionFailed (`refused` for an unknown host key or a rejected user key)."""
+        """Opens a connection. Raises ConnectionFailed, `refused` for an unknown host key, or a user key that the host
+        rejects or only ssh can read."""
         try:
             with _failures():
                 return SshConnection(self._open(address))
@@ -186,8 +187,8 @@ class SshConnection:
         return code, out.decode(errors="surrogateescape"), err.decode(errors="surrogateescape")
 
     def follow(self, command: str, *, timeout: float, on_line: Callable[[str], None]) -> int:
-        """Runs a command line, and passes each line of its output and error output to `on_line` as it comes. Returns
-        its exit code. Raises as `run`."""
+        """Runs a command line, whose standard input stays open, and passes each line of its output and error output to
+        `on_line` as it comes, with U+FFFD for bytes that are not UTF-8. Returns its exit code. Raises as `run`."""
         deadline = time.monotonic() + timeout
         with self._open_channel(timeout) as channel:
             channel.set_combine_stderr(True)
