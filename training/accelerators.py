@@ -225,8 +225,8 @@ class UnknownAccelerator(BadInput, ValueError):
 
 
 def accelerator(name: str) -> Accelerator:
-    """Returns the slice size of this name, such as "v4-32", exactly. Raises UnknownAccelerator, whose message lists the
-    sizes that exist, or gives the name that was meant."""
+    """Returns the slice size of this name, such as "v4-32", exactly. Raises UnknownAccelerator, whose message names the
+    sizes of its family or all families, v5litepod-N for v5e-N, or GKE for TPU7x."""
     if name in ACCELERATORS:
         return ACCELERATORS[name]
     prefix, number = name.rsplit("-", 1)[0], name.rsplit("-", 1)[-1]

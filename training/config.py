@@ -491,7 +491,8 @@ def _model_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
 
 
 def _place_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
-    """Yields a mistake for each place that is no local folder or gs:// URL, and for evaluation on data.train."""
+    """Yields a mistake for each place that has not the form of a local path, a name on the Hub or a gs:// URL (not
+    whether it exists), and for evaluation on data.train."""
     data = config.data
     for key, place in {
         "output": config.output,
@@ -545,7 +546,8 @@ def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
 
 def _slice_mistakes(config: TrainerConfig, document: Document) -> Iterator[Mistake]:
     """Yields a mistake for a mesh that does not divide the accelerator's devices and a batch that does not divide over
-    them (not if the accelerator is unknown, which the launcher reports), and for uploads without HF_TOKEN."""
+    them (not if the accelerator is unknown, which the launcher reports), and in a file with a slice for uploads without
+    HF_TOKEN in its secrets."""
     if slice_ := ACCELERATORS.get(accelerator_name(document) or ""):
         for key, mistake in (
             ("train.mesh.fsdp", mesh_mistake(config.train.mesh.fsdp, slice_.devices)),

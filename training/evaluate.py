@@ -44,8 +44,8 @@ class Evaluated:
     labels: tuple[str, ...] | None
 
     def as_json(self) -> dict[str, Any]:
-        """Returns one flat JSON object: the figures (null for one that is not finite, whose name is in "not_finite")
-        beside the rest, and a classifier's confusion matrix."""
+        """Returns one flat JSON object: model, step, data, examples, the figures by name (null for one that is not
+        finite, whose name is in "not_finite"), and for a classifier labels and confusion matrix."""
         figures = finite_or_none(self.figures)
         lost = [name for name, value in figures.items() if value is None]
         values = {"model": self.model, "step": self.step, "data": self.data, "examples": self.examples, **figures}
@@ -64,7 +64,7 @@ def evaluate_all(
 ) -> StepResult:
     """Returns the totals over the evaluation set, or a part of it if all hosts stopped early (`signals.stop`); all call
     it. Warns of replaced damaged records. Other hosts see `phase` meanwhile; `on_batch` is called before each batch.
-    Raises BadInput, StorageError, and the backend's errors."""
+    Raises BadInput, StorageError, LostPeer, StopRequested, and the backend's errors."""
     total, replaced = StepResult(dict.fromkeys(SUMS, 0.0), Signals()), 0
     in_flight: deque[Pending] = deque()
     for number, batch in enumerate(task.evaluation_batches()):

@@ -152,8 +152,9 @@ class Evaluations:
         self.figures = {name: math.nan if value is None else value for name, value in figures.items()}
 
     def record(self, step: int, figures: dict[str, float], counts: np.ndarray | None) -> None:
-        """Keeps the figures of the evaluation after `step` steps, as the best one if `rule` finds them better; else
-        counts one more in a row that was not. `counts`: the task's further totals, if any."""
+        """Keeps the figures of the evaluation after `step` steps. If there is a `rule`, keeps them as the best too
+        where it finds them better, else counts one more in a row that was not. `counts`: the task's further totals, if
+        any."""
         self.step, self.figures, self.counts = step, figures, counts
         if self.rule:
             value = figures[self.rule.metric]

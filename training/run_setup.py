@@ -145,8 +145,8 @@ def open_task(config: TrainerConfig, cluster: Cluster) -> Task:
 
 
 def model_identity(config: TrainerConfig) -> dict[str, Any]:
-    """Returns the settings of the network that must equal a checkpoint's for a resume: the model's folder with LoRA's,
-    or the values of `model.config`, or family, sizes and vocabulary."""
+    """Returns the settings of the network that must equal a checkpoint's for a resume: `model.path` with LoRA's
+    settings but `merge`, or the values of `model.config`, or family, sizes and vocabulary."""
     model = config.model
     if model.path is not None:
         lora = {} if config.lora is None else {"lora": config.lora.model_dump(exclude={"merge"})}

@@ -441,7 +441,7 @@ class Trainer:
 
     def take_results(self, results: list[FinishedStep]) -> None:
         """Counts the results of steps. Host 0 shows and logs those due by train.log_every and the last one, announces
-        the first, and warns of skipped ones. Raises NonFinite."""
+        the first, and warns of skipped ones (the first 5, then each 100th). Raises NonFinite."""
         train, log = self.run.config.train, self.background.log
         for result, batch in results:
             self.progress.finish_step(result, batch)

@@ -78,7 +78,8 @@ def gloo_environment(cluster: Cluster) -> dict[str, str]:
 
 
 def run_script(script: str, arguments: Sequence[str]) -> None:
-    """Runs a program in this process, as `python SCRIPT ARGUMENTS` would. Changes sys.argv and sys.path."""
+    """Runs a program in this process, as `python SCRIPT ARGUMENTS` would; what it raises passes. Changes sys.argv and
+    sys.path."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")

@@ -111,7 +111,8 @@ class Classification(LabelledRows):
         return len(self.labels)
 
     def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
-        """Raises BadInput for a number that is no class, except at tokens without a label."""
+        """Raises BadInput for a label outside 0 to `label_values` - 1. Those of weight 0 are not checked (tokens
+        without a label, rows that fill a batch), except in sets of labels."""
         counts = batch.weights > 0 if batch.weights.ndim == batch.labels.ndim else True
         labels = np.where(counts, batch.labels, 0)
         check_labels(dataset.url, labels, batch.records, self.label_values, self._config.task)

@@ -128,7 +128,8 @@ class JsonLinesTracker:
         self._dirty = True
 
     def flush(self) -> None:
-        """Rewrites the newest object if there are new lines; begins the next object after `LINES` lines."""
+        """Rewrites the newest object if there are new lines; begins the next object after `LINES` lines. Raises
+        StorageError, and keeps the lines then."""
         while self._dirty:
             name = f"attempt-{self._info.file_number:04d}.{self._chunk:05d}.jsonl"
             self._info.storage.write(join(self._info.folder, "metrics", name), _encode_lines(self._lines[:LINES]))
@@ -147,9 +148,9 @@ class JsonLinesTracker:
 
 
 def read_history(folder: str, storage: Storage = default_storage) -> list[dict[str, Any]]:
-    """Returns all lines of a run in the order of its steps, without those that a later attempt superseded or that
-    are unreadable, of which it warns: "step" and the training's or an evaluation's figures ("eval_..."), None for
-    those that are not finite, whose names are in "not_finite"."""
+    """Returns all lines of a run in the order of its steps, but those that a later attempt superseded, and unreadable
+    ones, of which it warns: "step" and the figures of training or of an evaluation ("eval_..."), None for those that
+    are not finite, whose names are in "not_finite". [] without any. Raises StorageError."""
     history: list[dict[str, Any]] = []
     for _, url in sorted(_list_objects(folder, storage).items()):
         lines = storage.read(url).splitlines()

@@ -68,7 +68,7 @@ class NonFiniteStep:
 
 
 def write_nonfinite(start_url: str, record: NonFiniteStep, storage: Storage = default_storage) -> None:
-    """Writes the record of a step that was not finite beside the attempt's start record at `start_url`."""
+    """Writes the record of a step that was not finite beside the start record at `start_url`. Raises StorageError."""
     url = start_url.removesuffix(".json") + _NON_FINITE
     storage.write(url, json.dumps(asdict(record), indent=1).encode() + b"\n")
 
@@ -92,7 +92,8 @@ def write_end(
     storage: Storage = default_storage,
 ) -> None:
     """Writes the end record of an attempt, with the time now, beside its start record at `start_url`. `error` ended the
-    attempt (None: it finished) after `step` steps; `seconds` is by phase, from PhaseTimer.report."""
+    attempt (None: it finished) after `step` steps; `seconds` is by phase, from PhaseTimer.report. Raises
+    StorageError."""
     record = {
         "how": classify_end(error),
         "message": str(error or ""),
@@ -144,8 +145,8 @@ class RunContents:
 
 
 def read_run(folder: str, storage: Storage = default_storage) -> RunContents:
-    """Reads what the report of a run shows. Raises BadInput if the folder has no attempts, metrics or checkpoints;
-    StorageError."""
+    """Reads what the report of a run shows. Raises BadInput if the folder has neither attempts nor metrics nor
+    checkpoints; StorageError."""
     attempts, lines = read_attempts(folder, storage), read_history(folder, storage)
     checkpoints_folder = join(folder, "checkpoints")
     steps = committed_steps(checkpoints_folder, storage)
@@ -166,7 +167,8 @@ def write_report(folder: str, out: str | None = None, storage: Storage = default
 
 
 def write_confusion(folder: str, labels: Sequence[str], counts: Sequence[Sequence[float]]) -> None:
-    """Writes confusion.json and confusion.svg to the run's folder. `counts`: by (true class, predicted class)."""
+    """Writes confusion.json and confusion.svg to `folder`, the run's. `counts`: by (true class, predicted class);
+    rounded to whole numbers. Raises StorageError."""
     matrix = {"labels": list(labels), "counts": [[round(count) for count in row] for row in counts]}
     default_storage.write(join(folder, CONFUSION_FILE), json.dumps(matrix).encode() + b"\n")
     picture = svg.standalone(svg.confusion_matrix(labels, counts))
@@ -255,7 +257,7 @@ def _render_curves(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns SVG charts by step: losses, each other evaluation figure, examples/s, gradient norm, learning rate."""
 
     def chart(title: str, **keys: str) -> str:
-        """Draws a curve for each name, of the values that `keys` names."""
+        """Returns a chart with a curve for each name in `keys`, whose value is the key of its numbers in `lines`."""
         points = {
             name: [(line["step"], line[key]) for line in lines if line.get(key) is not None]
             for name, key in keys.items()
