@@ -26,10 +26,10 @@ def rows_first(dimensions: int) -> Axes:
 
 
 def place(name: str, shape: tuple[int, ...], mesh: MeshShape) -> Axes:
-    """Returns, for each axis of a tensor of the state, FSDP if it is split over "fsdp", else None: a tensor of several
-    axes is split along the longest that "fsdp" divides, all others and packed buffers not at all. `name`: in a
-    checkpoint, `model/<parameter>` or `<optimizer's tensor>/<parameter>`, or that of a packed buffer, or of stacked
-    parameters (STACKED), whose first axis counts them and is not split; `shape`: of the whole tensor."""
+    """Returns FSDP or None for each axis of a tensor of the state. If "fsdp" is above 1, a tensor of several axes is
+    split along the longest that "fsdp" divides, the first of equal ones; vectors and packed buffers are never split.
+    `name`: in a checkpoint, `model/<parameter>` or `<optimizer's tensor>/<parameter>`, or that of a packed buffer, or
+    of stacked parameters (STACKED), whose first axis counts them and is not split; `shape`: of the whole tensor."""
     if STACKED in name:
         return (None, *place(name.replace(STACKED, "."), shape[1:], mesh))
     axes: list[str | None] = [None] * len(shape)

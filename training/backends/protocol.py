@@ -26,7 +26,8 @@ class PendingReport:
         self._read, self._trains = read, trains
 
     def result(self) -> StepResult:
-        """Calls `read`, which waits, and returns its numbers as the result of a step. Raises what `read` does."""
+        """Waits for the numbers. Returns the sums, the signals that any host raised and, of a training step, the norm
+        and whether it was skipped, of an evaluation its counts (None without any). Raises what `read` does."""
         values = self._read()
         stop, save = values[len(SUMS) : REPORT]
         sums, signals = dict(zip(SUMS, values, strict=False)), Signals(stop > 0, save > 0)

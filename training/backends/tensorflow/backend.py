@@ -96,8 +96,9 @@ class TensorFlow(Backend):
         return 2 * self._calls.length if self._replicas.is_tpu else self._calls.length - 1
 
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
-        """Yields this host's rows of batch `start`, `start` + 1, ...: `Upcoming` ones, if there are several devices and
-        all batches have one shape, so that a call can take several steps. Raises as `Task.batches`."""
+        """Yields this host's rows of batch `start`, `start` + 1, ...: `Upcoming` ones, so that a call can take several
+        steps, if this process drives several devices, there are no other CPU hosts, and all batches have one shape.
+        Raises as `Task.batches`, OutOfMemory and LostPeer."""
         if self._replicas.count == 1 or self._exchange or task.shapes > 1:
             yield from task.batches(start)
             return

@@ -29,6 +29,7 @@ class RowQueues:
         types = [tf.as_dtype(array.dtype) for array in example.values()]
 
         def host_dataset(_context: Any) -> Any:
+            """Makes a queue on a host, and returns an endless dataset of what is taken from it."""
             queue = tf.queue.FIFOQueue(_UNLIMITED, types, shapes, names=list(example))
             self._queues.append(queue)
             return tf.data.Dataset.range(1).repeat().map(lambda _: queue.dequeue())
@@ -49,6 +50,6 @@ class RowQueues:
         return HostBatch(self._upcoming, batch.records, batch.replaced)
 
     def close(self) -> None:
-        """Ends what reads the queues ahead of the program."""
+        """Closes the queues on all hosts, which ends the threads that read them ahead of the program."""
         for queue in self._queues:
             queue.close()

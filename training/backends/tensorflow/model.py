@@ -159,8 +159,8 @@ def _read_weights(
 
 
 def _read_tensors(path: str) -> Iterator[tuple[str, Array]]:
-    """Yields the name and the fp32 array of all floating-point tensors of a model folder, of one file or several.
-    Raises BadInput if there is no safetensors file, or one is damaged."""
+    """Yields the name and the fp32 array of all floating-point tensors of a model folder (local or a URL), of one file
+    or several. Raises BadInput if there is no safetensors file, or one is damaged; StorageError."""
     names = [WEIGHTS]
     if storage.stat(storage.join(path, WEIGHTS)) is None:
         index = storage.join(path, f"{WEIGHTS}.index.json")
@@ -196,6 +196,7 @@ def _make_dropout(rate: float, place: int, network: KerasNetwork) -> Callable[..
     """Returns the `call` of a Keras layer that drops values in training by `network.seed` and `place`."""
 
     def call(inputs: Any, training: bool | None = None) -> Any:
+        """Returns `inputs` as they are unless `training`; else drops by the seed that the network has at the call."""
         if not training or not rate:
             return inputs
         seed = tf.random.experimental.stateless_fold_in(network.seed, place)
@@ -206,9 +207,9 @@ def _make_dropout(rate: float, place: int, network: KerasNetwork) -> Callable[..
 
 def open_pipeline(name: str, folder: str) -> Any:
     """Returns `transformers.pipeline(name)`, such as "fill-mask", over a local model folder with one file of weights,
-    on the CPU. Raises BadInput for absent weights. Loads the weights itself: transformers 4.57's
-    TFAutoModel.from_pretrained fails on a safetensors file with PyTorch's names ("'builtins.safe_open' object is not
-    iterable")."""
+    on the CPU. Raises BadInput if the file lacks weights of the model; FileNotFoundError without it, not BadInput.
+    Loads the weights itself: transformers 4.57's TFAutoModel.from_pretrained fails on a safetensors file with PyTorch's
+    names ("'builtins.safe_open' object is not iterable")."""
     from safetensors.numpy import load_file
     from transformers import AutoConfig, AutoTokenizer, pipeline
     from transformers.modeling_tf_pytorch_utils import load_pytorch_state_dict_in_tf2_model

@@ -128,8 +128,9 @@ def _worker_error(serving: subprocess.Popen[bytes]) -> TrainError | None:
 
 
 def _serve(rendezvous: Rendezvous, shutdown: ShutdownRequest, serving: subprocess.Popen[bytes]) -> None:
-    """Waits until host 0 ends, and reports stop requests of this host to it. Returns if host 0 has finished; raises
-    StopRequested if host 0 was stopped, TrainError if this host's worker ends, LostPeer if another host is lost."""
+    """Waits until host 0 ends; shows it a stop request of this host, which then does not end by itself (clears
+    `nothing_to_save`). Returns if host 0 has finished; raises StopRequested if host 0 was stopped, TrainError if this
+    host's worker ends, LostPeer if another host is lost."""
     shutdown.nothing_to_save = False  # host 0 decides, and saves
     outcome: list[Any] = []  # host 0's exit code, or the error of the rendezvous
 
@@ -164,7 +165,8 @@ class Chief(Rendezvous):
         threading.Thread(target=self._listen, name="asked", daemon=True).start()
 
     def _listen(self) -> None:
-        """Waits, in a thread, for another host's stop request and passes it to the loop."""
+        """Tells `shutdown` of another host's stop request, for which it looks every 0.2 s; returns once any stop is
+        requested. Runs in a thread."""
         while not self._shutdown.requested:
             if STOP_PHASE in self._outer.phases():
                 self._shutdown.note_other_host()
@@ -200,6 +202,7 @@ class Chief(Rendezvous):
 
     @contextlib.contextmanager
     def limit(self, what: str, seconds: float) -> Iterator[None]:
+        """As `Rendezvous.limit` of the rendezvous of all hosts: may end this process."""
         with self._outer.limit(what, seconds):
             yield
 

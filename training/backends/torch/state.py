@@ -76,7 +76,8 @@ class HostState:
         self._specs = {name: TensorSpec("F32", shape, 4 * math.prod(shape)) for name, shape in whole.items()}
 
     def name_parameters(self) -> None:
-        """Sets `parameters` and `trained` from the network. Call it again after its parameters were moved."""
+        """Sets `parameters`, all of the network by name, and `trained`, those with gradients. Call it again after its
+        parameters were moved."""
         self.parameters: dict[str, Tensor] = dict(self.network.named_parameters())  # tied ones once
         self.trained = {name: value for name, value in self.parameters.items() if value.requires_grad}
 

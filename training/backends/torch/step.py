@@ -127,13 +127,15 @@ class TrainingStep:
         return step_seed(self._config.seed, number, 0 if self._sharding.is_spmd else self._cluster.worker)
 
     def trace(self, number: int, inputs: StepInputs[Tensor]) -> Tensor:
-        """Records a step of one process, which changes the state. Returns its report, with the update's: (5 + 2,)."""
+        """Records a step of a process that sums with no other (SPMD: the step of all hosts), which changes the state.
+        Returns its report, with the update's figures: (5 + 2,)."""
         gradients, report = self.gradients(number, inputs)
         update = self.update(gradients, report, inputs.scalars[0])
         return self._sharding.replicate_report(torch.cat([report, update]))
 
     def gradients(self, number: int, inputs: StepInputs[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """Returns the gradients of the summed loss over this host's rows (SPMD: over all), and the report, (5,)."""
+        """Calls the layout's `set_seed` for step `number`. Returns the gradients of the summed loss over this host's
+        rows (SPMD: over all), and the report, (5,). Changes no parameter."""
         self._sharding.set_seed(self.seed(number))
         parameters = list(self._state.trained.values())
         gradients: list[Tensor] = []
@@ -154,8 +156,9 @@ class TrainingStep:
 
     def update(self, gradients: list[Tensor], report: Tensor, scalars: Tensor, squares: Tensor | None = None) -> Tensor:
         """Clips gradients of the summed loss, and lets the optimizer change the state; with train.on_nonfinite: skip,
-        only if loss and norm are finite. Returns the figures that training.batch.UPDATE names, (2,). `squares`: the sum
-        of the squares of all gradients, if these are slices."""
+        only if loss and norm are finite. Returns the figures that training.batch.UPDATE names, (2,). `report`: with the
+        sums of all rows; `scalars`: the learning rate, then the optimizer's; `squares`: the sum of the squares of all
+        gradients, if these are slices."""
         loss, weight = report[SUMS.index("loss")], report[SUMS.index("weight")]
         with torch.no_grad():
             scale = 1 / weight.clamp(min=1e-6)  # from the sum's gradient to the mean's

@@ -135,6 +135,7 @@ class TorchTpu(Backend):
     # --- what the framework counted
 
     def compilations(self) -> tuple[int, float]:
+        """Returns the number of compiled programs, of steps and evaluations, and their seconds, with tracing."""
         seconds = self._training.seconds + self._evaluation.seconds
         return len(seconds), sum(seconds)
 
@@ -224,6 +225,7 @@ class StepProgram:
         first = len(arguments) - len(inputs.leaves())
 
         def step(*leaves: Tensor) -> list[Tensor]:
+            """Returns the new values of the changed tensors, then the report, for the leaves of state and inputs."""
             with self._state.replaced(leaves[:first]):
                 report = self._trace(inputs.with_leaves(leaves[first:]))
                 tensors = self._host.tensors()

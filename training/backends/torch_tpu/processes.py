@@ -134,6 +134,7 @@ class Chip:
         lets the backward pass gather and compute again."""
 
         def call(values: Tensor, part: Tensor) -> Tensor:
+            """Returns the layer's result for the whole matrix, gathered from each process's `part`."""
             own = module.weight  # `part` is a copy in a backward pass
             module._parameters["weight"] = _Gather.apply(part, axis, self._sharers)
             try:

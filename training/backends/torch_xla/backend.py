@@ -158,6 +158,7 @@ class TorchXla(Backend):
         proofs = self._cache.take_proofs() if self._cache else []
 
         def read() -> list[float]:
+            """Waits for the numbers, counts each copy as planned, and proves the programs."""
             values = [value for tensor in report for value in self.state.to_host(tensor).tolist()]
             for prove in proofs:
                 prove()

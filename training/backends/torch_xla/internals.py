@@ -172,6 +172,7 @@ def _simple_counters(turned: int) -> Iterator[None]:
 
     @functools.wraps(cut)
     def read(values: Any, place: Any) -> Any:
+        """Returns the slice of round `place`, counted from the end for the first `turned` arguments."""
         last = xla_builder.Op.scalar(place.builder(), values.shape().sizes[0] - 1, dtype=types.S32)
         return cut(values, last - place if next(ends, False) else place)
 

@@ -60,7 +60,7 @@ class _Splash(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
 @lru_cache(maxsize=32)
 def _lower(shapes: Shapes, scores: Scores, platform: str) -> tuple[internals.TensorFunction, internals.TensorFunction]:
     """Returns (query, key, value, segments) -> (attended, *kept), and (*kept, gradient) -> gradients of the first
-    three, for tensors of these shapes on one device. Imports JAX, for CPUs unless JAX_PLATFORMS is set."""
+    three, for tensors of these shapes on one device. Imports JAX, and sets JAX_PLATFORMS to "cpu" unless it is set."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else JAX would open the TPU that torch_xla has open
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash

@@ -107,8 +107,9 @@ class State(HostState):
         return {**{name: value for name, value in self.tensors().items() if name not in packed}, **self._packed}
 
     def upload(self, sharding: DataParallel) -> None:
-        """Moves all tensors to the devices in few calls and frees their host memory. Under SPMD, packs vectors, and
-        puts a `LayerScan` in place of layers that run as a scan. Later calls do nothing."""
+        """Moves all tensors to the devices in few calls and frees their host memory (without weights, makes
+        placeholders). Under SPMD, packs vectors, and puts a `LayerScan` in place of layers that run as a scan; if the
+        state is split, hooks keep the layers' outputs split by rows. Later calls do nothing."""
         if self.is_uploaded:
             return
         stacked: dict[str, list[str]] = {}
@@ -214,7 +215,7 @@ class State(HostState):
         self._snapshot.wait_before_mutation()
 
     def to_host(self, value: Tensor) -> Tensor:
-        """Returns a copy on the host, and counts it as planned."""
+        """Returns a copy on the host, and counts one from a device as planned."""
         self.planned_transfers += value.device.type == "xla"
         return value.cpu()
 

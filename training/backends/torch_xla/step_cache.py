@@ -95,8 +95,8 @@ class StepCache:
         return report
 
     def verify(self) -> None:
-        """Traces the newest step again, without running it, unless it was traced. Call it before the state is saved.
-        Raises TrainError if it is another step than the one that ran."""
+        """Traces the newest step that ran untraced again, without running it; does nothing if there was none since the
+        last call. Call it before the state is saved. Raises TrainError if it is another step than the one that ran."""
         step = self._unchecked
         if step is None:
             return
@@ -153,7 +153,8 @@ class StepCache:
         return program, arguments
 
     def _is_seed(self, argument: Tensor, seed: int | None) -> bool:
-        """Returns whether an argument is, by type and value, the generator's seed: torch_xla does not mark it."""
+        """Returns whether an argument is, by type and value, the generator's seed: torch_xla does not mark it. Waits
+        for the value of one of that type."""
         if seed is None or argument.dtype != torch.int64 or argument.ndim:
             return False
         return int(self._state.to_host(argument)) == seed

@@ -97,6 +97,7 @@ def record_module_names(network: Any) -> Iterator[None]:
         scopes.append(internals.push_scope(names.get(id(module), type(module).__name__)))
 
     def leave(module: Any, _arguments: Any, outputs: Any) -> None:
+        """Ends the module's name; in the backward pass, the gradient of a tensor that it returned begins it again."""
         scopes.pop()
         node = getattr(outputs, "grad_fn", None)
         if node is None or any(node is known for known in nodes[-8:]):  # an outer module returns the inner one's result
@@ -104,6 +105,7 @@ def record_module_names(network: Any) -> Iterator[None]:
         nodes.append(node)
 
         def begin_gradient(_gradients: Any) -> None:
+            """Names what is traced from here on, until another gradient begins."""
             backward_scope.clear()
             backward_scope.append(internals.push_scope(BACKWARD + names.get(id(module), "")))
 
