@@ -54,8 +54,8 @@ def best_saved_step(folder: str) -> int:
 def copy_to_run(source: str, target: str, step: int | None) -> int:
     """Copies the checkpoint of `step` (None: the newest) of `source`, as for `find_checkpoints`, into the run folder
     `target`, whose run then continues from it; returns the step. Verifies each part's checksum; copies the manifest
-    last, without the best step. Raises BadInput if the checkpoint is absent or damaged, or `target` has any;
-    StorageError."""
+    last, without its record of the best step. Raises BadInput if the checkpoint is absent or damaged, or `target` has
+    any; StorageError."""
     checkpoints, steps = find_checkpoints(source)
     chosen = choose_step(checkpoints, steps, step)
     into = storage.join(target, "checkpoints")

@@ -126,8 +126,8 @@ class CheckpointWriter:
         split: StateSlices = NOT_SPLIT,
     ) -> None:  # fmt: skip
         """Waits for the save before and raises its errors; then starts a snapshot of the tensors `specs` and a thread
-        that commits it with the small values `state` (without `background`, waits for it too). Warns when saves are too
-        slow. Every host must call it at the same step."""
+        that commits it with the small values `state` (without `background`, waits for it too). Host 0 warns at the
+        second save in a row that waited over 0.5 s. Every host must call it at the same step."""
         began = self._clock()
         self.wait()
         waited = self._clock() - began
@@ -171,7 +171,8 @@ class CheckpointWriter:
             raise error
 
     def wait(self) -> None:
-        """Waits, without limit, for the save in progress, if any, to be committed. Raises its error, once."""
+        """Waits, without limit, for the save in progress, if any: on host 0 until it is committed, on others until all
+        parts are written. Raises its error, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -191,8 +192,8 @@ class CheckpointWriter:
         self._buffer = None
 
     def _run(self, manifest: Manifest, snapshot: Snapshot, buffer: _PartBuffer) -> None:
-        """Waits for the copy and commits, in a thread; sets `committed`. Keeps any error for `check`, and first calls
-        `on_nonfinite` with a NonFinite."""
+        """Waits for the copy and commits, in a thread; then sets `committed`, on other hosts than 0 once all parts are
+        written. Keeps any error for `check`, and first calls `on_nonfinite` with a NonFinite."""
         try:
             self._rendezvous.set_background_phase(f"saving {manifest.step}: copying the state")
             snapshot.wait()

@@ -84,9 +84,9 @@ def claim(
     storage: Storage = default_storage,
 ) -> Claim:
     """On host 0, writes this start's claim, attempts/attempt-NNNN.TOKEN.json (`record`, and earlier claims' names), to
-    the run's folder; on all, waits until every host sees it. Raises BadInput if one does not (the folder is not
-    shared), if there is no such bucket, or a local folder can't be written (a mounted bucket has no hard links);
-    StorageError if a bucket fails; LostPeer, StopRequested."""
+    the run's folder; then each host looks for it, once, and waits for all others. Raises BadInput if a host does not
+    see it (the folder is not shared), the bucket is missing, or host 0 can't write a local folder (a mounted bucket has
+    no hard links); StorageError if a bucket fails; LostPeer, StopRequested."""
     url = join(folder, "attempts", f"attempt-{cluster.attempt:04d}.{token}.json")
     after: frozenset[str] = frozenset()
     if cluster.is_first:
@@ -110,8 +110,9 @@ def claim(
 
 
 def fence(folder: str, cluster: Cluster, own: Claim, storage: Storage = default_storage) -> Callable[[], None]:
-    """Returns a check for host 0 to call before each commit: it reads the claims that are new in the folder, and raises
-    BadInput if one is of a newer start than `own` or can't be understood, StorageError if storage fails."""
+    """Returns a check for host 0 to call before and after each commit: it reads the claims that are new in the folder
+    since its last call, and raises BadInput if one is of a newer start than `own` or can't be understood, StorageError
+    if storage fails."""
     older = set(own.after | {own.name})
 
     def check() -> None:

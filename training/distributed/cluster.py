@@ -131,8 +131,8 @@ def _find_names(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def metadata_variables(read: Callable[[str], str | None]) -> dict[str, str]:
-    """Returns the variables for `from_environment` that the metadata server knows; {} if it lists no hosts.
-    `read(key)` returns an attribute or None."""
+    """Returns the variables for `from_environment` that the metadata server knows; {} if it lists no hosts. `read(key)`
+    returns an attribute or None; without them, the worker is "0" and the accelerator ""."""
     endpoints = read("worker-network-endpoints")
     if not endpoints:
         return {}
@@ -144,9 +144,9 @@ def metadata_variables(read: Callable[[str], str | None]) -> dict[str, str]:
 
 
 def discover(environment: Mapping[str, str] | None = None) -> Cluster:
-    """Returns the cluster that `environment` (None: os.environ) describes; else, on a TPU without TPU_SKIP_MDS_QUERY,
-    the metadata server, if it answers; else this host alone. Raises BadInput for bad values or a server's HTTP
-    error."""
+    """Returns the cluster of `environment` (None: os.environ), if that has a worker index or addresses; else, on a TPU
+    without TPU_SKIP_MDS_QUERY, that of the metadata server, if it answers; else this host alone. Raises BadInput for
+    bad values or a server's HTTP error."""
     environment = os.environ if environment is None else environment
     is_told = any(environment.get(name) for name in ("TPU_WORKER_ID", "JOB_COMPLETION_INDEX"))
     if not is_told and not _find_names(environment) and device_kind(environment) == "TPU":

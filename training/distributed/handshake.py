@@ -121,9 +121,9 @@ class ClientHandshake:
 def perform_handshake(
     connection: Connection, own: HostCredentials, worker: int, seconds: float, machine: Machine = SYSTEM
 ) -> LineBuffer | Refusal:
-    """Performs the handshake of `worker` on a new connection to host 0, within `seconds`, and changes its time-out.
-    Returns the bytes received after the handshake, or host 0's refusal. Raises OSError if host 0 closed the connection
-    or did not answer in time, Malformed if another program than host 0 answered."""
+    """Performs the handshake of `worker` on a new connection to host 0, within `seconds`; the connection keeps the
+    time-out that is left. Returns the bytes received after the handshake, or host 0's refusal. Raises OSError if host 0
+    closed the connection or did not answer in time, Malformed if another program than host 0 answered."""
     lines, clock = LineBuffer(HANDSHAKE_BYTES), machine.clock.monotonic
     deadline = clock() + seconds
 

@@ -102,9 +102,9 @@ class RendezvousServer:
             self._selector.close()
 
     def _accept(self) -> None:
-        """Accepts waiting connections, some at each call, and begins their handshakes. When the process can have no
-        more, closes the one pending longest, and leaves the others in the listener's queue; without one, after 0.05 s.
-        Raises OSError if the listener is broken."""
+        """Accepts up to 64 waiting connections, and begins their handshakes. Without free file descriptors or memory,
+        closes the connection that is in its handshake longest, or if none is, sleeps 0.05 s; the others wait in the
+        listener's queue. Raises OSError if the listener is broken."""
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
                 accepted, _address = self._listener.accept()

@@ -52,7 +52,8 @@ class ShutdownRequest:
         return self.requested and self.nothing_to_save
 
     def limit(self, seconds: float, overdue: Callable[[], None]) -> None:
-        """Has a thread call `overdue` `seconds` after a stop is requested, or from now if one was; does not wait."""
+        """Has a thread call `overdue` `seconds` after a stop is requested, here or on another host (after this call, if
+        it was before). Does not wait."""
         self._deadline = (seconds, overdue)
         if self.requested:
             self._count_down()

@@ -25,8 +25,8 @@ class CheckedPrograms:
 
     def compare(self, kind: str, shapes: Sequence[tuple[int, ...]], hash_program: Callable[[], str]) -> None:
         """Compares a program, once for its kind and shapes, with those of preflight; warns on stderr, on the host that
-        `warns`, if it is none of them. Does nothing without a preflight or if its programs are not comparable. `kind`
-        is "training" or "evaluation"; `hash_program` takes time, and is called only for a comparison."""
+        `warns`, if it is none of them. Does nothing without a preflight or in a process that is not `comparable`.
+        `kind` is "training" or "evaluation"; `hash_program` takes time, and is called only for a comparison."""
         if not self._checked or not self._comparable or (kind, *shapes) in self._run:
             return
         program_hash = self._run[kind, *shapes] = hash_program()

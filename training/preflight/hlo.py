@@ -116,7 +116,8 @@ class _Operation:
 
 
 def _find_operations(module: Any) -> Iterator[_Operation]:
-    """Yields the operations that a step runs, with the number of runs: in a loop's body, those of the loop."""
+    """Yields the operations that a step runs, with the number of runs: in a loop's body, those of the loop. Leaves out
+    branches of conditionals."""
     computations = {computation.id: computation for computation in module.computations}
     waiting = [(module.entry, 1, False)]
     while waiting:

@@ -153,7 +153,8 @@ def describe(
 
 def roofline(flops: float, bytes_accessed: float, target: Accelerator, rows: int, cycles: int = 0) -> Costs:
     """Returns the costs of a step of `rows` in all for which one device needs `flops` and `bytes_accessed`, with the
-    examples/s that the slower of the two allows at peak rates (https://doi.org/10.1145/1498765.1498785)."""
+    examples/s that the slower of the two allows at peak rates (https://doi.org/10.1145/1498765.1498785): infinity if
+    both are 0."""
     generation = target.generation
     compute = flops * generation.devices_per_chip / generation.bf16_flops_per_chip
     memory = bytes_accessed * generation.devices_per_chip / generation.hbm_bytes_per_second_per_chip

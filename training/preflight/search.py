@@ -108,13 +108,14 @@ class Trial:
         return flags
 
     def compile(self, graph: Graph, **settings: Any) -> GraphResult:
-        """Traces and compiles a program with other `settings` of the section `train`. Raises as `run_preflight`."""
+        """Traces and compiles a program with other `settings` of the section `train`, without memory for the code of
+        the run's other programs. Raises as `run_preflight`."""
         programs = trace_programs(self.config.with_train(**settings), self.facts, [graph], self.target)
         return compile_all(programs, self.target, self.show, self.flags).graphs[0]
 
     def advise_remat(self, longest: GraphResult) -> Iterator[str]:
-        """Yields what a program that does not fit needs with train.remat: layers and whether it fits then; nothing if
-        the run has that setting or the model can't."""
+        """Yields a sentence: what a program that does not fit needs with train.remat: layers, and whether it fits then;
+        nothing if the run has that setting or the model can't."""
         if self.config.train.remat == "layers":
             return
         self.show(f"it does not fit: tracing it with train.remat: layers for {self.target.name}")

@@ -111,8 +111,8 @@ def _list(folder: str, delimiter: str | None) -> tuple[list[Stat], list[str]]:
 
 
 def read(url: str, start: int, end: int | None, generation: int | None) -> bytes:
-    """Reads bytes [start, end) of an object, to its end without `end`; b"" beyond it. Raises Changed if it is not of
-    `generation`, when that is given, NotFound, StorageError and BadInput."""
+    """Reads bytes [start, end) of an object, to its end without `end`; b"" beyond it, and for an empty range, unasked.
+    Raises Changed if it is not of `generation`, when that is given, NotFound, StorageError and BadInput."""
     bucket, name = _object(url)
     if end is not None and end <= start:
         return b""
@@ -369,8 +369,8 @@ def _stat(url: str, blob: Any) -> Stat:
 
 
 def _client() -> Any:
-    """Returns this process's client, made at the first call for a STORAGE_EMULATOR_HOST. Raises google.auth's
-    DefaultCredentialsError."""
+    """Returns the client of this process for the present STORAGE_EMULATOR_HOST, made at the first call. Raises
+    google.auth's DefaultCredentialsError."""
     key = (os.getpid(), os.environ.get("STORAGE_EMULATOR_HOST"))
     with _lock:
         if key not in _clients:

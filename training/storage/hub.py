@@ -45,8 +45,9 @@ def tokenizer_folder(path: str) -> str:
 
 @contextlib.contextmanager
 def local_copy(folder: str, files: tuple[str, ...] = MODEL_FILES) -> Iterator[str]:
-    """Yields a local model folder: `folder` itself; for a name on the Hub, the cache to which it downloads the model;
-    for a bucket, a copy of its `files` (patterns), deleted after the block. Raises BadInput, StorageError."""
+    """Yields a local model folder: `folder` itself, unchecked; for a name on the Hub, the cache to which it downloads
+    the model; for a bucket, a copy of those of its `files` (patterns) that exist, deleted after the block. Raises
+    BadInput, StorageError."""
     folder = model_folder(folder)
     if not storage.is_remote(folder):
         yield folder
