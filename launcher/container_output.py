@@ -21,7 +21,8 @@ from training.telemetry.progress_line import ProgressLine, parse
 
 
 def _load_script(name: str) -> str:
-    """Returns the text of container_scripts/NAME.sh, which says what the script prints, without comments."""
+    """Returns the text of container_scripts/NAME.sh without comment lines. Those at its top say what the script
+    prints."""
     text = (resources.files(__package__) / f"container_scripts/{name}.sh").read_text(encoding="utf-8")
     return re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
 
@@ -40,7 +41,8 @@ _Records = Callable[[bytes, _Open], Iterator[tuple[str, bytes, bool]]]
 
 
 def split_progress(output: str) -> tuple[tuple[ProgressLine, ...], str]:
-    """Returns the lines of progress that begin an output (those that can be parsed, 64 at most), and the rest of it."""
+    """Returns the parsed lines of progress that begin an output, and what follows them. Drops lines of progress that
+    can't be parsed, and those after the first 64."""
     progress: list[ProgressLine] = []
     while output.startswith(_PROGRESS):
         line, _, output = output.partition("\n")
@@ -92,8 +94,8 @@ def kubelet_records(piece: bytes, _begun: _Open) -> Iterator[tuple[str, bytes, b
 
 def read_log(data: bytes, records: _Records, *, complete: bool) -> LogWindow:
     """Returns the whole lines of a piece of a log, and the times and sizes of open lines, which have not ended. Lines
-    beyond LINE_BYTES are cut (`CUT`), and an open one then counts as whole; if the log is `complete`, all lines do.
-    `records` is `docker_records` or `kubelet_records`."""
+    are cut (`CUT`) after LINE_BYTES, an open one, which then counts as whole, once more than that of the log follows
+    its beginning. If the log is `complete`, all lines are whole. `records` is `docker_records` or `kubelet_records`."""
     lines: list[LogLine] = []
     begun: _Open = {}
     first, count, position = "", 0, 0

@@ -69,9 +69,9 @@ def per_hour(accelerator_type: str, zone: str, capacity: str) -> float | None:
 
 
 def transfer_per_gb(location: str, region: str) -> float:
-    """Returns the dollars for a GiB from a bucket in `location` (in lower case) to a host in another region, by the
-    matrix "Data transfer within Google Cloud" of https://cloud.google.com/storage/pricing; 0 for "", and for
-    dual-regions and multi-regions, although reading from a multi-region costs as much as from another region there."""
+    """Returns the dollars for a GiB from a bucket in `location` (in lower case) to a host in `region`, by the matrix
+    "Data transfer within Google Cloud" of https://cloud.google.com/storage/pricing; 0 within a region, for "", and for
+    dual-regions and multi-regions, although reading from a multi-region costs as much as from another region."""
     if location == region or not location[-1:].isdigit() or "-" not in location:
         return 0.0
     ends = {location.partition("-")[0].replace("northamerica", "us"), region.partition("-")[0]}

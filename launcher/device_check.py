@@ -66,10 +66,10 @@ class DeviceReport:
 
 
 def check_devices(config: Config, context: Context, seconds: float = SECONDS) -> list[DeviceReport]:
-    """Checks the devices of all hosts of a READY slice, in containers of the run's image, which is built if necessary.
-    Waits for answers until `seconds` after the start, removes the containers, and returns a report for each host,
-    silent ones too. Raises BadInput if there is no slice or a program is missing, LaunchError if a run is on the slice
-    (CONFLICT), it is not READY, or there is no image."""
+    """Checks the devices of all hosts of a READY slice, in containers of the run's image, which is made and pushed if
+    necessary. Waits for answers until `seconds` after the start, removes the containers, and returns a report for each
+    host, silent ones too. Raises BadInput if there is no slice or a program is missing, LaunchError if a run is on the
+    slice (CONFLICT), it is not READY, or there is no image."""
     if any(ledger.state.phase.is_open for ledger in runs_on_slice(config, context.home, context.machine)):
         raise LaunchError(
             f"slice {config.slice.name} has a run: its devices are in use; "

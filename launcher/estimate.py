@@ -147,8 +147,9 @@ def _roofline(flops: float, byte_count: float, target: Accelerator) -> float:
 
 def _bound_by_sizes(config: Config) -> Bound | None:
     """Returns the least seconds of a step, the longer of two: for the FLOPs, six for each token and parameter of the
-    layers and for each masked token and parameter of the embedding (arxiv.org/abs/2001.08361), and for the bytes of the
-    optimizer's state, whole on each device. Reads the dataset's manifest; None without that or a named model."""
+    layers and, for mlm, for each masked token and parameter of the embedding (arxiv.org/abs/2001.08361), and for the
+    bytes of the optimizer's state, whole on each device. Reads the dataset's manifest; None without that or a named
+    model."""
     assert config.trainer is not None
     trainer = config.trainer
     if trainer.model.name is None:
@@ -184,8 +185,9 @@ def choose_shares(name: str, measured: Sequence[tuple[str, float]]) -> Shares:
 
 
 def _measured(home: Path, machine: Workstation) -> Iterable[tuple[str, float]]:
-    """Yields, for each ended attempt in `home` with timed steps, its type and the bound divided by a step's time.
-    Computes a bound, for which it may read a bucket, once for all attempts with the same file and candidate."""
+    """Yields, for each ended attempt in `home` with timed steps, its type and the bound divided by a step's time; none
+    without a bound, trainer's sections, or a file that this version reads and that still has its candidate. Computes a
+    bound, for which it may read a bucket, once for all attempts with the same file and candidate."""
     bounds: dict[tuple[str, str, Candidate], Bound | None] = {}
     for ledger in list_runs(home, machine):
         began: dict[int, str] = {}
@@ -215,7 +217,7 @@ COLUMNS = ("type", "zone", "fits", "bound", "hours", "spot", "on demand", "wait"
 
 
 def row(item: Estimate) -> list[str]:
-    """Returns the table's row of an estimate."""
+    """Returns an estimate's cells in the table with the headings COLUMNS; an unknown wait is ""."""
     fits = {True: "yes", False: "no", None: "not compiled"}[item.fits]
     bound = "unknown" if item.bound is None else f"{item.bound.seconds * 1000:.3g} ms a step"
     wait = "" if item.wait_seconds is None else costs.duration(item.wait_seconds)
@@ -245,7 +247,8 @@ def _types(items: Iterable[Estimate]) -> str:
 
 
 def line(config: Config, home: Path, machine: Workstation) -> str | None:
-    """Returns the slice's estimate in one line; None without a bound or trainer's sections. Raises as `estimate`."""
+    """Returns the first candidate's estimate in one line; None without a bound or trainer's sections. Raises as
+    `estimate`."""
     if config.trainer is None:
         return None
     item = estimate(config, home, machine)[0]

@@ -30,14 +30,15 @@ def metadata_file() -> Path:
 
 
 def example(name: str) -> Path:
-    """Returns the path of an example file: examples/NAME of the current folder if it exists, else the installed one.
-    Raises LaunchError if the installation has no examples; does not look for this one."""
+    """Returns the path of an example file: examples/NAME of the current folder if it exists, else the installed one,
+    which may be missing. Raises LaunchError if the installation has no examples at all."""
     local = Path("examples") / name
     return local if local.is_file() else shared_folder("examples") / name
 
 
 def shared_folder(name: str) -> Path:
-    """Returns the folder "images" or "examples" of checkout or installation. Raises LaunchError if there is none."""
+    """Returns the folder `name` ("images" or "examples") of the checkout, if the code runs from one, else of the
+    installation. Raises LaunchError if an installation lacks it."""
     checkout = _PACKAGE.parent
     if (checkout / "pyproject.toml").is_file():
         return checkout / name

@@ -59,7 +59,8 @@ class SecretMasker:
 
 
 def _parts(value: str) -> Iterator[str]:
-    """Yields the value, also without white space around it, and its long lines, which a log shows separately."""
+    """Yields the value, also without white space around it, and its lines of 8 characters or more, which a log shows
+    separately."""
     yield value
     yield value.strip()
     if "\n" in value:

@@ -48,9 +48,9 @@ class PlannedCommand:
 
 def list_commands(config: Config) -> list[PlannedCommand]:
     """Returns the commands of up, run, stop and down in the order of a run: those on the slice, after them in `up` the
-    creations of all other candidates, and before `run` those that make the image. Runs none of them, but may ask
-    whether an engine answers, and hashes the image's files. Always for a Cloud TPU VM, whichever the provider. Raises
-    BadInput."""
+    creations of all other candidates, and before `run` those that make the image. Runs none of them, but may ask gcloud
+    for its account and whether an engine answers, and hashes the image's files. Always for a Cloud TPU VM, whichever
+    the provider. Raises BadInput."""
     current = slice_hints.in_current_place(config)
     later = [config.placed(other) for other in config.candidates if other != slice_hints.current(config)]
     when = "asked for at the same time" if config.slice.candidates else "if the zones before have no capacity"
@@ -79,9 +79,9 @@ def _list_image_commands(config: Config) -> list[PlannedCommand]:
 
 
 def _record_commands(config: Config) -> Iterator[PlannedCommand]:
-    """Yields the commands that up, run, stop and down would run on the slice, each once and in this order: lets the
-    provider act on a machine that records commands and runs none. Ignores owners and cost limits. Until the iterator
-    ends, TPU_LAUNCH_HOME of this process is a temporary folder."""
+    """Yields the commands that up, run, stop and down would run on the slice in this order, each once, but stop's again
+    for down: lets the provider act on a machine that records commands and runs none. Ignores owners and cost limits.
+    Until the iterator ends, TPU_LAUNCH_HOME of this process is a temporary folder."""
     unlimited = config.slice.model_copy(update={"max_cost_per_hour": None, "price_limit": None})
     config = replace(config, any_owner=True, slice=unlimited)
     recorder = _Recorder(config)

@@ -208,10 +208,11 @@ class Provider(Protocol):
 
     @property
     def host_count(self) -> int:
-        """The number of hosts of the slice, as it was last seen; as configured before it exists."""
+        """Returns the number of hosts of the slice, as it was last seen; as configured before it exists."""
 
     def withdraw_unused(self) -> None:
-        """Deletes unused requests that earlier commands left open. Raises LaunchError while a command makes some."""
+        """Deletes unused requests that earlier commands left open. Raises LaunchError while another command makes
+        requests."""
 
     def connect(self) -> None:
         """Starts to open connections to the hosts in the background. Does not wait, and reports no failure."""

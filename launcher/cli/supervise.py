@@ -91,7 +91,7 @@ def _require_bucket(url: str) -> None:
 
 def _context(ledger: Ledger | None) -> Context:
     """Returns this process's context: slices are created and deleted under the name of the run's user (None: this
-    process's), and hosts' lines go to the run's folder only."""
+    process's), and hosts' lines go to the run's folder only. Creates the launcher's folder if missing."""
     own = machine()
     if ledger is not None and ledger.record.user:
         owner = Owner(ledger.record.user, ledger.record.account)

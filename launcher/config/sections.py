@@ -36,8 +36,9 @@ def _known_accelerator(value: str) -> str:
 
 
 def _labels(value: dict[str, str]) -> dict[str, str]:
-    """Returns the labels unchanged. Raises ValueError for a key or a value that Google refuses, and for a key that
-    begins with tpu-launch, which the launcher itself gives."""
+    """Returns the labels unchanged. Raises ValueError for a key or a value with other characters than lower-case
+    letters, digits, _ and -, or with more than 63, for an empty key, and for one that begins with tpu-launch, which the
+    launcher itself gives."""
     for key, text in value.items():
         if not _LABEL.fullmatch(key) or not key or not _LABEL.fullmatch(text):
             raise ValueError(f"label {key}={text}: lower-case letters, digits, '_' and '-' only, 63 characters at most")
@@ -98,7 +99,7 @@ class FilledSection(Section):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_empty(cls, value: Any) -> Any:
-        """Returns the value unchanged. Raises ValueError for a text without a character."""
+        """Returns the value unchanged. Raises ValueError for a text that is empty or blank."""
         if isinstance(value, str) and not value.strip():
             raise ValueError(f"{value!r} is empty: write a value, or leave out the key")
         return value

@@ -99,8 +99,8 @@ def _open_registry(spec: AppendSpec, target: Reference, *, writes: bool) -> Regi
 
 
 def _read_base(registry: Registry, spec: AppendSpec) -> BaseImage:
-    """Reads the base, for linux/amd64, in the registry. Raises BadInput: unusable, or missing (with `spec.advice`);
-    LaunchError."""
+    """Reads the base, for linux/amd64, in the registry. Raises BadInput if it is unusable, or missing (the message ends
+    with `spec.advice`), LaunchError if the registry fails."""
     name, path = str(spec.base), spec.base.path
     document = registry.read_manifest(path, spec.base.version)
     if document is None:

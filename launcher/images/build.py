@@ -125,7 +125,7 @@ def find_pushed(spec: ImageSpec) -> str | None:
 
 def _find(plan: ImagePlan) -> str | None:
     """Returns the name that hosts run: the id in the engine's store, with a repository the name by digest of what the
-    registry has under the tag. Returns None if it is not there, and if the registry does not answer at once."""
+    registry has under the tag. Returns None if it is not there, and if the registry refuses or fails the only try."""
     if plan.remote is None:
         return plan.image_id or engine.find_image_id(plan.docker, plan.local)
     with contextlib.suppress(LaunchError):

@@ -113,7 +113,8 @@ def left_out_of(folder: Path) -> tuple[str, ...]:
 
 
 def _holds_private_key(path: Path) -> bool:
-    """Returns whether a small file, or one that a link points to, holds a private key; False if it can't be read."""
+    """Returns whether a file of 64 KiB at most, or one that a link points to, holds a private key; False if it can't be
+    read."""
     try:
         small = path.is_file() and path.stat().st_size <= _SEARCHED_BYTES
         return small and _PRIVATE_KEY.search(path.read_bytes()) is not None
@@ -146,7 +147,8 @@ def assemble(entries: Iterable[Entry], destination: Path) -> None:
 
 
 def read_entry(source: Path) -> tuple[bytes, bytes]:
-    """Returns the arguments of `hash_file` for a file. Raises BadInput for one that can't be read."""
+    """Returns a file's kind and content for `hash_file`, of a link its target's path. Raises BadInput for one that
+    can't be read."""
     try:
         if source.is_symlink():
             return b"link", os.fsencode(os.readlink(source))

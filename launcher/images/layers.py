@@ -63,7 +63,8 @@ def make_layers(entries: Sequence[Entry], folder: str, title: str) -> list[Layer
 
 
 def _group_by_layer(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Returns each layer's files: all below 4 MiB, all larger ones but the 16 largest, then each of these alone."""
+    """Returns the files of each layer: all below 4 MiB, all larger ones but the 16 largest, then each of these alone;
+    leaves out layers without files."""
     sizes = {name: source.lstat().st_size for name, source in entries}
     large = sorted((entry for entry in entries if sizes[entry[0]] >= LARGE_BYTES), key=lambda e: (-sizes[e[0]], e[0]))
     alone, shared = large[:_MOST_LARGE], large[_MOST_LARGE:]

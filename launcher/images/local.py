@@ -40,8 +40,8 @@ def image_spec(config: Config) -> ImageSpec:
 
 
 def _own_folder(config: Config) -> tuple[Path | None, Path | None]:
-    """Returns (folder, Dockerfile) of the user: with image.dockerfile, image.context (default: the Dockerfile's folder)
-    and that file, else image.code, or None, and None. Does not look whether they exist."""
+    """Returns the user's folder and Dockerfile: image.context (default: the Dockerfile's folder) and image.dockerfile;
+    without a Dockerfile image.code, or None, and None. Does not look whether they exist."""
     section = config.image
     if section.dockerfile is None:
         return config.folder / section.code if section.code else None, None
@@ -123,8 +123,9 @@ def image(config: Config, say: Callable[[str], None]) -> Image:
 
 
 def published(config: Config) -> str | None:
-    """Returns the image's name: image.reference, or by digest that of the file's image if the registry has it, or, for
-    an engine's, this machine has recorded its push; else None. Sends nothing. Raises BadInput, LaunchError."""
+    """Returns image.reference, else the name by digest of the file's image if the registry has it or, for an engine's
+    image, of its last push recorded here; None without these or image.repository. Sends nothing. Raises BadInput,
+    LaunchError."""
     if config.image.reference or config.image.repository is None:
         return config.image.reference
     return find_pushed(image_spec(config)) if needs_engine(config) else appended.find(append_spec(config))

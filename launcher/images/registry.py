@@ -142,7 +142,7 @@ class Registry:
         return self._check_manifest(response, path, version)
 
     def _check_manifest(self, response: RegistryResponse, path: str, version: str) -> ManifestDocument:
-        """Returns the manifest in a response. Raises LaunchError if it is not the one of a digest in `version`."""
+        """Returns the manifest in a response. Raises LaunchError if `version` is the digest of another one."""
         document = ManifestDocument(response.header("content-type").partition(";")[0].strip(), response.body)
         if ":" in version and document.digest != version:
             raise LaunchError(f"{self.host}/{path}@{version}: the registry sent another manifest, {document.digest}")
@@ -291,7 +291,8 @@ def _network_reason(host: str, error: Exception) -> str:
 
 
 def _error_text(response: RegistryResponse) -> str:
-    """Returns a registry's error message in one line."""
+    """Returns a registry's error messages in one line, else the first 300 bytes of the response, else "no reason
+    given"."""
     try:
         errors = json.loads(response.body)["errors"]
         return "; ".join(" ".join(f"{error.get('message') or error.get('code')}".split()) for error in errors)

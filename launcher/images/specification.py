@@ -165,8 +165,9 @@ def parse_bases(dockerfile: str, build_args: Mapping[str, str]) -> tuple[str, ..
 
 
 def compute_tag(spec: ImageSpec, base_ids: Mapping[str, str]) -> str:
-    """Reads all files, and returns 16 hexadecimal digits: a hash of the context, the Dockerfile, arguments and target
-    of the spec, and of the base images' ids by name. Raises BadInput for a file of the context that can't be read."""
+    """Reads the files (of the context, once for each spec), and returns 16 hexadecimal digits: a hash of the context,
+    the Dockerfile, arguments and target of the spec, and of the base images' ids by name. Raises BadInput for a file of
+    the context that can't be read, OSError for the Dockerfile."""
     parts = (
         spec.hashes,
         hashlib.sha256(spec.dockerfile.read_bytes()).hexdigest(),
@@ -178,7 +179,8 @@ def compute_tag(spec: ImageSpec, base_ids: Mapping[str, str]) -> str:
 
 
 def _require_ca_bundle(given: Path | None) -> Path | None:
-    """Returns the path of the given CA bundle, else of TPU_LAUNCH_CA_BUNDLE, else None. Raises BadInput if missing."""
+    """Returns the absolute path of the given CA bundle, else of TPU_LAUNCH_CA_BUNDLE, else None. Raises BadInput if it
+    is missing."""
     variable = os.environ.get("TPU_LAUNCH_CA_BUNDLE")
     path = given or (Path(variable) if variable else None)
     if path and not path.is_file():
