@@ -218,9 +218,9 @@ def delete_until_gone(
 ) -> None:
     """Deletes something and returns when it is gone. `look` asks the API each time: it returns what is still there and
     the command that deletes it (None: it goes by itself), or None when nothing is left. `say` is given a line for each
-    new error after which the deletion is repeated; `on_refusal` is called when Google did not take it. Raises
-    CommandTimeout after `deadline` (monotonic clock; DELETE_SECONDS after the begin), LaunchError if repeating the
-    deletion changes nothing or `look` raises it."""
+    new error after which the deletion is repeated; `on_refusal` is called each time Google refuses it: busy, conflict
+    or not found. Raises CommandTimeout after `deadline` (monotonic clock; DELETE_SECONDS after the begin), LaunchError
+    if repeating the deletion changes nothing or `look` raises it."""
     reported = ""
     while (seen := look()) is not None:
         description, command = seen
@@ -260,8 +260,8 @@ class Backoff:
 
 class Retry:
     """Repeats operations that wait for one thing, named `subject`, while their errors are transient. Tells the user
-    each error once. With `retry_denied` PERMISSION_DENIED is retried too, for ten minutes; False where the permission
-    may never have been granted."""
+    each error that is not the last told. With `retry_denied` PERMISSION_DENIED is retried too, for ten minutes; False
+    where the permission may never have been granted."""
 
     def __init__(
         self, machine: Workstation, say: Callable[[str], None], subject: str, *, retry_denied: bool = True
@@ -297,8 +297,8 @@ class Retry:
             self._reported = text
 
     def _is_retryable(self, error: LaunchError, now: float) -> bool:
-        """Returns whether an error may pass (a denied permission: for ten minutes, if `retry_denied`); notes its
-        begin."""
+        """Returns whether an error may pass; a denied permission may, if `retry_denied`, for ten minutes from the first
+        denial."""
         if not isinstance(error, PermissionDenied):
             self._denied_since = None
             return error.transient

@@ -71,8 +71,9 @@ def of_slice(project: str, name: str, ending: str) -> Path:
 
 
 def lock(file: IO[Any] | int, path: Path, *, shared: bool = False, wait: bool = False) -> bool:
-    """Locks an open file, exclusively unless `shared`, until it is closed. Returns False if another process holds it
-    and `wait` is False. Raises BadInput, which names `path`, where the file system can't lock it."""
+    """Locks an open file, exclusively unless `shared`, until it is closed. Returns False if another open of the file,
+    also by this process, holds the lock and `wait` is False. Raises BadInput, which names `path`, where the file system
+    can't lock it."""
     import fcntl  # some systems that make images without an engine lack it
 
     try:

@@ -87,8 +87,8 @@ def stream(
     on_start: Callable[[Callable[[], None]], object] | None = None,
 ) -> Result:
     """Runs a command and passes each line of its stdout and stderr to `on_line`, without line end, as it comes.
-    `on_start` is given a function that ends the command early, which raises nothing. The result's stdout has all lines.
-    Raises as `run`, and what `on_line` raises, which ends the command."""
+    `on_start` is given a function that ends the command early and waits for its end; `stream` raises nothing then. The
+    result's stdout has all lines. Raises as `run`, and what `on_line` raises, which ends the command."""
     lines: list[str] = []
     expired = threading.Event()
     options = _prepare(argv, env, stderr=subprocess.STDOUT, errors="replace")
@@ -117,8 +117,8 @@ def stream(
 
 
 def attached(argv: Sequence[str]) -> int:
-    """Runs a command on this terminal until it ends; returns its exit code. Ctrl-C goes to the command alone. Call it
-    in the main thread. Raises CommandMissing."""
+    """Runs a command on this terminal until it ends; returns its exit code, negative after a signal. Ctrl-C goes to the
+    command alone. Call it in the main thread. Raises CommandMissing."""
     process = subprocess.Popen(list(argv), **_prepare(argv, None, stdin=None, start_new_session=False))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -174,7 +174,8 @@ def _awaited(process: subprocess.Popen[Any], program: str) -> Iterator[subproces
 
 
 def _kill_group(process: subprocess.Popen[Any]) -> None:
-    """Ends a command and its children, and waits for it: SIGTERM, so that they can clean up, SIGKILL 10 s later."""
+    """Ends a command and its children, and waits for the command: SIGTERM, so that it can clean up; 10 s later, or as
+    soon as it has ended, SIGKILL to all that is left."""
     for number, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, None)):
         try:
             os.killpg(process.pid, number)

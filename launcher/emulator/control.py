@@ -82,10 +82,10 @@ def start(home: Path, *, bucket: str | None = None, port: int | None = None, ful
 
 
 def stop(home: Path, *, keep_data: bool = False) -> None:
-    """Ends the server and removes containers, networks, volumes, sockets and all files of the home, also after a crash,
-    with a broken state file and when nothing runs. `keep_data` keeps the objects of its buckets. Raises LaunchError
-    when the engine does not answer and may hold hosts, or can't remove them; BadInput without a readable state if
-    DOCKER_HOST is another machine."""
+    """Ends the server and removes containers, networks, volumes, names of pulled images, sockets and all files of the
+    home, also after a crash, with a broken state file and when nothing runs. `keep_data` keeps the objects of its
+    buckets. Raises LaunchError when the engine does not answer and may hold hosts, or can't remove them; BadInput
+    without a readable state if DOCKER_HOST is another machine."""
     with _starting(home):
         try:
             state = _read(home)
@@ -132,8 +132,8 @@ def inject(home: Path, fault: dict[str, Any]) -> dict[str, Any]:
 
 
 def enter_stock(home: Path, path: Path | None) -> None:
-    """Makes the server use a file's stock from now on; None: any number of every slice again. Raises BadInput for a
-    wrong file, or when the emulator does not run."""
+    """Makes the server use a file's stock, whose seconds count from now on; None: any number of every slice again.
+    Raises BadInput for a wrong file, or when the emulator does not run."""
     content: dict[str, Any] | None = None
     if path is not None:
         try:
@@ -207,8 +207,9 @@ def emulated(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _launch(home: Path, state: EmulatorState, engine: Engine, image: str, tpu_volume: str) -> None:
-    """Writes the state, starts the server, and waits until it answers; kills it and raises LaunchError when it does not
-    within START_TIMEOUT. Raises BadInput as `_make_socket_folder`."""
+    """Writes the state, starts the server (log: HOME/server.log) and waits until it answers. Kills it and raises
+    LaunchError when it does not within START_TIMEOUT, or ends; Ctrl-C kills it too. Raises BadInput as
+    `_make_socket_folder`."""
     state.engine, state.sockets = engine.path, str(_make_socket_folder(home))
     write_private(home / "state.json", to_json(state))
     (home / "user" / "gcloud").mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -309,7 +310,7 @@ def _make_socket_folder(home: Path) -> Path:
 
 
 def _make_images(engine: Engine) -> tuple[str, str]:
-    """Returns the name of the hosts' image and the volume of the virtual TPU; makes what is missing, or whose sources
+    """Returns the names of the hosts' image and of the virtual TPU's volume; makes what is missing, or whose sources
     changed, with the steps on stderr. Raises LaunchError when that fails, BadInput without a base image or a docker
     client."""
     images, say = shared_folder("images"), partial(print, file=sys.stderr)
@@ -354,7 +355,8 @@ def _answers(state: EmulatorState) -> bool:
 
 
 def _ask(state: EmulatorState, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Sends a request to the server and returns its JSON. Raises BadInput for status 400, LaunchError otherwise."""
+    """Sends a request to the server and returns its JSON. Raises BadInput for status 400, LaunchError for others from
+    400 on and without an answer within 120 s."""
     try:
         status, data = _server(state.sockets).raw(method, path, body=body)
     except OSError as error:

@@ -71,8 +71,8 @@ def answer_repositories(
 
 
 def repository_is_missing(state: EmulatorState, repository: str) -> bool:
-    """Returns whether an injected "repository" fault demands that repositories are created first, and that of the image
-    LOCATION-docker.pkg.dev/PROJECT/NAME/IMAGE was not."""
+    """Returns whether an injected "repository" fault demands that repositories are created first, and the one of the
+    image `repository`, LOCATION-docker.pkg.dev/PROJECT/NAME/IMAGE, was not."""
     host, project, name = [*repository.split("/"), "", ""][:3]
     full_name = f"projects/{project}/locations/{host.removesuffix('-docker.pkg.dev')}/repositories/{name}"
     return full_name not in state.repositories and any(fault.kind == "repository" for fault in state.faults)
@@ -164,7 +164,7 @@ class EmulatedRegistry:
 
     def _answer_upload(self, request: HttpRequest, path: str, repository: str, identifier: str) -> HttpResponse:
         """Begins (POST, see `_begin_upload`), continues (PATCH, in one piece) or ends (PUT) an upload of a blob; bytes
-        that do not have the PUT's digest are deleted, with 400. `path`: `repository` without its host."""
+        that do not have the PUT's digest are deleted, with 400. `path`: the repository as in the URL."""
         if request.method == "POST" and not identifier:
             return self._begin_upload(request, path, repository)
         upload = self._folder / "uploads" / identifier
@@ -191,7 +191,7 @@ class EmulatedRegistry:
 
     def _begin_upload(self, request: HttpRequest, path: str, repository: str) -> HttpResponse:
         """Answers a POST: mounts the blob that it names from another repository, else begins an empty upload. `path`:
-        `repository` without its host, as in URLs."""
+        the repository as in the URL."""
         digest, source = request.query.get("mount", ""), request.query.get("from", "")
         mounted = self._blob(repository.removesuffix(path) + source, digest) if source else None
         if mounted is not None:
@@ -216,7 +216,7 @@ class EmulatedRegistry:
 
     def _answer_manifest(self, request: HttpRequest, path: str, repository: str, version: str) -> HttpResponse:
         """Answers PUT, GET and HEAD of a manifest by tag or digest; 404 if there is none, and for other methods.
-        `path`: `repository` without its host, as in URLs."""
+        `path`: the repository as in the URL."""
         if request.method == "PUT":
             return self._put_manifest(request, path, repository, version)
         found = self.manifest(repository, version)
@@ -230,7 +230,7 @@ class EmulatedRegistry:
     def _put_manifest(self, request: HttpRequest, path: str, repository: str, version: str) -> HttpResponse:
         """Stores a manifest or index under its digest, and under `version` if that is a tag. Answers 400 without
         storing if it is damaged, refers to content that the repository lacks, or `version` is another digest. `path`:
-        `repository` without its host, as in URLs."""
+        the repository as in the URL."""
         data = request.body.read_all()
         found = hashlib.sha256(data).hexdigest()
         digest = f"sha256:{found}"

@@ -187,13 +187,14 @@ class Server:
         return self._faulty("storage", lambda: refusal or storage.answer(self.buckets, request))
 
     def _host_storage(self, hostname: str, request: HttpRequest) -> HttpResponse:
-        """Answers a host's Cloud Storage request, once not cut off, or after 1 h. Raises Disconnected if it is gone."""
+        """Waits while a host is cut off, up to 1 h, then answers its Cloud Storage request. Raises Disconnected for a
+        gone host."""
         self.hosts.await_network(hostname)
         return self._storage(request)
 
     def _metadata(self, hostname: str, request: HttpRequest) -> HttpResponse:
-        """Answers a host's metadata request, or below /v2/ a call of the Cloud TPU API, once the host is not cut off.
-        Raises Disconnected for a gone host."""
+        """Waits as `_host_storage`, then answers a host's metadata request, or below /v2/ a call of the Cloud TPU
+        API."""
         self.hosts.await_network(hostname)
         if request.path.startswith("/v2/"):
             return self._faulty("tpu", lambda: self._api_for_host(hostname, request))
@@ -331,7 +332,7 @@ def _status_of(node: Node, states: dict[str, str]) -> dict[str, Any]:
 
 
 def open_listener(port: int) -> socket.socket:
-    """Returns a socket that listens on `port` of 127.0.0.1, that of before, else (0 too) on a free one."""
+    """Returns a socket that listens on `port` of 127.0.0.1, or on a free port if that is taken, or 0."""
     try:
         return socket.create_server(("127.0.0.1", port), backlog=512)
     except OSError:

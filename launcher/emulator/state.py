@@ -75,8 +75,8 @@ class Operation:
     """A long-running operation. The server works on it until it is done, also after a restart."""
 
     name: str  # projects/P/locations/Z/operations/...
-    verb: str  # create | update | delete | stop | start
-    target: str  # the node's name
+    verb: str  # create | update | delete | stop | start | create-queued | delete-queued
+    target: str  # full name of the node or queued resource
     created: float
     ends_at: float  # at the earliest
     change: dict[str, Any] = field(default_factory=dict)  # fields that an update sets

@@ -153,8 +153,8 @@ def _rewrite(request: HttpRequest, bucket: Bucket, name: str, target: Bucket, ne
 
 
 def _answer_upload(request: HttpRequest, bucket: Bucket) -> HttpResponse:
-    """Answers a request below /upload/ with the created object, or with how many bytes have arrived. Raises as
-    `_answer`."""
+    """Answers a request below /upload/: stores a whole object, or begins (answers with a URL) or continues a resumable
+    upload. Raises as `_answer`."""
     if "upload_id" in request.query:
         return _continue_upload(request, bucket, request.query["upload_id"])
     match request.query.get("uploadType"):
@@ -282,7 +282,8 @@ def _forget_upload(path: Path) -> None:
 
 
 def _sent_checksums(request: HttpRequest, settings: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Returns CRC32C and MD5 that the client announced in the settings or else in the X-Goog-Hash header."""
+    """Returns the CRC32C and MD5 (base64) that the client announced in the settings or else in the X-Goog-Hash header;
+    None for one that it did not."""
     text = request.headers.get("X-Goog-Hash", "")
     sent = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
     return settings.get("crc32c") or sent.get("crc32c"), settings.get("md5Hash") or sent.get("md5")

@@ -26,7 +26,7 @@ _SYSTEM_CAS = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bund
 
 def tls_context(folder: Path, names: Sequence[str]) -> ssl.SSLContext:
     """Returns a server's TLS context for these names with a new certificate, valid for a year, which is its own issuer.
-    Writes `folder`/ca.pem: it and the system CAs."""
+    Writes the certificate and the system's CAs to `folder`/ca.pem."""
     now = datetime.now(UTC)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tpu-launch emulator")])

@@ -130,7 +130,8 @@ def delete(state: EmulatorState, node: Node, now: float) -> Operation:
 
 
 def start_delete(state: EmulatorState, node: Node, now: float) -> Operation:
-    """Marks a node in any state as DELETING and enters the pending deletion."""
+    """Marks a node in any state as DELETING and enters the pending deletion. Unlike `delete`, cancels no operation and
+    heeds no fault."""
     node.resource["state"] = "DELETING"
     return start_operation(state, "delete", node.name, now, state.update_seconds)
 
@@ -224,7 +225,7 @@ def operation_json(operation: Operation) -> dict[str, Any]:
 
 
 def accelerator_json(parent: str, name: str) -> dict[str, Any]:
-    """Returns the accelerator type `name` as the API lists it. `parent`: the full name of the list."""
+    """Returns the accelerator type `name` as the API lists it. `parent`: projects/P/locations/Z/acceleratorTypes."""
     config = catalogue.accelerator_config(ACCELERATORS[name])
     return {"name": f"{parent}/{name}", "type": name, "acceleratorConfigs": [config]}
 
@@ -242,9 +243,10 @@ def start_operation(state: EmulatorState, verb: str, target: str, now: float, se
 def finish_operation(
     state: EmulatorState, operation: Operation, now: float, error: dict[str, Any] | None = None
 ) -> None:
-    """Ends a node's operation once its work on the hosts is done, and changes the node as the operation promised. After
-    an `error` of that work the node is UNKNOWN, unless it was an update. A deletion meanwhile, or a stock-out, is
-    reported instead; a stock-out removes the node. Only the newest _KEPT_OPERATIONS ended operations stay."""
+    """Ends a node's operation once its work on the hosts is done, and changes the node as the operation promised; a
+    stop also forgets the hosts' guest attributes. After an `error` of that work the node is UNKNOWN, unless it was an
+    update. A deletion meanwhile, or a stock-out, is reported instead; a stock-out removes the node. Of the ended
+    operations only the newest _KEPT_OPERATIONS stay."""
     node = state.nodes.get(operation.target)
     response: dict[str, Any] | None = None
     if node is None or (node.state == "DELETING" and operation.verb != "delete"):

@@ -161,8 +161,8 @@ def _until(policy: dict[str, Any], now: float) -> float | None:
 
 
 def delete(state: EmulatorState, queued: QueuedResource, force: bool, now: float) -> Operation:
-    """Marks a request as DELETING; `advance` removes its node and then it. Raises ApiError if it is DELETING already,
-    for a busy fault and, without `force`, while it may have a node."""
+    """Marks a request as DELETING; `advance` removes its node and then the request. Raises ApiError if it is DELETING
+    already, for a busy fault and, without `force`, while it may have a node."""
     if queued.state == "DELETING":
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
     if not force and queued.state not in _NO_NODE:

@@ -82,7 +82,7 @@ def is_left(state: EmulatorState, zone: str, accelerator_type: str, capacity: st
 
 
 def taken(state: EmulatorState, now: float) -> list[Node]:
-    """Returns the READY spot slices for which there is no stock any more at `now`, the newest of each kind."""
+    """Returns the READY spot slices that exceed the stock at `now`: in each zone, of each type, the newest ones."""
     found: list[Node] = []
     for kind in {_kind(state, node) for node in state.nodes.values()}:
         total, used = available(state, *kind, now), _used(state, *kind)
