@@ -20,9 +20,9 @@ _REQUEST_SECONDS = 10.0
 
 def buckets(config: Config, say: Callable[[str], None], warn: Callable[[str], None] | None = None) -> None:
     """Requires that the buckets of `output` and of the datasets and tokenizer in `data` exist. `say` is given a line
-    for one that this account may not read, because the hosts' account may; `warn`, or `say`, one for a bucket whose
-    data costs dollars on the way to a candidate's region. Does nothing without trainer's sections. Raises BadInput for
-    a missing bucket or invalid credentials, LaunchError if Cloud Storage does not answer in 30 s."""
+    for one that this account may neither read nor list, because the hosts' account may; `warn`, or `say`, one for a
+    bucket whose data costs dollars on the way to a candidate's region. Does nothing without trainer's sections. Raises
+    BadInput for a missing bucket or invalid credentials, LaunchError if Cloud Storage does not answer in 30 s."""
     if config.trainer is None:
         return
     data = config.trainer.data

@@ -156,8 +156,8 @@ def find_straggler(shares: Mapping[int, Mapping[str, float]], lines: Mapping[int
 
 def draw_hosts(windows: Sequence[Mapping[str, Any]]) -> str:
     """Returns the heat map of hosts by steps as the text of an SVG file. `windows`: at least one, each with "step" and
-    "seconds", a mapping of a worker number, as text, to the host's seconds a step; several become one column, of the
-    slowest, beyond 200."""
+    "seconds", a mapping of a worker number, as text, to the host's seconds a step. Of more than 200 windows, several
+    share a column, which shows the slowest."""
     size = math.ceil(len(windows) / _COLUMNS)
     columns = [windows[begin : begin + size] for begin in range(0, len(windows), size)]
     workers = sorted({worker for window in windows for worker in window["seconds"]}, key=int)

@@ -177,9 +177,9 @@ class Recovery:
         self.changed = self.begun  # when they were first seen so
 
     def wait(self, delay: float, *, settle: bool) -> None:
-        """Waits `delay` seconds. Then, unless `in_use` is False, sets it to whether the slice is READY by the API, with
-        `settle` asking for 60 s more until it is not; to None if the API does not answer. Raises SliceDeleted, recorded
-        as RecoveryGivenUp, if a user deleted the slice; RunStopped after a stop."""
+        """Waits `delay` seconds. Then, unless `in_use` is False, sets it as `_check_slice` does, which asks the API
+        (with `settle` for up to 60 s); None if the API gives no answer. Raises SliceDeleted, recorded as
+        RecoveryGivenUp, if a user deleted the slice; RunStopped after a stop."""
         self.clock.sleep(delay)
         if self.in_use is False:
             return

@@ -132,8 +132,9 @@ def parse_stacks(output: str) -> HostStacks:
 
 
 def _merge_stacks(threads: Sequence[ThreadStack]) -> list[ThreadStack]:
-    """Returns a process's threads, each once: one that comes again gets the native calls of that stack, if it is at the
-    same place, as py-spy loses Python's calls where it can't unwind native ones."""
+    """Returns a process's threads, each once. One that comes again, in a dump with native code, keeps its first calls
+    and, if it is at the same place there, gets the native calls of the later dump, in which py-spy may lose Python's
+    calls."""
     merged: dict[str, ThreadStack] = {}
     for thread in threads:
         before = merged.setdefault(thread.id, thread)

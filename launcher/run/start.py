@@ -90,7 +90,8 @@ def start_attempt(session: Session) -> tuple[int, Verdict | None]:
 
 
 def judge_slice(session: Session) -> Verdict | None:
-    """Returns DELETED or PREEMPTED if the API says (if it is missing, twice) that the slice is gone; else None."""
+    """Returns DELETED if the API says twice that the slice is missing, PREEMPTED if it is PREEMPTED or TERMINATED; else
+    None, also if the API gives no answer."""
     try:
         slice_state = session.describe_slice()
     except LaunchError:

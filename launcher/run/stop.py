@@ -105,8 +105,9 @@ def _stop_runs(config: Config, context: Context) -> None:
 
 
 def _stop_detached(ledger: Ledger, context: Context) -> None:
-    """Stops the containers of a run that no process supervises, orphaned ones too, which have run.stop_seconds to save;
-    keeps the lines of an open attempt and records its end. Does nothing without a slice. Says if any of it fails."""
+    """Stops the containers of a run that no process supervises, orphaned ones too, which have run.stop_seconds to save.
+    Keeps the lines of an open attempt and records its end, if all hosts tell that it ended or that its start was
+    interrupted. Does nothing without a slice. Says if any of it fails."""
     try:
         quiet = replace(context, output=replace(context.output, emit=lambda worker, line: None))  # days of lines
         session = open_session(quiet, ledger)

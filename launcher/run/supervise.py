@@ -100,7 +100,8 @@ def end_everywhere(
     session: Session, attempt: int, workers: Sequence[int], *, grace: int = 1, orphaned: Collection[int] = ()
 ) -> None:
     """Ends and removes an attempt's containers on `workers` (SIGKILL after `grace` s). Records Orphaned for the hosts
-    where that failed, besides those in `orphaned`: the next start on the slice removes these containers."""
+    where that failed, except those in `orphaned`, which are recorded already: the next start on the slice removes these
+    containers."""
     reports = stop_hosts(session, attempt, workers, grace=grace, remove=True)
     if left := tuple(report.worker for report in reports if not report.ok and report.worker not in orphaned):
         session.ledger.append(events.Orphaned(attempt, session.container(attempt), left))
@@ -108,7 +109,8 @@ def end_everywhere(
 
 def stop_hosts(session: Session, attempt: int, workers: Sequence[int], *, grace: int, remove: bool) -> list[HostReport]:
     """Stops an attempt's containers on `workers` (SIGKILL after `grace` s); with `remove`, removes them. If the
-    provider fails, reports that for each host. Ends this process when another one has the run's lease."""
+    provider fails, reports that for each host. First waits until this process's lease, if it has one, is fresh; ends
+    this process when another one has it."""
     session.ledger.confirm()
     try:
         return session.provider.stop(session.container(attempt), grace=grace, remove=remove, workers=workers)

@@ -202,8 +202,8 @@ class Supervisor:
         child.result = machine.threads.submit(run)
 
     def _report_end(self, name: str, child: _Child) -> None:
-        """Says how a run's process ended; the next waits 15 s after exit code 0, else twice the last (300 s at
-        most)."""
+        """Says how a run's process ended, and sets when the next one may start: 15 s from now after exit code 0, else
+        after twice the last pause (300 s at most)."""
         assert child.result is not None
         error = child.result.exception()
         code = None if error is not None else child.result.result().returncode
