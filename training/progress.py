@@ -174,7 +174,7 @@ class Evaluations:
         return [name for name, value in self.figures.items() if not math.isfinite(value)]
 
     def is_best(self, step: int) -> bool:
-        """Returns whether the state after `step` steps was evaluated, and was better than all before."""
+        """Returns whether the last evaluation was after `step` steps, and is the best one."""
         return self.best is not None and self.best["step"] == step == self.step
 
     def state(self, step: int) -> dict[str, Any]:

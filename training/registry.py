@@ -208,8 +208,8 @@ for _names, _entries in ((TaskName, TASKS), (OptimizerName, OPTIMIZERS), (Backen
 
 
 def task_of_model(config: Mapping[str, Any]) -> str:
-    """Returns the task of a model by the values of its config.json: the one that has its network, and of several the
-    one with its problem_type, else the first; "mlm" if no task has it."""
+    """Returns the task of a model by `config`, the values of its config.json: the task that has its network, and of
+    several the one with its problem_type, else the first; "mlm" if no task has it."""
     named = config.get("architectures")
     networks = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     tasks = [name for name, entry in TASKS.items() if any(map(entry.head.is_of, networks))]

@@ -64,7 +64,8 @@ class Console:
 def format_progress(
     step: int, steps: int, loss: float, examples_per_second: float, data_wait: float, remaining_seconds: float
 ) -> str:
-    """Returns the line that shows a step's figures to the user."""
+    """Returns the line that shows a step's figures to the user. `examples_per_second`: of all hosts; `data_wait`: the
+    share, 0 to 1, of the steps' time that waited for batches."""
     return (
         f"step {step:>{len(str(steps))}}/{steps}  loss {loss:.5f}  {examples_per_second:,.1f} examples/s  "
         f"{data_wait:.0%} data wait  {format_remaining(remaining_seconds)} left"

@@ -96,7 +96,8 @@ class MetricsLog:
         self._call([tracker.flush for tracker in self._trackers])
 
     def finish(self, failed: bool = False) -> None:
-        """Finishes all trackers of an attempt, `failed` or not; then raises the first tracker's error, if any."""
+        """Ends all trackers' records of an attempt, `failed` or not, flushing them; then raises the first error, if
+        any: the next call tries again."""
         self._call([partial(tracker.finish, failed) for tracker in self._trackers])
 
     def _call(self, functions: Sequence[Callable[[], None]]) -> None:
