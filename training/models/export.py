@@ -79,7 +79,7 @@ def export_checkpoint(run: str, out: str, step: int | None = None, *, merge: boo
     chosen = choose_step(place, steps, step)
 
     def copy_weights(buffers: Mapping[str, memoryview]) -> Snapshot:
-        """Reads the checkpoint's tensors of these names into their buffers. Raises Damaged."""
+        """Reads the checkpoint's tensors of these names into their buffers; the Snapshot is done. Raises Damaged."""
 
         def copy(loaded: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
             for name, (_, data) in loaded.items():

@@ -214,7 +214,8 @@ class BackgroundUploader:
             self._fail(f"not done {reason}")
 
     def _advance(self) -> None:
-        """Keeps the commit or the failure of an upload that has ended, then starts the one that is due."""
+        """Keeps the commit or the failure of an upload that has ended, then starts the one that is due. Raises nothing:
+        an upload that can't be started or read has failed, as in `_fail`."""
         try:
             push, self._push = self._push, None  # dropped if its end can't be read
             if end := push and push.poll():
@@ -229,7 +230,7 @@ class BackgroundUploader:
             self._fail(str(error) if isinstance(error, TrainError) else f"{type(error).__name__}: {error}")
 
     def _keep(self, end: PushEnd) -> None:
-        """Keeps the commit of an upload that has ended, or its failure."""
+        """Keeps the commit of an upload that has ended, or its failure, as `_fail`."""
         result, last_line = find_result(end.out), (end.err or end.out or [""])[-1]
         if end.code == 0 and result:
             self.pushed, self.commit, self.error = result["step"], result["commit"], None

@@ -210,7 +210,7 @@ def _named_config(model: Model, needs: ModelRequirements, dropout: float | None)
 
 
 def has_weights(folder: str) -> bool:
-    """Returns whether a folder has a model's weights, in one file or in several with an index."""
+    """Returns whether a folder (local or gs://) has model.safetensors or its index of several files; reads neither."""
     return any(storage.stat(storage.join(folder, name)) for name in (WEIGHTS, f"{WEIGHTS}.index.json"))
 
 

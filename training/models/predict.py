@@ -38,8 +38,8 @@ def pipeline_of(folder: str) -> str:
 
 
 def go_on(folder: str, text: str, tokens: int = 40) -> str:
-    """Returns `text` and at most `tokens` more tokens, each the most probable one. Does not look for weights. Raises
-    BadInput, StorageError."""
+    """Returns `text` and at most `tokens` more tokens, each the most probable one. Raises BadInput, StorageError, and
+    transformers' own errors, as for a folder without weights."""
     with local_copy(folder) as local_folder:
         generated = open_pipeline("text-generation", local_folder)(text, max_new_tokens=tokens, do_sample=False)
         return str(generated[0]["generated_text"])
@@ -77,7 +77,7 @@ def classify(folder: str, text: str, top: int, pair: str | None = None) -> list[
 
 def label_words(folder: str, text: str) -> list[ClassPrediction]:
     """Returns the parts of `text` that have a label other than O, in order, with the label of each one's first token;
-    neighbours of one entity are one part. Does not look for weights. Raises BadInput, StorageError."""
+    neighbours of one entity are one part. Raises as `go_on`."""
     with local_copy(folder) as local_folder:
         answers = open_pipeline("token-classification", local_folder)(text, aggregation_strategy="first")
         return [ClassPrediction(answer["score"], answer["entity_group"], answer["word"]) for answer in answers]

@@ -74,7 +74,7 @@ LABEL_DTYPES: Mapping[Rows, tuple[Dtype, ...]] = {
 
 
 def label_shape(rows: Rows, labels: int) -> list[Any]:
-    """Returns the shape of the feature LABEL in rows of this kind, of a dataset with so many labels."""
+    """Returns the shape of LABEL: [`labels`] in set-labelled rows, ["length"] in token-labelled ones, else []."""
     return [labels] if rows == "set-labelled" else ["length"] if rows == "token-labelled" else []
 
 

@@ -86,7 +86,7 @@ def read_column(layout: RecordLayout, data: bytes, name: str) -> npt.NDArray[np.
 
 
 def id_dtype(vocabulary: int) -> Dtype:
-    """Returns the narrowest dtype that holds every token id and that TensorFlow's decode_raw reads."""
+    """Returns the dtype of token ids: uint16 up to 65,536 ids, else int32 (TensorFlow's decode_raw has no uint32)."""
     return "uint16" if vocabulary <= 1 << 16 else "int32"
 
 

@@ -78,17 +78,17 @@ class WrittenDataset:
 
 
 def id_features(vocabulary: int) -> dict[str, Feature]:
-    """Returns the feature of rows of token ids, input_ids, in the narrowest dtype for so many ids."""
+    """Returns the feature of rows of token ids, input_ids, of `id_dtype` for so many ids."""
     return {"input_ids": Feature(dtype=fixed_records.id_dtype(vocabulary), shape=["length"])}
 
 
 def plan_features(plan: DatasetPlan) -> dict[str, Feature]:
-    """Returns the features of packed rows."""
+    """Returns the features of packed rows in the plan's layout."""
     return recipe_layout.features() if plan.layout == "recipe" else id_features(plan.vocabulary)
 
 
 def records_per_shard(length: int, vocabulary: int) -> int:
-    """Returns how many records make a shard of about SHARD_BYTES."""
+    """Returns how many records of `length` ids, without labels, make a shard of about SHARD_BYTES, 64 MiB."""
     return SHARD_BYTES // fixed_records.record_layout(id_features(vocabulary), length).size
 
 

@@ -63,9 +63,9 @@ class LabelKind:
         return {name: number for number, name in enumerate(self.names)}
 
     def encode(self, label: Any, place: str) -> Any:
-        """Returns a float, the number of a class, (words,) numbers of each word's, or, of a set, for each class whether
-        the label names it. Raises BadInput, with `place` before the message, for an unknown class, and for a number
-        that is no finite float32."""
+        """Returns a label as it is stored: a float, a class's number, an array of each word's class number or, of a
+        set, a list of one bool a class. Raises BadInput, with `place` before the message, for an unknown class, and for
+        a number that is no finite float32."""
         if self.rows == "number-labelled":
             return _parse_number(label, place)
         names = label if self.is_list else [label]

@@ -48,7 +48,8 @@ def choose_attention(
     """Replaces a network's attention if its rows' `length` is LONG or more, its family is in `LONG_ATTENTION` and its
     attention has no dropout; `wanted`, train.attention, decides whatever the length. Returns a line that says how
     attention is computed, and why; None if the network keeps its own. Raises BadInput if wanted blocks or kernel can't
-    be had. `loop`: the runtime's; `kernel`: its kernel, or why there is none here: then block by block."""
+    be had. `loop`: the runtime's; `kernel`: its kernel, or why there is none here: then block by block, as for shapes
+    that a kernel does not take."""
     config = network.config
     reason = None
     if config.model_type not in LONG_ATTENTION:

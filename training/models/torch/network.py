@@ -37,9 +37,9 @@ from training.storage.hub import local_copy
 
 
 def build(model: Model, needs: ModelRequirements, *, dropout: float | None, seed: int) -> torch.nn.Module:
-    """Returns a network with the task's head, in training mode on the CPU; `dropout` None keeps the model's rates. The
-    same seed gives the same weights on every host. May download model.path, and set torch's seed. Raises BadInput if
-    the model can't be trained, lacks weights, or is too small for the data; StorageError."""
+    """Returns a network with the task's head, in training mode on the CPU; `dropout` None keeps the model's rates, 0.1
+    for a named model. The same seed gives the same weights on every host. May download model.path, and set torch's
+    seed. Raises BadInput if the model can't be trained, lacks weights, or is too small for the data; StorageError."""
     values = build_model_config(model, needs, dropout)
     place = "model.config" if model.path is None else f"model.path {model.path}"
     if model.config is not None:
