@@ -69,8 +69,9 @@ class OperationRunner:
             self._running.discard(name)
 
     def _work(self, operation: Operation, node: Node) -> str:
-        """Does an operation's work on the hosts; waits at most BOOT_TIMEOUT until new ones have booted. An update has
-        none. Returns an error, such as hosts that did not boot, or "". Raises EngineError."""
+        """Does an operation's work on the hosts, if any; waits at most BOOT_TIMEOUT until new ones have booted, and
+        then until the operation is due. Returns an error, such as hosts that did not boot, or "". Raises
+        EngineError."""
         match operation.verb:
             case "create" | "start":
                 if operation.failure is None:

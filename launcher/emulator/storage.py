@@ -216,8 +216,8 @@ def _begin_upload(request: HttpRequest, bucket: Bucket) -> HttpResponse:
 
 def _continue_upload(request: HttpRequest, bucket: Bucket, identifier: str) -> HttpResponse:
     """Takes a chunk, a status query or a DELETE of a resumable upload. Answers with the object once it is complete,
-    also to repeats; until then with 308 and the range of the bytes that arrived; with 499 to a DELETE. A refused upload
-    is deleted. Raises StorageApiError."""
+    also to repeats; until then with 308 and the range of the bytes that arrived; with 499 to a DELETE. Deletes a
+    complete upload that is refused (generation, checksum). Raises StorageApiError."""
     path = bucket.folder / "uploads" / f"{identifier}.json"
     unknown = StorageApiError(404, "notFound", "No such upload; begin again.")
     if not re.fullmatch(r"[0-9a-f]{32}", identifier):  # it could lead to another folder

@@ -95,9 +95,9 @@ class EngineImages:
 
     def push(self, reference: Reference, tag: str) -> HttpResponse:
         """Enters an image of the workstation as pushed, under `tag` ("": the reference's); with `full_pushes` first
-        sends its bytes to the registry. Returns the progress that docker shows. Raises EngineError for an
-        unknown image, no tag, a missing repository, a registry that is down, or a push that fails; OSError when the
-        engine is down or silent."""
+        sends its bytes to the registry. Returns the progress that docker shows. Raises EngineError for an unknown
+        image, no tag, a missing repository, a full disk or registry that is down (faults), or a push that fails;
+        OSError when the engine is down or silent."""
         repository, tag = reference.repository, tag or reference.tag
         self.refuse_when_broken("", image=f"{reference}")
         with self.store.read() as state:
