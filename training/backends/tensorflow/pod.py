@@ -88,6 +88,7 @@ def worker(environment: dict[str, str], port: int, seconds: float) -> Iterator[s
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        bufsize=0,  # `select` does not see lines that a buffer of Python has
         env={**os.environ, **environment},
         start_new_session=True,
     )
