@@ -25,7 +25,7 @@ from training.distributed.handshake import Identity, host_credentials
 from training.distributed.messages import HOST_BYTES, SERVER_BYTES, LineBuffer, encode
 from training.distributed.rendezvous_server import RendezvousServer, _Peer
 from training.distributed.server_protocol import _Sender
-from training.distributed.tcp_allreduce import TcpAllReduce
+from training.distributed.tcp_allreduce import TcpAllReduce, raise_lost_peer
 from training.errors import BadInput, Exit, LostPeer, TrainError
 from training.machine import Machine
 
@@ -215,6 +215,11 @@ def test_another_host_0_at_the_gradient_exchange_is_a_lost_peer() -> None:
     gone = {"connect_hosts.side_effect": TrainError("refused"), "check.side_effect": LostPeer("host 0 is gone")}
     with pytest.raises(LostPeer, match="host 0 is gone"):
         TcpAllReduce(Cluster(1, ("127.0.0.1", "127.0.0.1")), Mock(**gone), 5)
+
+
+def test_a_sum_that_lacks_memory_on_this_host_is_no_lost_peer() -> None:
+    with pytest.raises(RuntimeError, match="out of HBM"):
+        raise_lost_peer(Mock(), "adding up gradients", RuntimeError("RESOURCE_EXHAUSTED: out of HBM"))
 
 
 LOST_SECONDS = 5.0

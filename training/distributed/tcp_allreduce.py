@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
-from training.errors import LostPeer, TrainError
+from training.errors import LostPeer, TrainError, is_out_of_memory
 
 NAMING_SECONDS = 5.0  # in which the rendezvous learns which host is lost
 HANGING_SECONDS = 10.0  # in which the healthy hosts arrive at the barrier that names a hanging one
@@ -69,7 +69,10 @@ class TcpAllReduce:
 def raise_lost_peer(rendezvous: Rendezvous, activity: str, error: Exception) -> NoReturn:
     """Raises LostPeer, or StopRequested if a stop is the cause, for a collective that failed with `error`. `activity`:
     for messages. Waits NAMING_SECONDS at most for the rendezvous to know which host is lost. If none is, a host hangs:
-    all other hosts come here after the same time-out, and a barrier of HANGING_SECONDS names the missing one."""
+    all other hosts come here after the same time-out, and a barrier of HANGING_SECONDS names the missing one. Raises
+    `error` itself, at once, if it says that memory is short: then this host is the cause."""
+    if is_out_of_memory(error):
+        raise error
     deadline = time.monotonic() + NAMING_SECONDS
     while time.monotonic() < deadline:
         rendezvous.check()

@@ -75,7 +75,7 @@ class Chip:
 
     def read(self, report: Tensor) -> list[float]:
         """Waits for a report and returns its numbers. Raises LostPeer, or StopRequested after a stop, if the sum over
-        all processes fails; waits then for the rendezvous to name the lost host."""
+        all processes fails; waits then for the rendezvous to name the lost host. Out of memory raises RuntimeError."""
         try:
             return report.cpu().tolist()
         except RuntimeError as error:
