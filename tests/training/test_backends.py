@@ -228,6 +228,7 @@ TPU = {"PJRT_DEVICE": "TPU", "TPU_LAUNCH_COMPILE_CACHE": "/nowhere/programs"}
         ({}, None, ["does not say where"]),
         ({}, "/nowhere/libtpu.so", ["/nowhere/libtpu.so"]),
         ({}, "libc.so.6", ["GetPjrtApi"]),
+        ({"TPU_LAUNCH_COMPILE_CACHE_GB": "inf"}, "libc.so.6", ["infinity"]),
     ],
 )
 def test_without_tpus_folder_or_table_there_is_no_cache(

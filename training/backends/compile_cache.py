@@ -345,7 +345,7 @@ def open_cache(
                 table.replace(COMPILE, cache.compile)
                 return cache
             problem = f"{library} is of another version"
-        except (OSError, ValueError, AttributeError) as error:  # AttributeError: the library has no table
+        except (OSError, ValueError, OverflowError, AttributeError) as error:  # "inf" GB; a library without a table
             problem = str(error)
     warn(f"compiled programs are not kept for the next start: {problem}")
     return None
