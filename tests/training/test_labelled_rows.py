@@ -165,10 +165,10 @@ def test_rows_without_a_text_and_a_printable_label_are_refused(row: dict[str, An
 
 
 def test_an_integer_is_a_number_where_the_corpus_numbers_its_classes() -> None:
-    kind, rows = LabelKind(names=("-1", "0", "1"), numbered=True), [{"text": "a", "label": x} for x in (0, 1, "1", -1)]
+    kind, rows = LabelKind(names=("0", "1"), numbers=("1", "0")), [{"text": "a", "label": x} for x in (0, 1, "1", -1)]
     selected = select_columns(rows, "text", "label", "f", kind)
-    assert [next(selected)[1] for _ in range(3)] == ["-1", "0", "1"]
-    with pytest.raises(BadInput, match="f: row 4: label -1 is no class's number, 0 to 2"):
+    assert [next(selected)[1] for _ in range(3)] == ["1", "0", "1"]
+    with pytest.raises(BadInput, match="f: row 4: label -1 is no class's number, 0 to 1"):
         next(selected)
 
 

@@ -39,12 +39,12 @@ EncodeTexts = Callable[[list[Any]], Sequence[Ids]]  # of `Text`s
 @dataclass(frozen=True)
 class LabelKind:
     """How the labels of one kind of rows are stored. The number of a class is its place in `names`, which are empty for
-    numbers, and until the corpus was read. `numbered`: integers of the corpus are numbers of classes, also where they
-    look like a name."""
+    numbers, and until the corpus was read. `numbers` are the corpus's own names, if it has them: its integers mean
+    these, also where they look like a name."""
 
     rows: Rows = "class-labelled"
     names: tuple[str, ...] = ()
-    numbered: bool = False
+    numbers: tuple[str, ...] = ()
 
     @property
     def is_list(self) -> bool:  # a label of the corpus is a list of names
@@ -109,8 +109,8 @@ def select_columns(
     """Yields the text, or the two texts, and the label of each row (column -> value) of the corpus with this name.
 
     `text`, `label` and, if a row has two texts, `pair` name the columns. A label is text, a number or a truth value,
-    which is converted to text, an integer that is no name, or any of `labels.numbered`, to the name of the class with
-    this number; for sets and words a list of them. The text of labelled words is a list of these; rows without words
+    which is converted to text, an integer to the name that it means in `labels.numbers`, or, if it is no name itself,
+    in `labels.names`; for sets and words a list of them. The text of labelled words is a list of these; rows without words
     are left out. `labels` checks each label; classes without names allow any printable one. Raises BadInput, with
     file:line or the corpus and the row's number, for a row that lacks a column, whose text is not text, or whose label
     is impossible."""
@@ -137,9 +137,9 @@ def select_columns(
 
 
 def _label_name(value: Any, place: str, labels: LabelKind) -> str:
-    """Returns a label of the corpus as text; an integer that is no name itself, or any of `labels.numbered`, counts as
-    a class's number, and becomes its name. Raises BadInput, with `place` before the message, for what can't be a
-    label."""
+    """Returns a label of the corpus as text; of an integer the name that it means in `labels.numbers`, or, without
+    these and if it is no name itself, in `labels.names`. Raises BadInput, with `place` before the message, for what
+    can't be a label."""
     if not isinstance(value, str | int | float):
         raise BadInput(
             f"{place}: label {value!r:.80} is neither text nor a number but {type(value).__name__}: name the column "
@@ -148,11 +148,12 @@ def _label_name(value: Any, place: str, labels: LabelKind) -> str:
     name = str(value)
     if isinstance(value, float) and not math.isfinite(value):
         raise BadInput(f"{place}: label {name} is not a finite number: leave such rows out of the corpus")
-    if type(value) is int and (labels.numbered or name not in labels.names):
-        if 0 <= value < len(labels.names):
-            return labels.names[value]
-        if labels.numbered:
-            last = len(labels.names) - 1
+    if type(value) is int and (labels.numbers or name not in labels.names):
+        meanings = labels.numbers or labels.names
+        if 0 <= value < len(meanings):
+            return meanings[value]
+        if labels.numbers:
+            last = len(meanings) - 1
             raise BadInput(
                 f"{place}: label {name} is no class's number, 0 to {last}: leave such rows out of the corpus"
             )

@@ -161,7 +161,8 @@ def _make_labelled(
     """Makes one split of labelled rows, an interrupted one from its beginning, or returns it if it is complete.
     `encode`: for single texts; pairs and words have encoders of their own. Raises BadInput, StorageError."""
     corpus = options.corpora[split]
-    labels = replace(labels, numbered=labels.numbered and bool(corpus.label_names()))
+    if labels.numbers:
+        labels = replace(labels, numbers=corpus.label_names())
     origin = {"label": options.label, "labels": list(labels.names), "lengths": list(lengths)}
     if labels.is_list:
         origin["rows"] = labels.rows
@@ -216,7 +217,7 @@ def _labels(options: DatasetOptions) -> LabelKind:
     if options.labels is None:
         corpus = options.corpora["train"]
         if names := corpus.label_names():
-            return replace(kind, names=names, numbered=True)
+            return replace(kind, names=names, numbers=names)
         columns = select_columns(corpus.rows(), corpus.field, options.label, corpus.name, kind)
         lists = (label if kind.is_list else [label] for _, label in columns)
         return replace(kind, names=tuple(sorted({name for names in lists for name in names})))
