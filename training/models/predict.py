@@ -47,13 +47,14 @@ def go_on(folder: str, text: str, tokens: int = 40) -> str:
 
 def fill_mask(folder: str, text: str, top: int) -> list[MaskPrediction]:
     """Returns the `top` most probable tokens for the mask, or all there are, best first. Raises BadInput without
-    weights, or unless `text` has exactly one mask; StorageError."""
+    weights, for a text longer than the model's positions, or unless it has exactly one mask; StorageError."""
     _require_model(folder)
     with local_copy(folder) as local_folder:
         filler = open_pipeline("fill-mask", local_folder)
         mask = filler.tokenizer.mask_token
         if text.count(mask) != 1:
             raise BadInput(f"the text must hold {mask} exactly once, not {text.count(mask)} times: {text!r}")
+        _require_fits(filler, text)
         return [
             MaskPrediction(answer["score"], answer["token_str"], answer["sequence"])
             for answer in filler(text, top_k=min(top, filler.model.config.vocab_size))
@@ -66,20 +67,18 @@ def classify(folder: str, text: str, top: int, pair: str | None = None) -> list[
     _require_model(folder)
     with local_copy(folder) as local_folder:
         classifier = open_pipeline("text-classification", local_folder)
-        network = classifier.model.config
-        length = usable_positions(
-            network.model_type, getattr(network, "max_position_embeddings", None), network.pad_token_id
-        )
         given = text if pair is None else {"text": text, "text_pair": pair}
-        answers = classifier(given, top_k=top, truncation=True, max_length=length)
+        answers = classifier(given, top_k=top, truncation=True, max_length=_longest(classifier))
         return [ClassPrediction(answer["score"], answer["label"]) for answer in answers]
 
 
 def label_words(folder: str, text: str) -> list[ClassPrediction]:
     """Returns the parts of `text` that have a label other than O, in order, with the label of each one's first token;
-    neighbours of one entity are one part. Raises as `go_on`."""
+    neighbours of one entity are one part. Raises as `go_on`, also BadInput for a text longer than the model's positions."""
     with local_copy(folder) as local_folder:
-        answers = open_pipeline("token-classification", local_folder)(text, aggregation_strategy="first")
+        labeller = open_pipeline("token-classification", local_folder)
+        _require_fits(labeller, text)
+        answers = labeller(text, aggregation_strategy="first")
         return [ClassPrediction(answer["score"], answer["entity_group"], answer["word"]) for answer in answers]
 
 
@@ -91,6 +90,19 @@ def open_pipeline(name: str, folder: str) -> Any:
             return load(entry.open_pipeline)(name, folder)
     frameworks = " or ".join(dict.fromkeys(entry.inference_requires for entry in BACKENDS.values()))
     raise BadInput(f"a prediction needs {frameworks}, and neither is installed here: run in the image of a backend")
+
+
+def _longest(pipeline: Any) -> int | None:
+    """Returns how many tokens a text may have, special ones too, for the model of a pipeline; None: any number."""
+    network = pipeline.model.config
+    return usable_positions(network.model_type, getattr(network, "max_position_embeddings", None), network.pad_token_id)
+
+
+def _require_fits(pipeline: Any, text: str) -> None:
+    """Raises BadInput for a text of more tokens than the pipeline's model has positions."""
+    tokens, longest = len(pipeline.tokenizer(text)["input_ids"]), _longest(pipeline)
+    if longest is not None and tokens > longest:
+        raise BadInput(f"the text has {tokens} tokens, and the model has {longest} positions: give a shorter text")
 
 
 def _require_model(folder: str) -> None:
