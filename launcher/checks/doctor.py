@@ -76,13 +76,18 @@ def examine(config: Config) -> list[Finding]:
 
 
 def _cost(config: Config) -> Finding:
-    """Checks the hourly cost against its limits in `slice`; without limits, warns of an unknown price."""
-    try:
-        costs.check(config)
-    except LaunchError as error:
-        return failure("cost", str(error), "raise that limit, or change the slice")
-    price = costs.line(config)
-    return (warning if "unknown" in price else ok)("cost", price.removeprefix("cost: "))
+    """Checks the hourly cost, of slice.candidates the first within them, against its limits in `slice`; without limits,
+    warns of an unknown price."""
+    refusals = []
+    for placed in map(config.placed, config.candidates) if config.slice.candidates else [config]:
+        try:
+            costs.check(placed)
+        except LaunchError as error:
+            refusals.append(str(error))
+        else:
+            price = costs.line(placed)
+            return (warning if "unknown" in price else ok)("cost", price.removeprefix("cost: "))
+    return failure("cost", refusals[0], "raise that limit, or change the slice")
 
 
 def old_generation_findings(config: Config) -> list[Finding]:

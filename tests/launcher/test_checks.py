@@ -103,6 +103,16 @@ def test_reports_of_the_newest_libtpu_on_old_generations_are_told(changes: tuple
         assert word in rows[0].message + rows[0].fix
 
 
+@pytest.mark.parametrize(
+    ("changes", "severity"),
+    [((), "PASS"), (("slice.candidates=[{accelerator_type: v4-16}]",), "FAIL"), (("slice.candidates=[]",), "FAIL")],
+)
+def test_one_candidate_within_the_cost_limits_is_enough(changes: tuple[str, ...], severity: str) -> None:
+    candidates = "slice.candidates=[{accelerator_type: v4-16}, {accelerator_type: v4-8}]"
+    given = ("slice.accelerator_type=v4-32", "zone=us-central2-b", "slice.max_cost_per_hour=15", candidates, *changes)
+    assert doctor._cost(load(EXAMPLE, ("train.global_batch_size=128", *given))).severity == severity
+
+
 def test_the_older_torch_xla_is_locked_with_the_libtpu_it_was_released_with() -> None:
     newest, older = (
         dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "images" / "torch-xla" / name).read_text(), re.MULTILINE))
