@@ -74,7 +74,8 @@ def classify(folder: str, text: str, top: int, pair: str | None = None) -> list[
 
 def label_words(folder: str, text: str) -> list[ClassPrediction]:
     """Returns the parts of `text` that have a label other than O, in order, with the label of each one's first token;
-    neighbours of one entity are one part. Raises as `go_on`, also BadInput for a text longer than the model's positions."""
+    neighbours of one entity are one part. Raises as `go_on`, and BadInput for a text longer than the model's
+    positions."""
     with local_copy(folder) as local_folder:
         labeller = open_pipeline("token-classification", local_folder)
         _require_fits(labeller, text)

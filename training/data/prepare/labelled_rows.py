@@ -110,8 +110,8 @@ def select_columns(
 
     `text`, `label` and, if a row has two texts, `pair` name the columns. A label is text, a number or a truth value,
     which is converted to text, an integer to the name that it means in `labels.numbers`, or, if it is no name itself,
-    in `labels.names`; for sets and words a list of them. The text of labelled words is a list of these; rows without words
-    are left out. `labels` checks each label; classes without names allow any printable one. Raises BadInput, with
+    in `labels.names`; for sets and words a list of them. The text of labelled words is a list of these; rows without
+    words are left out. `labels` checks each label; classes without names allow any printable one. Raises BadInput, with
     file:line or the corpus and the row's number, for a row that lacks a column, whose text is not text, or whose label
     is impossible."""
     for number, row in enumerate(rows, 1):
