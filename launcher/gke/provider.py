@@ -106,8 +106,8 @@ class Gke:
             )
 
     def delete(self) -> None:
-        """Deletes the slice's JobSets, with their Secrets, and ConfigMaps, and waits until the pods are gone; node
-        pools stay. Raises LaunchError if pods are still there two minutes after their grace period."""
+        """Deletes the slice's JobSets, with the Secrets that they own, and ConfigMaps, and waits until the pods are
+        gone; node pools stay. Raises LaunchError if pods are still there two minutes after their grace period."""
         selector = f"{LABEL_SLICE}={self.config.slice.name}"
         self._delete(f"{_JOBSETS},configmaps", "--selector", selector)
         self._wait_gone(selector)
@@ -163,7 +163,8 @@ class Gke:
     ) -> Observation:
         """Returns the state of a host's pod, its log from `since` on and, with `progress`, lines of progress while it
         runs; "absent" if the attempt has no pods. The state is None, and `problem` says why, when the cluster does not
-        answer or only this pod is missing; an ended pod whose log can't be read keeps its state. Ignores `patience`."""
+        answer, only this pod is missing, or `Pod.state` knows none; an ended pod whose log can't be read keeps its
+        state. From now on `describe` tells if this attempt's JobSet is deleted. Ignores `patience`."""
         watch = self._watch_pods(container)
         watch.note_log_start(worker, since)
         self._observed = jobset_name(container)
@@ -191,7 +192,8 @@ class Gke:
 
     def look(self, worker: int, container: str, *, lines: int = 0) -> Observation:
         """Returns the state of a host's pod, as the watch knows it, and its `lines` newest lines; "absent" without a
-        pod. The state is None, and `problem` says why, where `Pod.state` knows none or the cluster does not answer."""
+        pod. The state is None, and `problem` says why, where `Pod.state` knows none, or the cluster or the pod's log
+        does not answer."""
         try:
             pod = self._watch_pods(container).pods().get(worker)
             if pod is None:

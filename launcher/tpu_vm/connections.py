@@ -336,7 +336,7 @@ class SliceConnections:
 
     def run(self, worker: int, script: str, *, timeout: float, gcloud_timeout: float) -> HostResult:
         """Runs a script (it must be safe to run again) on one host, in this thread; again if it is not reached, or
-        late, and gcloud knows another address; through gcloud if that is set or the host refuses ssh. `timeout`:
+        late, and gcloud knows another address; through gcloud if `gcloud_only`, or the host refuses ssh. `timeout`:
         seconds of each try; through gcloud `gcloud_timeout` and 40 more. Raises LaunchError if gcloud gives no
         addresses."""
         if not self.gcloud_only:
@@ -352,8 +352,8 @@ class SliceConnections:
         self, script: str, workers: Sequence[int], *, timeout: float, stdin: str | None = None, again: bool = False
     ) -> list[HostResult]:
         """Runs a script (it must be safe to run again) on `workers` as `run_all_over_ssh`, with `again` once more on
-        hosts that were not reached; through gcloud if that is set, and on hosts that refuse ssh. Returns the results in
-        worker order. `timeout`: seconds of each try; through gcloud 40 more. Raises LaunchError if gcloud gives no
+        hosts that were not reached; through gcloud if `gcloud_only`, and on hosts that refuse ssh. Returns the results
+        in worker order. `timeout`: seconds of each try; through gcloud 40 more. Raises LaunchError if gcloud gives no
         addresses."""
         results, left = dict[int, HostResult](), workers
         if not self.gcloud_only:
@@ -407,8 +407,8 @@ class SliceConnections:
 
     def replacement_of(self, pool: ConnectionPool) -> ConnectionPool | None:
         """Returns connections to use instead of a pool with hosts that do not answer: another thread's, or new ones if
-        gcloud, asked once, gives other addresses than kept ones (then forgets those and closes `pool`). Returns None if
-        gcloud gives the same ones, or fails."""
+        gcloud, asked once, gives other addresses than the pool's kept ones (then forgets those and closes `pool`).
+        Returns None if the pool's addresses are gcloud's already, or gcloud fails."""
         with self._replacing:
             with self._lock:
                 if self._pool is not pool:

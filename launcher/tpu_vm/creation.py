@@ -87,7 +87,7 @@ def _zones_to_try(config: Config, machine: Workstation) -> list[Config]:
 
 def create_in_place(config: Config, say: Say, machine: Workstation) -> SliceState:
     """Returns the slice of the configuration's one candidate when READY, as `create` does, and tries no other zone.
-    Does not retry a stock-out, but its first look at the slice."""
+    Raises Stockout at once; retries its first look at the slice for slice.create_minutes."""
     creation = _Creation(config, say, machine, first_contact=False)
     try:
         return creation.run()
@@ -137,7 +137,7 @@ class _Creation:
             )
 
     def with_bill(self, error: LaunchError) -> LaunchError:
-        """Returns the error, with a line about the bill if it may leave a slice behind and does not say so yet."""
+        """Returns the error, with a line about the bill if a slice may be left and the error does not say so."""
         was_requested = self.creates and self.config.slice.queued is None
         is_left = self.exists or (error.transient and (was_requested or self.exists is None))
         if not is_left or isinstance(error, Conflict) or "`tpu-launch down`" in str(error):

@@ -56,7 +56,7 @@ class TpuVm:
 
     def describe(self) -> SliceState | None:
         """Asks the API for the slice; None without one. Drops kept addresses (on disk too) and connections if they are
-        of another, and saves which candidate it is. Raises LaunchError if Google does not answer."""
+        another slice's, and saves which candidate it is. Raises LaunchError if Google does not answer."""
         state = slices.describe(self._wanted, self._machine)
         self._connections.note_state(state)
         return state

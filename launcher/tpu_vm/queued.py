@@ -117,7 +117,7 @@ class Acquisition:
         return max(now, self.deadline) + self.config.slice.create_minutes * 60
 
     def _age(self) -> float:
-        """Returns the seconds since the request was made; 0 for one that can't be granted any more."""
+        """Returns the seconds since the request was made; 0 without one, or for one that can't be granted any more."""
         request = self.request
         created = None if request is None else parse_time(request.created)
         if request is None or created is None or request.state in (*_DEAD, "DELETING"):
