@@ -30,7 +30,7 @@ from launcher.emulator.vm.engine_client import LABEL, Engine, EngineError
 from launcher.emulator.vm.engine_images import remove_pulled
 from launcher.emulator.vm.hosts import remove_all
 from launcher.errors import BadInput, LaunchError
-from launcher.home import is_held, lock, root, write_private
+from launcher.home import hold_shared, is_held, lock, root, write_private
 from launcher.images.build import ensure_image, make_plan
 from launcher.images.specification import folder_spec
 from launcher.installation import shared_folder
@@ -183,24 +183,27 @@ def environment(home: Path) -> dict[str, str]:
 @contextlib.contextmanager
 def emulated(say: Callable[[str], None]) -> Iterator[None]:
     """Makes commands inside the block reach the emulator instead of Google, by variables of this process. Starts an
-    emulator when none runs; the command after which no slice or queued resource is left stops it, and keeps its
-    buckets, to resume runs. Leaves one running that `tpu-launch emulator start` started. `say` hears of both."""
-    home = default_home()
+    emulator when none runs; the last of several commands, if then no slice or queued resource is left, stops it and
+    keeps its buckets, to resume runs. Leaves one running that `tpu-launch emulator start` started, or that does not
+    answer. `say` hears of start and stop."""
+    home, users = default_home(), root() / SUBFOLDER / "commands"
     mark = home / _STARTED_BY_COMMAND
-    if not status(home)["running"]:
-        runs = root() / SUBFOLDER / "runs"
-        say(f"starting the emulator (a first start builds the image of its hosts); emulated runs are kept in {runs}")
-        start(home)
-        mark.touch()
-    variables = environment(home)
     try:
-        with shell.environment(variables):
-            yield
+        with hold_shared(users):
+            if not status(home)["running"]:
+                runs = root() / SUBFOLDER / "runs"
+                say(f"starting the emulator (a first start builds its hosts' image); emulated runs are kept in {runs}")
+                start(home)
+                mark.touch()
+            with shell.environment(environment(home)):
+                yield
     finally:
-        report = status(home) if mark.exists() else {}
-        if report and not report.get("nodes") and not report.get("queued_resources"):
-            stop(home, keep_data=True)
-            say("stopped the emulator: it has no slices left")
+        if mark.exists():
+            with open(users, "a+") as file:  # a command that begins now waits for the stop
+                report = status(home) if lock(file, users) else {}
+                if report.get("running") and not report.get("nodes") and not report.get("queued_resources"):
+                    stop(home, keep_data=True)
+                    say("stopped the emulator: it has no slices left")
 
 
 # -- starting

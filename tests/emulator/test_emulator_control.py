@@ -4,6 +4,7 @@ import socket
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
@@ -136,6 +137,18 @@ def test_emulated_and_real_runs_of_the_same_file_never_meet(home: Path, monkeypa
         monkeypatch.setenv("TPU_LAUNCH_HOME", str(home.parent.parent / "state"))
         assert "/state" in left_out_of(home.parent.parent), "real and emulated state never enter an image"
     assert [path() for path in paths] == real
+
+
+def test_the_last_command_stops_an_emulator_that_answers_and_has_no_slices(home: Path, monkeypatch: Any) -> None:
+    home.mkdir(parents=True)
+    (home / control._STARTED_BY_COMMAND).touch()
+    for name, fake in (("environment", lambda home: {}), ("start", Mock()), ("stop", stop := Mock())):
+        monkeypatch.setattr(control, name, fake)
+    for report in ({"running": False, "crashed": True}, {"running": True, "nodes": ["pod"]}, {"running": True}):
+        monkeypatch.setattr(control, "status", Mock(return_value=report))
+        with control.emulated(print), control.emulated(print):  # two commands
+            pass
+    stop.assert_called_once_with(home, keep_data=True)
 
 
 def test_a_start_that_waited_for_a_stop_locks_a_file_that_others_see(home: Path, monkeypatch: Any) -> None:
