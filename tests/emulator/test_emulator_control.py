@@ -1,6 +1,7 @@
 """Starting, stopping and asking an emulator when things are not as they should be. No engine answers here."""
 
 import socket
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,8 @@ def test_an_emulators_view_is_not_taken_for_a_workstations_engine(home: Path, mo
 
 
 def test_commands_against_no_emulator_say_how_to_start_one(home: Path) -> None:
-    for ask in (
-        control.environment,
-        lambda home: control.inject(home, {"fault": "clear"}),
-        lambda home: control.enter_stock(home, None),
-    ):
+    inject, enter_stock = partial(control.inject, fault={"fault": "clear"}), partial(control.enter_stock, path=None)
+    for ask in (control.environment, inject, enter_stock):
         with pytest.raises(BadInput, match="isn't running: start it with `tpu-launch emulator start`"):
             ask(home)
     assert control.status(home) == {"running": False, "home": str(home), "crashed": False}
@@ -84,8 +82,7 @@ def test_api_and_buckets_answer_only_tools_of_this_user(home: Path, monkeypatch:
     home.mkdir(parents=True)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        state = EmulatorState(emulator_id(home), port, str(home), "/nowhere", 0, 0)
-        other = EmulatorState(emulator_id(home), port, str(home), "/nowhere", 0, 0)
+        state, other = (EmulatorState(emulator_id(home), port, str(home), "/nowhere", 0, 0) for _ in range(2))
         (home / "state.json").write_text(to_json(state))
         server = Server(home, "image", "volume")
         end = accept_in_thread(listener, lambda connection: serve_http(connection, server.google))

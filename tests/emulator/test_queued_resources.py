@@ -110,8 +110,11 @@ def test_a_waiting_one_may_be_deleted_without_force(queue: Queue) -> None:
     queue.state.faults.append(Fault("stockout", "tpu"))
     queue.create()
     assert queue.advance() == "WAITING_FOR_RESOURCES"
+    queue.state.faults.clear()
+    queue.api.create("n")
     queue.call("DELETE", "q")
     assert queue.advance() == "gone"
+    assert queue.state.nodes[f"{PARENT}/nodes/n"].state == "CREATING", "it is another's"
 
 
 def test_what_google_refuses_is_refused(queue: Queue) -> None:

@@ -46,6 +46,8 @@ def advance(state: EmulatorState, now: float) -> None:
     preempted or deleted, and removes it, once deleted, after its node."""
     for queued in list(state.queued.values()):
         node = state.nodes.get(queued.node)
+        if queued.state in ("SUSPENDING", "DELETING") and node and node.resource.get("queuedResource") != queued.name:
+            node = None  # another's, of the same name
         match queued.state:
             case "ACCEPTED" | "WAITING_FOR_RESOURCES":
                 _try(state, queued, now)
