@@ -49,8 +49,7 @@ def test_bad_creations_get_googles_code_and_words(api: Any, changes: dict[str, A
     code, message = refusal(api.create, **changes)
     assert code == status
     assert words in message
-    assert not api.state.nodes
-    assert not api.state.operations
+    assert (api.state.nodes, api.state.operations) == ({}, {})
 
 
 @pytest.mark.parametrize("state", ["CREATING", "PREEMPTED", "DELETING"])

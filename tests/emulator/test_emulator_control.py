@@ -28,6 +28,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / ".tpu-launch"))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no-engine.sock")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    control.default_home().mkdir(parents=True)
     return control.default_home()
 
 
@@ -58,7 +59,6 @@ def test_commands_against_no_emulator_say_how_to_start_one(home: Path) -> None:
     assert control.status(home) == {"running": False, "home": str(home), "crashed": False}
     result = CliRunner().invoke(commands.emulator, ["inject", "preempt", "pod"])
     assert isinstance(result.exception, BadInput)
-    home.mkdir(parents=True)
     (home / "state.json").write_text(to_json(EmulatorState(emulator_id(home), 1, str(home), "/nowhere", 0, 0)))
     assert control.status(home) == {"running": False, "home": str(home), "crashed": True}
 
@@ -70,7 +70,6 @@ def test_stopping_what_does_not_run_is_fine(home: Path) -> None:
 
 
 def test_a_broken_state_file_is_named_and_stop_removes_it(home: Path) -> None:
-    home.mkdir(parents=True)
     (home / "state.json").write_text("{")
     with pytest.raises(BadInput, match=r"state\.json: .*`tpu-launch emulator stop` removes it"):
         control.status(home)
@@ -79,7 +78,6 @@ def test_a_broken_state_file_is_named_and_stop_removes_it(home: Path) -> None:
 
 
 def test_api_and_buckets_answer_only_tools_of_this_user(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home.mkdir(parents=True)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         state, other = (EmulatorState(emulator_id(home), port, str(home), "/nowhere", 0, 0) for _ in range(2))
@@ -120,9 +118,7 @@ def test_data_can_be_kept(home: Path) -> None:
 
 
 def test_emulated_and_real_runs_of_the_same_file_never_meet(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home.mkdir(parents=True)
-    state = EmulatorState(emulator_id(home), 1, str(home), "/nowhere", 1.0, 1.0)
-    (home / "state.json").write_text(to_json(state))
+    (home / "state.json").write_text(to_json(EmulatorState(emulator_id(home), 1, str(home), "/nowhere", 1.0, 1.0)))
     monkeypatch.setattr(control, "_answers", lambda state: True)
     monkeypatch.setattr(control, "status", lambda home: {"running": True})
     paths = (launcher_home.where, lambda: launcher_home.of_slice("p", "demo", "asked"))
@@ -137,7 +133,6 @@ def test_emulated_and_real_runs_of_the_same_file_never_meet(home: Path, monkeypa
 
 
 def test_the_last_command_stops_an_emulator_that_answers_and_has_no_slices(home: Path, monkeypatch: Any) -> None:
-    home.mkdir(parents=True)
     (home / control._STARTED_BY_COMMAND).touch()
     for name, fake in (("environment", lambda home: {}), ("start", Mock()), ("stop", stop := Mock())):
         monkeypatch.setattr(control, name, fake)

@@ -39,8 +39,7 @@ class Hosts:
     def remove(self, host: Host) -> None:
         self.hosts.discard(host.hostname)
 
-    def power_off(self, host: Host) -> None:
-        self.hosts.discard(host.hostname)
+    power_off = remove
 
 
 class Running:

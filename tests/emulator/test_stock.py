@@ -60,10 +60,8 @@ def test_the_file_of_the_guide_is_valid(tmp_path: Path) -> None:
 def test_a_flex_start_request_takes_its_own_stock() -> None:
     state = make({"capacity": "flex-start", "accelerator_type": "v6e-8", "zone": "us-east5-a", "slices": [[0, 1]]})
     for name in ("a", "b"):
-        argv = (
-            f"gcloud alpha compute tpus queued-resources create {name} --node-id={name} --project=p --zone=us-east5-a"
-        )
-        what = "--accelerator-type=v6e-8 --runtime-version=v2-alpha-tpuv6e --provisioning-model=flex-start"
+        argv = f"gcloud alpha compute tpus queued-resources create {name} --node-id={name} --zone=us-east5-a"
+        what = "--project=p --accelerator-type=v6e-8 --runtime-version=v2-alpha-tpuv6e --provisioning-model=flex-start"
         parse(f"{argv} {what} --max-run-duration=3600s --valid-until-duration=3600s".split()).call(state, 1001.0)
     queued_resources.advance(state, 1002.0)
     for operation in list(state.operations.values()):
