@@ -1,8 +1,9 @@
 """The dollars of a run (`run.budget`): what its attempts have cost by list prices, and the end when they are spent.
 
 Counts each attempt's slice from the attempt's begin to its end, and each recovery until it begins to delete the slice,
-unless the slice was preempted or deleted before. A slice that is taken counts until that is seen, in a recovery to its
-end. The price is recorded when the attempt begins: the sum does not change with the file or the table of prices.
+or is stopped, unless the slice was preempted or deleted before. A slice that is taken counts until that is seen, in a
+recovery to its end. The price is recorded when the attempt begins: the sum does not change with the file or the table
+of prices.
 """
 
 from collections.abc import Sequence
@@ -18,23 +19,27 @@ from launcher.run.verdict import Kind
 from training.machine import parse_time
 
 _SLICE_LOST = (Kind.PREEMPTED.value, Kind.DELETED.value)
+_ENDS = events.Ended | events.RecoveryGivenUp | events.SliceReplaced
 
 
 def spent(entries: Sequence[Entry], now: float) -> float:
     """Returns the dollars of a run with these events until `now` (Unix seconds), by recorded prices: each attempt's
-    slice, also while a recovery keeps it. Unknown prices count 0."""
+    slice, also while a recovery that is not stopped keeps it. Unknown prices count 0."""
     total, rate, begun, rates = 0.0, 0.0, 0.0, dict[int, float]()  # rates: dollars a second, by attempt
+    recovers = False  # whether a recovery has begun, and no attempt since
     for entry in entries:
         time, event = parse_time(entry.time) or begun, entry.event
         if isinstance(event, events.AttemptBegan):
             total += rate * max(0.0, time - begun)
             rate = rates[event.attempt] = (event.dollars_an_hour or 0.0) / 3600
-            begun = time
-        elif isinstance(event, events.Ended | events.RecoveryGivenUp | events.SliceReplaced):
+            begun, recovers = time, False
+        elif isinstance(event, _ENDS) or (recovers and isinstance(event, events.RunStopRequested)):
             total += rate * max(0.0, time - begun)
-            begun, rate = time, 0.0
-        elif isinstance(event, events.Recovering) and event.after not in _SLICE_LOST:
-            rate = rates[event.attempt]  # the slice stays, and is billed until the next attempt
+            begun, rate, recovers = time, 0.0, False
+        elif isinstance(event, events.Recovering):
+            recovers = True
+            if event.after not in _SLICE_LOST:
+                rate = rates[event.attempt]  # the slice stays, and is billed until the next attempt
     return total + rate * max(0.0, now - begun)
 
 

@@ -109,6 +109,8 @@ def test_each_attempt_counts_with_the_price_of_its_slice_and_a_preempted_slice_c
     ]  # fmt: skip
     for known, hours, dollars in ((-3, 7, 28), (-3, 8, 32), (10, 99, 36), (2, 100, 20)):
         assert spent(entries[:known], START + hours * 3600) == pytest.approx(dollars)
+    stopped = [*entries[:-4], at(6.5, events.RunStopRequested(1))]  # its user may delete the slice, and resume it later
+    assert spent([*stopped, at(90, began(2, 4.0))], START + 91 * 3600) == pytest.approx(30)
     assert spent([at(0, events.AttemptBegan(0))], START + 3600) == 0, "an unknown price"
 
 
