@@ -14,6 +14,7 @@ names it.
 import hashlib
 import io
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -198,7 +199,7 @@ class SecretSource:
         """Returns the known values of a run's secrets, by name: from `given`, else (only if `given` is empty) from the
         run's env file, else from the environment. Raises BadInput if that file is there and can't be read."""
         recorded: dict[str, str] = {}
-        if specification.env_file is not None and not self.given and Path(specification.env_file).exists():
+        if specification.env_file is not None and not self.given and os.path.exists(specification.env_file):
             recorded = read_env_file(Path(specification.env_file))
         known = {**self.environment, **recorded, **self.given}
         return {name: known[name] for name in specification.secrets if name in known}
