@@ -55,14 +55,15 @@ def check(
         )
     accelerators = [accelerator(name).name for name in names] or [config.accelerator.name]
     results: dict[str, dict[str, Any]] = {}
-    for name in accelerators:
-        kept = None if more else _read(_path(config, home, name))
+    paths = {name: None if more else _path(config, home, name) for name in accelerators}  # by the files as of now
+    for name, path in paths.items():
+        kept = _read(path)
         if kept and (kept["max_batch"] or not max_batch):
             results[name] = kept
-    if missing := [name for name in accelerators if name not in results]:
+    if missing := [name for name in paths if name not in results]:
         for result in _compile(config, missing, max_batch=max_batch, more=more, say=say):
             results[result["accelerator"]] = result
-            if not more and (path := _path(config, home, result["accelerator"])):
+            if path := paths[result["accelerator"]]:
                 keep(path, result)
     return [results[name] for name in accelerators]
 

@@ -113,6 +113,14 @@ def test_a_step_that_is_known_not_to_fit_is_not_compiled_again_and_no_slice_is_c
         preflight.leave_out_unfit(load("run.yaml"), folder / "home", print)
 
 
+def test_a_result_is_not_kept_for_files_that_changed_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change = (folder / "data" / "train" / "dataset.json").write_text
+    result = {"accelerator": "v4-16", "fits": True, "graphs": [], "max_batch": None}
+    monkeypatch.setattr(preflight, "_compile", lambda *_, **__: change('{"sequence_length": 64}') and [result])
+    preflight.check(load("run.yaml"), folder / "home", [], max_batch=False, more=[], say=print)
+    assert preflight.known(load("run.yaml"), folder / "home") is None
+
+
 def test_an_unknown_accelerator_is_named(folder: Path) -> None:
     ended = launch(folder, "preflight", "-f", "run.yaml", "--accelerator", "v3-16")
     assert ended.returncode == Exit.BAD_INPUT
