@@ -82,8 +82,7 @@ def test_age_and_cost_are_counted_from_the_time_of_creation(tmp_path: Path) -> N
 
 def test_an_expiry_is_a_label_in_unix_seconds(tmp_path: Path) -> None:
     assert "tpu-launch-expires" not in slices.make_labels(config(tmp_path), Owner("ann"), 1000.0)
-    labels = slices.make_labels(config(tmp_path, expires_hours=1.5), Owner("ann"), 1000.0)
-    assert labels["tpu-launch-expires"] == "6400"
+    assert slices.make_labels(config(tmp_path, expires_hours=1.5), Owner("ann"), 1000.0)["tpu-launch-expires"] == "6400"
 
 
 START = 1_800_000_000.0
@@ -128,8 +127,7 @@ def test_a_run_whose_budget_is_spent_saves_and_its_slice_is_deleted(work: Workst
     assert exceeds(config, [at(0, began(0, 3600.0))], ends), "the cost of the save is kept back"
     told: list[bool] = []
     work.hosts.hooks["delete"] = [lambda: told.append(work.ledger.state.budget_spent)]
-    outcome = work.run(config)
-    assert outcome.verdict.kind is Kind.SAVED
+    assert work.run(config).verdict.kind is Kind.SAVED
     assert len(work.hosts.attempts) == 1
     assert work.hosts.slice_state is None
     assert work.ledger.events()[-1] == events.RecoveryGivenUp(0, "the budget is spent", "no slice is left")

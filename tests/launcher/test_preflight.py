@@ -9,7 +9,6 @@ import pytest
 from launcher.checks import preflight
 from launcher.config import Config, load
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.home import write_private
 from launcher.run import specification
 from launcher.run.specification import make_attempt
 from tests.launcher.run_files import launch
@@ -46,7 +45,7 @@ def keep(config: Config, name: str = "v4-16", *, fits: bool, **graph: Any) -> Pa
     one = {"graph": "training, 64 x 128", "hash": "0123456789abcdef", **verdict, **graph}
     answer = {"accelerator": name, "fits": fits, "graphs": [one], "max_batch": None, "lines": []}
     path = preflight._path(config, Path("home").resolve(), name)
-    write_private(path, json.dumps({"format": preflight.FORMAT, "result": answer}))
+    preflight.keep(path, answer)
     return path
 
 
@@ -80,8 +79,7 @@ def test_containers_are_told_what_was_checked(folder: Path) -> None:
     _, hashes = preflight.leave_out_unfit(config, folder / "home", messages.append)
     spec = specification.describe(config, "demo-1", preflight=hashes)
     assert spec.preflight == ["0123456789abcdef"], "what the run's folder keeps"
-    attempt = make_attempt(spec, config, 0, "image")
-    assert attempt.environment == {"TPU_LAUNCH_PREFLIGHT": "0123456789abcdef"}
+    assert make_attempt(spec, config, 0, "image").environment == {"TPU_LAUNCH_PREFLIGHT": "0123456789abcdef"}
     assert messages == ["preflight: the step fits on v4-16, as compiled before"]
 
 

@@ -87,8 +87,7 @@ def test_time_in_which_the_launcher_stood_still_does_not_count() -> None:
     assert seen == view(asked=5200.0, moved=5000.0)
     after = update(seen, LINE, 5250.0)
     assert stall(after) is None
-    later = update(after, LINE, 5301.0)
-    assert stall(later) == 300.0
+    assert stall(update(after, LINE, 5301.0)) == 300.0
 
 
 @given(

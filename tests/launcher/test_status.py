@@ -198,8 +198,7 @@ def test_hostile_lines_are_read_in_linear_time() -> None:
     assert not parse("[" * count)
     assert not has_reports("\n" * count)
     assert not _JUPYTER_URL.search("http://localhost:1/" * count)
-    hosts = [HostStatus(0, "10.0.0.1", "running", "x" * count)]
-    assert render(replace(VIEW, hosts=hosts), 80)
+    assert render(replace(VIEW, hosts=[HostStatus(0, "10.0.0.1", "running", "x" * count)]), 80)
     assert time.process_time() - begun < 5.0
 
 
