@@ -1,6 +1,7 @@
 """Injected faults: what they answer, how often, and that they are consumed with what they spoil."""
 
 import threading
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,6 +12,7 @@ from launcher.emulator.api import catalogue
 from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.server import Server
 from launcher.emulator.state import Fault, Store
+from launcher.emulator.vm.hosts import Hosts
 from tests.emulator.conftest import refusal
 
 
@@ -82,6 +84,14 @@ def test_a_stuck_creation_has_no_end_in_sight(api: Any) -> None:
     api.state.faults.append(Fault("stuck", "tpu", left=1))
     assert api.operation(api.create()).ends_at > api.now + 1e6
     assert api.operation(api.create("other")).ends_at < api.now + 60
+
+
+@pytest.mark.parametrize(("state", "starts"), [("REPAIRING", True), ("PREEMPTED", False)])
+def test_a_host_whose_fault_ends_starts_again_unless_its_node_is_lost(api: Any, state: str, starts: bool) -> None:
+    node, engine = api.ready(), Mock()
+    node.resource["state"], node.hosts[0].killed, node.hosts[0].restore_at = state, True, 1.0
+    Hosts(Store(api.state, None), engine, "", "", Path(), Mock()).run_timers()
+    assert (engine.call.called, node.hosts[0].killed) == (starts, False)
 
 
 @pytest.mark.parametrize("kind", ["repair", "maintenance"])

@@ -215,15 +215,18 @@ class Hosts:
     # -- faults
 
     def restore(self, host: Host) -> None:
-        """Undoes kill, cut and hang; starts a host that is down, or raises EngineError. Its node's outage stays."""
-        with self.store.change():
+        """Undoes kill, cut and hang; starts a host that is down, or raises EngineError. Its node's outage stays. The
+        host of a node that is gone, preempted, or stopped is not started."""
+        with self.store.change() as state:
+            entry = state.find_host(host.hostname)
             cut, hung = host.cut, host.hung
             host.killed, host.cut, host.hung, host.restore_at = False, False, False, None
         if hung:
             self.wake(host)
         if cut:
             self.join(host)
-        self.start(host)
+        if entry is not None and entry[0].state not in ("PREEMPTED", "STOPPING", "STOPPED"):
+            self.start(host)
 
     def resume(self) -> None:
         """Opens the agent sockets of all hosts. Starts those of READY nodes that went down while no server ran, unless
