@@ -64,10 +64,9 @@ def test_objects_are_written_and_read_as_tensorflow_does(google: Google) -> None
 
 
 def test_only_the_emulators_certificate_and_googles_storage_names_are_believed(google: Google, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    tls.tls_context(tmp_path / "other", NAMES)
-    other = tmp_path / "other" / tls.CA_FILE
-    for name, ca in (("storage.googleapis.com", other), ("oauth2.googleapis.com", google.ca)):
+    (other := tmp_path / "other").mkdir()
+    tls.tls_context(other, NAMES)
+    for name, ca in (("storage.googleapis.com", other / tls.CA_FILE), ("oauth2.googleapis.com", google.ca)):
         with pytest.raises(ssl.SSLCertVerificationError):
             google.ask(name, "GET", "/bucket/o", ca=ca)
     assert google.ask("storage.googleapis.com", "GET", "/bucket/o")[0] == 404

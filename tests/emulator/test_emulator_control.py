@@ -2,12 +2,12 @@
 
 import socket
 from functools import partial
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import requests
 from click.testing import CliRunner
 from google.api_core.exceptions import Forbidden
 from google.cloud.storage import Client
@@ -84,21 +84,17 @@ def test_api_and_buckets_answer_only_tools_of_this_user(home: Path, monkeypatch:
         (home / "state.json").write_text(to_json(state))
         server = Server(home, "image", "volume")
         end = accept_in_thread(listener, lambda connection: serve_http(connection, server.google))
+        use_storage(state.storage, monkeypatch)
         own = {"Authorization": f"Bearer {state.token}"}
 
         def status(headers: dict[str, str]) -> int:
-            connection = HTTPConnection("127.0.0.1", port, timeout=10)
-            path = "/v2/projects/p/locations/us-central2-b/nodes?nodeId=pod"
-            connection.request("POST", path, b'{"runtimeVersion": "none"}', headers)
-            answered = connection.getresponse().status
-            connection.close()
-            return answered
+            url = f"http://127.0.0.1:{port}/v2/projects/p/locations/us-central2-b/nodes?nodeId=pod"
+            return requests.post(url, json={"runtimeVersion": "none"}, headers=headers, timeout=10).status_code
 
         wrong = [{}, *({"Authorization": text} for text in (f"Bearer {other.token}", "Basic ==", "Basic"))]
         web = [{**own, "Origin": "https://example.com"}, {**own, "Host": f"example.com:{port}"}]
         assert [status(headers) for headers in (*wrong, *web)] == [403] * 6
         assert status(own) == 400, "the API read the request"
-        use_storage(state.storage, monkeypatch)
         bucket = Client(project="p").create_bucket("bucket")
         for name, chunk in (("whole", None), ("resumable", 256 << 10)):
             bucket.blob(name, chunk_size=chunk).upload_from_string(b"x" * (300 << 10))

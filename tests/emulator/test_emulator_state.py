@@ -27,8 +27,7 @@ def test_what_is_not_a_state_is_refused(text: str) -> None:
 
 
 def test_a_change_that_fails_is_not_written(api: Any, tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
-    store = Store(api.state, path)
+    store = Store(api.state, path := tmp_path / "state.json")
     with store.change() as state:
         state.subnet = "first"
     with pytest.raises(RuntimeError), store.change():
@@ -38,8 +37,7 @@ def test_a_change_that_fails_is_not_written(api: Any, tmp_path: Path) -> None:
 
 
 def test_a_write_that_does_not_end_leaves_the_state_before(api: Any, tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
-    store = Store(api.state, path)
+    store = Store(api.state, path := tmp_path / "state.json")
     with store.change():
         pass
     before = path.read_text()
