@@ -97,7 +97,7 @@ def _value_problems(
 
 
 def _recipe_problems(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: int | None) -> Iterator[str]:
-    """Yields the problems of a shard in the recipe's layout; reads it whole, because its records vary in size."""
+    """Yields the problems of a shard in the recipe's layout, read whole. `vocabulary` None: the manifest's, if any."""
     try:
         data = storage.read(stat.url, generation=stat.generation)
         offsets = tfrecord.index(data, stat.url)

@@ -66,7 +66,7 @@ class DatasetOptions:
 
     @property
     def percent(self) -> float | None:
-        """The percentage of documents for evaluation, as `is_in_split` takes it; None with an evaluation corpus."""
+        """Returns the percentage of documents for evaluation, for `is_in_split`; None with an evaluation corpus."""
         return self.evaluation_percent if self.evaluation_corpus is None else None
 
 

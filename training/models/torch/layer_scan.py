@@ -138,7 +138,7 @@ class _Scan(torch.autograd.Function):  # type: ignore[misc]
     def forward(
         context: Any, run: Callable[..., Tensor], loop: Loop, keeps: bool, hidden: Tensor, *stacked: Tensor
     ) -> Tensor:
-        """Runs all layers; keeps each one's input for the backward pass if `keeps`."""
+        """Returns the last layer's result; keeps each layer's input for the backward pass if `keeps`."""
         device = hidden.device.type
         context.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         context.run, context.loop = run, loop
@@ -152,7 +152,7 @@ class _Scan(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
-        """Runs the layers again, from the last to the first, each with its gradient."""
+        """Returns gradients of the input and of trained parameters; runs each layer again, from the last one on."""
         inputs, *stacked = context.saved_tensors
         needed = context.needs_input_grad[4:]
 

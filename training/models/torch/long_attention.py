@@ -174,7 +174,7 @@ class _Blocks(torch.autograd.Function):  # type: ignore[misc]  # torch is not he
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:
-        """Computes each block again with its gradient. Gradients of keys and values are summed in fp32."""
+        """Computes each block again. Returns the gradients of query, key and value; the last two are summed in fp32."""
         query, key, value, segments = context.saved_tensors
 
         def step(carry: list[Tensor], each: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
