@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from training import storage
 from training.checkpoint.snapshot import Snapshot
-from training.config import Hub, Model
+from training.checkpoint.tensors import TensorSpec, decode
+from training.config import Hub, Lora, Model
 from training.data import tokenizer as tokenizers
 from training.data.formats.open_dataset import _read_tokenizer_hash
 from training.errors import BadInput
@@ -128,6 +129,22 @@ def test_only_tokenizer_and_model_of_a_trainers_checkpoint_folder_are_copied(tmp
         assert {file.name for file in Path(fetched).iterdir()} == set(tokenizer)
     assert found == {name: name for name in (*model, *tokenizer)}
     assert {file.name for file in (tmp_path / "export").iterdir()} == {*model, *tokenizer}
+
+
+def test_additions_to_a_head_are_merged(tmp_path: Path) -> None:
+    square, layers = TensorSpec("F32", (4, 4), 64), ("bert.layer", "bert.pooler.dense")
+    weights = {f"model/{layer}.{part}weight": square for layer in layers for part in ("", "lora_A.", "lora_B.")}
+
+    def snapshot(buffers: Any) -> Snapshot:
+        for buffer in buffers.values():
+            buffer[:] = np.ones(16, np.float32).tobytes()
+        return Snapshot(())
+
+    run: Any = Mock(task="classification", lora=Lora(rank=4, alpha=4, merge=False), model=Mock(path="org/base"))
+    write_model_folder(str(tmp_path), weights, snapshot, {}, "t", run=run)
+    stored = decode((tmp_path / "adapter_model.safetensors").read_bytes())
+    first = {name[22:]: np.frombuffer(data, np.float32)[0] for name, (_, data) in stored.items()}
+    assert first == {"layer.lora_A.weight": 1, "layer.lora_B.weight": 1, "pooler.dense.weight": 5}
 
 
 Pairs = Sequence[tuple[int, int]]  # true, predicted

@@ -10,6 +10,7 @@ additions merged into its weights. The layout is peft's (https://github.com/hugg
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -133,14 +134,14 @@ _FRESH = tuple(entry.head.network for entry in TASKS.values() if entry.head.is_f
 def _write_adapter(
     folder: str, run: TrainerConfig, lora: Lora, weights: Mapping[str, TensorSpec], copy: Copy, storage: Storage
 ) -> None:
-    """Writes peft's configuration and weights of the additions, and a fresh head's weights, into `folder`. `weights`:
-    of the whole network."""
+    """Writes peft's configuration and weights of the additions, and a fresh head's weights, its own additions merged,
+    into `folder`. `weights`: of the whole network."""
     network = TASKS[run.task].head.network
-    layers = {name.removesuffix(_A) for name in weights if name.endswith(_A)}
-    # A fresh head is trained whole, under its own name.
-    base = next(iter(layers)).partition(".")[0]
-    heads = [name for name in weights if is_of_head(name, base)] if network in _FRESH else []
-    stored = sorted([name for name in weights if name.endswith((_A, _B))] + heads)
+    # A fresh head is trained whole, under its own name; most parameters are the base model's.
+    [(base, _)] = Counter(name.partition(".")[0] for name in weights).most_common(1)
+    heads = {name: spec for name, spec in weights.items() if network in _FRESH and is_of_head(name, base)}
+    layers = {name.removesuffix(_A) for name in weights if name.endswith(_A) and name not in heads}
+    stored = sorted(name for name in weights if name.endswith((_A, _B)) != (name in heads))
     config = {
         "peft_type": "LORA", "task_type": _TASK_TYPES.get(network), "base_model_name_or_path": run.model.path,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "bias": "none",
@@ -150,7 +151,9 @@ def _write_adapter(
     }  # fmt: skip
     storage.write(join(folder, ADAPTER_CONFIG), json.dumps(config, indent=2, sort_keys=True).encode() + b"\n")
     data, buffers = encode([(f"base_model.model.{name}", weights[name]) for name in stored], {"format": "pt"})
-    copy({name.removeprefix("base_model.model."): buffer for name, buffer in buffers.items()})
+    own = {name.removeprefix("base_model.model."): buffer for name, buffer in buffers.items()}
+    copy(own)
+    _merge_additions(lora, heads, own, copy)
     storage.write(join(folder, ADAPTER), data)
 
 
