@@ -131,7 +131,7 @@ def test_only_tokenizer_and_model_of_a_trainers_checkpoint_folder_are_copied(tmp
     assert {file.name for file in (tmp_path / "export").iterdir()} == {*model, *tokenizer}
 
 
-def test_additions_to_a_head_are_merged(tmp_path: Path) -> None:
+def test_additions_to_a_head_are_merged_and_a_whole_model_replaces_its_adapter(tmp_path: Path) -> None:
     square, layers = TensorSpec("F32", (4, 4), 64), ("bert.layer", "bert.pooler.dense")
     weights = {f"model/{layer}.{part}weight": square for layer in layers for part in ("", "lora_A.", "lora_B.")}
 
@@ -145,6 +145,8 @@ def test_additions_to_a_head_are_merged(tmp_path: Path) -> None:
     stored = decode((tmp_path / "adapter_model.safetensors").read_bytes())
     first = {name[22:]: np.frombuffer(data, np.float32)[0] for name, (_, data) in stored.items()}
     assert first == {"layer.lora_A.weight": 1, "layer.lora_B.weight": 1, "pooler.dense.weight": 5}
+    write_model_folder(str(tmp_path), weights, snapshot, {}, "t", run=run, merge=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
 
 
 Pairs = Sequence[tuple[int, int]]  # true, predicted

@@ -47,8 +47,8 @@ def write_model_folder(
     """Writes a model folder, a path or URL, from one host that holds all weights. `weights`, `snapshot_state`: of
     Backend, whose copy it waits for; tensors of the optimizer are left out. `config`: values of config.json.
     `tokenizer`: a folder, or a name on the Hub, of which only `TOKENIZER_FILES` are copied. If `run` has LoRA and a
-    starting model, writes peft's two files, or with `lora.merge` or `merge` the merged model. Raises StorageError,
-    BadInput, and errors of `snapshot_state`."""
+    starting model, writes peft's two files, or with `lora.merge` or `merge` the merged model. Deletes an adapter of an
+    earlier export beside a whole model. Raises StorageError, BadInput, and errors of `snapshot_state`."""
     tokenizer = tokenizer_folder(tokenizer)
     for name in TOKENIZER_FILES:
         if storage.stat(join(tokenizer, name)):
@@ -62,6 +62,9 @@ def write_model_folder(
     if run and lora and not (lora.merge or merge):
         _write_adapter(folder, run, lora, specs, copy, storage)
         return
+    for name in (ADAPTER_CONFIG, ADAPTER):  # of an earlier export: transformers would load them instead
+        if storage.stat(join(folder, name)):
+            storage.delete(join(folder, name))
     text = json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True)
     storage.write(join(folder, CONFIG), text.encode() + b"\n")
     data, buffers = encode([(name, specs[name]) for name in specs if ".lora_" not in name], {"format": "pt"})
