@@ -25,7 +25,7 @@ from training.config import Hub, Lora, Model
 from training.data import tokenizer as tokenizers
 from training.data.formats.open_dataset import _read_tokenizer_hash
 from training.errors import BadInput
-from training.models.export import write_model_folder
+from training.models.export import _are_turned, write_model_folder
 from training.models.flops import WorkCounter, flops_per_row, mfu, peak_flops
 from training.models.hub import BackgroundUploader, Push, find_result, push_model
 from training.models.hugging_face import ModelRequirements, build_model_config, read_labels, usable_positions
@@ -147,6 +147,7 @@ def test_additions_to_a_head_are_merged_and_a_whole_model_replaces_its_adapter(t
     assert first == {"layer.lora_A.weight": 1, "layer.lora_B.weight": 1, "pooler.dense.weight": 5}
     write_model_folder(str(tmp_path), weights, snapshot, {}, "t", run=run, merge=True)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    assert _are_turned({"a.weight": Mock(shape=(4, 12)), "a.bias": Mock(shape=(12,)), "b.weight": square})
 
 
 Pairs = Sequence[tuple[int, int]]  # true, predicted

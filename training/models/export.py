@@ -177,9 +177,11 @@ def _merge_additions(
 
 
 def _are_turned(weights: Mapping[str, TensorSpec]) -> bool:
-    """Returns whether the weights of layers with LoRA are (inputs, outputs), as in GPT-2; False if all are square."""
-    layers = [name.removesuffix(_A) for name in weights if name.endswith(_A)]
-    return any(weights[f"{layer}.weight"].shape[1] != weights[layer + _A].shape[1] for layer in layers)
+    """Returns whether a network's linear weights are (inputs, outputs), as in GPT-2, where each has a bias (outputs,):
+    square weights tell nothing."""
+    biases = {name.removesuffix("bias"): spec.shape for name, spec in weights.items() if name.endswith(".bias")}
+    matrices = {name.removesuffix("weight"): spec.shape for name, spec in weights.items() if len(spec.shape) == 2}
+    return any(biases.get(name, shape[:1]) != shape[:1] for name, shape in matrices.items())
 
 
 def _shortest(layers: set[str], weights: Mapping[str, TensorSpec]) -> list[str]:
