@@ -29,6 +29,7 @@ from training.errors import BadInput
 LABELS = ("card", "cash", "transfer")
 CLASSES, NUMBERS = LabelKind(names=LABELS), LabelKind("number-labelled")
 BUCKETS = (8, 16, 32)
+VALUES = [(-1.0) ** number * number / 7 for number in range(90)]
 record_counts = st.lists(st.integers(1, 500), min_size=1, max_size=5)
 
 
@@ -184,9 +185,6 @@ def test_a_label_that_is_no_number_is_named_with_its_place(tmp_path: Path, name:
     corpus = Corpus(str(tmp_path / name))
     with pytest.raises(BadInput, match=rf"{place}: label 'high' is not a number: name the column with --label"):
         list(select_columns(corpus.rows(), "text", "label", corpus.name, NUMBERS))
-
-
-VALUES = [(-1.0) ** number * number / 7 for number in range(90)]
 
 
 def make_numbers(folder: Path, labels: list[Any] = VALUES) -> Dataset:

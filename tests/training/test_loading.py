@@ -40,6 +40,8 @@ from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.errors import BadInput
 
+PIECES = ["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]", "▁the", "▁cat", "s", "▁sat", "▁dog"]
+
 
 def rows(dataset: Dataset, **options: Any) -> Any:
     return FixedShards(dataset, **options).read(0, dataset.records, dataset.records)["input_ids"]
@@ -98,8 +100,9 @@ def test_a_dataset_without_a_good_record_stops_every_batch_and_does_not_advise_t
 
 def test_ids_that_the_tokenizer_does_not_have_are_refused(tmp_path: Path) -> None:
     dataset = make_samples(tmp_path, 25)
-    why = r"train-0000\d.tfrecord: record \d has token id \d\d, and the tokenizer has 50 ids"
-    with pytest.raises(BadInput, match=why):
+    with pytest.raises(
+        BadInput, match=r"train-0000\d.tfrecord: record \d has token id \d\d, and the tokenizer has 50 "
+    ):
         rows(dataset, vocabulary=50)
     with pytest.raises(BadInput, match="was written with a tokenizer of 100 ids, and the given one has 50"):
         mlm_batches(dataset, tokenizer=SpecialTokens(4, 3, frozenset(range(5)), 50))
@@ -206,9 +209,6 @@ def test_closing_a_reader_cancels_the_requests_that_have_not_begun() -> None:
     for not_begun in (second, workers.submit(lambda: None)):
         with pytest.raises(CancelledError):
             not_begun.result(10)
-
-
-PIECES = ["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]", "▁the", "▁cat", "s", "▁sat", "▁dog"]
 
 
 def tokenizer(pieces: list[str], kind: str) -> bytes:

@@ -27,6 +27,7 @@ from training.data.tokenizer import Tokenizer
 from training.errors import BadInput
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=300)
+NAMES = ["transfer", "cash", "card"]
 
 
 def encode(texts: list[str]) -> list[Any]:
@@ -51,9 +52,6 @@ def test_the_splits_of_a_corpus_share_no_document(tmp_path: Path) -> None:
     train, evaluation = (int(result.note.split()[1]) for result in made)  # documents
     assert train > evaluation > 0
     assert train + evaluation == len(list(Corpus("builtin:pydoc").documents()))
-
-
-NAMES = ["transfer", "cash", "card"]
 
 
 @pytest.mark.parametrize("evaluation", ["a share", "a corpus"])

@@ -88,8 +88,6 @@ GOOD: dict[str, Any] = {
     "added_tokens": [{"id": 0, "content": "<pad>", "special": True}, {"id": 1, "content": "[MASK]", "special": True}],
     "model": {"type": "WordLevel", "vocab": {"<pad>": 0, "[MASK]": 1, "word": 2}, "unk_token": "<pad>"},
 }
-
-
 NO_OBJECTS = (b"[" * 200_000, b"[]", b"{", b"\xff\xfe{", b"null")
 CHANGES: tuple[dict[str, Any], ...] = (
     {"added_tokens": 5}, {"added_tokens": [5]}, {"added_tokens": [{"id": [], "content": [], "special": True}]},
@@ -248,8 +246,6 @@ def test_a_models_configuration_says_which_task_it_is_for(network: str, problem_
 
 STOP = "import pathlib, sys, time as t; pathlib.Path(sys.argv[0]).with_name('asked to stop').touch()"
 RESULT = '{"step": 8, "commit": "https://hub/commit/1"}'
-
-
 Upload = Callable[..., tuple[dict[str, Any], list[str]]]
 
 
