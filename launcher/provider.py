@@ -221,21 +221,25 @@ class Provider(Protocol):
         """Closes connections. Containers go on; the provider can be used again."""
 
     def describe(self) -> SliceState | None:
-        """Returns the slice, or None when it doesn't exist."""
+        """Asks the platform's API for the slice; returns None when it doesn't exist. Raises LaunchError without an
+        answer."""
 
     def known_ready(self) -> bool:
         """Returns whether the slice was READY and as configured when a command of this machine last used it. Then a
         start need not describe it first."""
 
     def identity(self) -> tuple[str, str]:
-        """Returns when the slice was created, and its host 0's address, as known here; "" for what is not known."""
+        """Returns when the slice was created, and its host 0's address, as known here; "" for what is not known, on GKE
+        always."""
 
     def create(self, clock: Clock | None = None) -> None:
         """Finds the slice READY, waits for it, or creates it, after deleting one that is gone for good; returns when
-        its hosts answer. Long waits use `clock` (None: the machine's), whose `sleep` may raise to end the creation."""
+        its hosts answer. On GKE creates nothing, and warns of missing nodes. Long waits use `clock` (None: the
+        machine's), whose `sleep` may raise to end the creation."""
 
     def delete(self) -> None:
-        """Deletes the slice, if it exists, and returns when the API says that it is gone."""
+        """Deletes the slice, if it exists (on GKE the runs' objects, not the nodes), and returns when the API says that
+        it is gone."""
 
     def start(self, attempt: Attempt, clock: Clock | None = None) -> list[HostReport]:
         """Starts the attempt's container on every host; leaves one alone that runs or has run. Returns reports with the
@@ -269,7 +273,7 @@ class Provider(Protocol):
     ) -> list[CommandReport]:
         """Runs a command in a live container on some hosts at once, never twice, and passes each line of its output
         (worker index, text) to `on_line`. It has no standard input, and is ended after `seconds` and when this call is
-        interrupted."""
+        interrupted. Raises BadInput on GKE."""
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
         """Returns diagnostics of the slice and the hosts after a failed attempt: file name -> text. Never raises."""
