@@ -25,7 +25,8 @@ def image_spec(config: Config) -> ImageSpec:
     LaunchError if this installation has no images."""
     section = config.image
     bundle = (config.folder / section.ca_bundle) if section.ca_bundle else None
-    has_trackers = config.trainer is not None and config.trainer.telemetry.trackers
+    telemetry = config.document.value.get("telemetry")  # not of the trainer, whom a command replaces: one image a file
+    has_trackers = isinstance(telemetry, dict) and telemetry.get("trackers")
     tracker_packages = {"EXTRA": "requirements-trackers.txt"} if has_trackers else {}
     folder, dockerfile = _own_folder(config)
     if folder is None or dockerfile is None:

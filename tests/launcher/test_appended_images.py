@@ -262,8 +262,9 @@ def test_making_an_image_in_the_registry_needs_no_module_of_linux_alone() -> Non
 @pytest.mark.parametrize("backend", ["torch-xla", "tensorflow"])
 def test_trackers_bring_their_packages_into_our_image_and_change_no_other_pin(backend: str, tmp_path: Path) -> None:
     overrides = (f"backend={backend}", "telemetry.trackers=[wandb]")
-    spec = local.image_spec(load(EXAMPLE, overrides))
-    assert ("EXTRA", "requirements-trackers.txt") in spec.build_args
+    for command in ((), ("tpu-train", "shards")):
+        spec = local.image_spec(load(EXAMPLE, overrides, command=command))
+        assert ("EXTRA", "requirements-trackers.txt") in spec.build_args
     lock = dict(spec.context)
 
     def pins(name: str) -> dict[str, str]:
