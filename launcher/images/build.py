@@ -229,17 +229,13 @@ def _pull(docker: str, base: str, say: Callable[[str], None]) -> None:
 
 
 def _build(plan: ImagePlan, log: IO[str], say: Callable[[str], None]) -> None:
-    """Builds from a copy of the context in `plan.work_folder`, which it deletes afterwards. Raises BadInput if files
-    have changed since the plan (the tag differs), LaunchError (BAD_INPUT, or PERMISSION) if the build fails."""
-    spec, folder = plan.spec, plan.work_folder
+    """Builds from a copy of the files in `plan.work_folder`, which it deletes afterwards. Raises as `_copy_files`, and
+    LaunchError (BAD_INPUT, or PERMISSION) if the build fails."""
+    folder = plan.work_folder
     shutil.rmtree(folder, ignore_errors=True)
     try:
-        build_context.assemble(spec.context, folder / "context")
-        shutil.copyfile(spec.dockerfile, folder / "Dockerfile")
-        copied = replace(spec, context=build_context.tree(folder / "context"), dockerfile=folder / "Dockerfile")
-        if compute_tag(copied, plan.base_ids) != plan.tag:
-            raise BadInput(f"files of the image {spec.name} changed while they were copied: try again")
-        say(f"building {plan.local}" + (f" (target {spec.target})" if spec.target else ""))
+        _copy_files(plan)
+        say(f"building {plan.local}" + (f" (target {plan.spec.target})" if plan.spec.target else ""))
         begin = time.monotonic()
         failure = f"{plan.local} could not be built"
         command = build_command(plan)
@@ -248,6 +244,19 @@ def _build(plan: ImagePlan, log: IO[str], say: Callable[[str], None]) -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     say(f"built {plan.local} in {time.monotonic() - begin:.0f} s")
+
+
+def _copy_files(plan: ImagePlan) -> None:
+    """Copies the context and the Dockerfile of an image to `plan.work_folder`. Raises BadInput if a file is missing or
+    has changed since the plan (the tag differs)."""
+    spec, folder = plan.spec, plan.work_folder
+    with contextlib.suppress(FileNotFoundError):
+        build_context.assemble(spec.context, folder / "context")
+        shutil.copyfile(spec.dockerfile, folder / "Dockerfile")
+        copied = replace(spec, context=build_context.tree(folder / "context"), dockerfile=folder / "Dockerfile")
+        if compute_tag(copied, plan.base_ids) == plan.tag:
+            return
+    raise BadInput(f"files of the image {spec.name} changed while they were copied: try again")
 
 
 def _push(plan: ImagePlan, remote: str, log: IO[str], say: Callable[[str], None]) -> str:

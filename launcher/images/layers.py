@@ -64,8 +64,11 @@ def make_layers(entries: Sequence[Entry], folder: str, title: str) -> list[Layer
 
 def _group_by_layer(entries: Sequence[Entry]) -> list[list[Entry]]:
     """Returns the files of each layer: all below 4 MiB, all larger ones but the 16 largest, then each of these alone;
-    leaves out layers without files."""
-    sizes = {name: source.lstat().st_size for name, source in entries}
+    leaves out layers without files. Raises BadInput for a file that is missing."""
+    try:
+        sizes = {name: source.lstat().st_size for name, source in entries}
+    except OSError as error:  # removed since it was listed
+        raise BadInput(f"{error.filename}: can't be read for the image: {error.strerror}") from None
     large = sorted((entry for entry in entries if sizes[entry[0]] >= LARGE_BYTES), key=lambda e: (-sizes[e[0]], e[0]))
     alone, shared = large[:_MOST_LARGE], large[_MOST_LARGE:]
     small = [entry for entry in entries if sizes[entry[0]] < LARGE_BYTES]

@@ -17,7 +17,7 @@ from launcher.config import Config, load
 from launcher.emulator.http_server import HttpRequest
 from launcher.errors import BadInput
 from launcher.images import appended, local, overlays, repositories
-from launcher.images.layers import LARGE_BYTES
+from launcher.images.layers import LARGE_BYTES, make_layers
 from launcher.images.registry import Blob, ManifestDocument, Registry, sha256
 from launcher.images.repositories import RegistryCredentials, find_credentials
 from tests.kubernetes.golden import EXAMPLE
@@ -122,6 +122,8 @@ def test_only_a_changed_layer_is_sent_with_configuration_and_manifest(
     assert server.bytes_received - sent < 4000
     for name, text in ((first, "print(1)\n"), (second, "print(2)\n")):
         assert read(name)[0]["home/trainer/main.py"].pax_headers["text"] == text
+    with pytest.raises(BadInput, match="removed: can't be read for the image"):
+        make_layers([("removed", code / "removed")], "/app", "title")
 
 
 @pytest.mark.usefixtures("server")

@@ -129,9 +129,10 @@ def test_an_edit_during_the_build_is_not_taken_for_the_images(docker: Path, spec
 
 @pytest.mark.usefixtures("docker")
 def test_a_copy_of_edited_files_is_deleted(spec: ImageSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_context, "assemble", lambda _, folder: (folder / "edited").mkdir(parents=True))
-    with pytest.raises(BadInput, match="changed while they were copied"):
-        ensure_image(spec, print)
+    for parents in (True, False):  # False: as if a file were missing
+        monkeypatch.setattr(build_context, "assemble", lambda _, to, all=parents: (to / "edited").mkdir(parents=all))
+        with pytest.raises(BadInput, match="changed while they were copied"):
+            ensure_image(spec, print)
     assert [path.suffix for path in (tmp_path / "home" / "images").iterdir()] == [".log"]
 
 
