@@ -55,18 +55,31 @@ _WILDCARDS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 def tree(folder: Path, *, ignore: Sequence[str] = (), search_keys: bool = False) -> tuple[Entry, ...]:
     """Returns every regular file and symbolic link of a folder, sorted, but those that the .dockerignore patterns of
     `ignore` leave out. With `search_keys` also leaves out small files that hold a private key, unless a line `!PATTERN`
-    of `ignore` includes them. Raises BadInput when there is no such folder."""
+    of `ignore` includes them, and raises BadInput for what can't be looked at, which is otherwise left out. Raises
+    BadInput when there is no such folder."""
     if not folder.is_dir():
         raise BadInput(f"{folder}: there is no such folder to build an image from")
     is_ignored = _compile_ignore(ignore)
     may_keep = any(line.lstrip().startswith("!") for line in ignore)
     entries = []
-    for root, folders, files in os.walk(folder):
+
+    def refuse(error: OSError) -> None:
+        """Raises BadInput for what can't be looked at, if `search_keys`, unless it is gone or ignored."""
+        gone = isinstance(error, FileNotFoundError)
+        if search_keys and not gone and not is_ignored(Path(error.filename).relative_to(folder).as_posix()):
+            why = f"{error.filename}: can't be read for the image: {error.strerror}"
+            raise BadInput(f"{why}; a line in .dockerignore leaves it out")
+
+    for root, folders, files in os.walk(folder, onerror=refuse):
         here = Path(root)
         links = [name for name in folders if (here / name).is_symlink()]
         for name in (*files, *links):
             path = (here / name).relative_to(folder).as_posix()
-            mode = (here / name).lstat().st_mode
+            try:
+                mode = (here / name).lstat().st_mode
+            except OSError as error:
+                refuse(error)
+                continue
             if is_ignored(path) or not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
                 continue  # pipes and sockets have no content, and reading one may never end
             if not (search_keys and _holds_private_key(here / name) and is_ignored(path, True)):

@@ -215,6 +215,14 @@ def test_dockerignore_leaves_out_what_docker_leaves_out(tmp_path: Path, lines: l
     assert sent(tmp_path) == left.split()
 
 
+def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_folder(tmp_path, "a.py", "data/b.py")
+    list_folder = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: list_folder(str(path).replace("/data", "/a.py")))
+    with pytest.raises(BadInput, match=r"a\.py: can't be read"):
+        sent(tmp_path)
+
+
 PRIVATE = (
     *(".env", "deploy/.env", "prod.env", ".env.local", ".git/config", "sub/.git/HEAD", ".tpu-launch/runs/r/run.json"),
     *(".venv/bin/python", "node_modules/a.js", "a/__pycache__/b.pyc", ".mypy_cache/x", ".netrc", ".ssh/config"),
