@@ -102,8 +102,8 @@ def _context(ledger: Ledger | None) -> Context:
 
 
 def list_runs_of(folder: str, *, as_json: bool) -> None:
-    """Prints each run of a bucket's folder with its state and the machine that supervises it, as a table or JSON; skips
-    folders without a run. Raises BadInput for a copied run or if `folder` is not gs://, LaunchError for a silent
+    """Prints each run of a bucket's folder with its state, or why it can't be read, and the machine that supervises it,
+    as a table or JSON; skips folders without a run. Raises BadInput if `folder` is not gs://, LaunchError for a silent
     bucket."""
     _require_bucket(folder)
     with tempfile.TemporaryDirectory() as scratch:
@@ -124,20 +124,25 @@ def list_runs_of(folder: str, *, as_json: bool) -> None:
 
 def _row(url: str, scratch: Path) -> dict[str, Any] | None:
     """Imports a run into `scratch` and returns its row of `list_runs_of` by column, "attempt" being None before the
-    first, "supervised by" "" without a live lease; None for a folder without a run. Raises BadInput, LaunchError or
-    StorageError."""
+    first, "supervised by" "" without a live lease, "state" why if the run can't be read; None for a folder without a
+    run. Raises StorageError for a silent bucket, OSError for a file here."""
     if not RunBucket.of_run(url).has_run():
         return None
-    ledger = import_run(scratch, machine(), url, overlays=False)
-    assert ledger.bucket is not None
-    lease = ledger.bucket.read_lease()
-    return {
-        "run": ledger.run_id,
-        "slice": ledger.record.slice,
-        "attempt": None if ledger.state.phase is Phase.NEW else ledger.state.attempt,
-        "state": _describe(ledger),
-        "supervised by": lease.holder.partition(":")[0] if lease is not None and lease.is_live else "",
-    }
+    row = {"run": storage.name_of(url), "slice": "", "attempt": None, "state": "", "supervised by": ""}
+    try:
+        ledger = import_run(scratch, machine(), url, overlays=False)
+        assert ledger.bucket is not None
+        lease = ledger.bucket.read_lease()
+        return {
+            **row,
+            "slice": ledger.record.slice,
+            "attempt": None if ledger.state.phase is Phase.NEW else ledger.state.attempt,
+            "state": _describe(ledger),
+            "supervised by": lease.holder.partition(":")[0] if lease is not None and lease.is_live else "",
+        }
+    except (LaunchError, storage.StorageError, ValueError, LookupError, TypeError) as error:
+        # A run that was copied, is damaged, or is of another version must not hide the others.
+        return {**row, "state": f"can't be read: {error}".partition("\n")[0]}
 
 
 def _describe(ledger: Ledger) -> str:

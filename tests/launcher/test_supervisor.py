@@ -321,6 +321,8 @@ def test_commands_take_a_run_of_a_bucket_on_any_machine(work: Workstation, capsy
         storage.write(file.url.replace("/r/", "/copy/"), storage.read(file.url))
     with pytest.raises(BadInput, match=f"{RUNS}/copy was copied: the run's folder is {RUNS}/r/launcher"):
         call("events", "-f", f"{RUNS}/copy")
+    storage.write(f"{RUNS}/damaged/launcher/run.json", b"[]")
+    assert [row["state"][:5] for row in call("list", RUNS, "--json")] == ["can't", "can't", "never", "recov"]
     with pytest.raises(BadInput, match="--set changes keys of a file"):
         call("events", "-f", f"{RUNS}/r", "--set", "train.steps=3")
     for option in "--run", "-f":
