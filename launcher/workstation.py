@@ -32,8 +32,9 @@ class Owner:
 
 
 def this_owner() -> Owner:
-    """Returns this process's user name, as a valid label, with a hash of gcloud's account: of $CLOUDSDK_CORE_ACCOUNT,
-    else of what gcloud says (in half a second, or up to 30 s); "" if it has none or is missing."""
+    """Returns this process's user name (its number without a name), as a valid label, with a hash of gcloud's account:
+    of $CLOUDSDK_CORE_ACCOUNT, else of what gcloud says (in half a second, or up to 30 s); "" without gcloud or
+    account."""
     account = os.environ.get("CLOUDSDK_CORE_ACCOUNT", "")
     if not account:
         try:
@@ -41,7 +42,11 @@ def this_owner() -> Owner:
             account = answer.stdout.strip() if answer.ok else ""
         except LaunchError:  # gcloud is missing or does not answer: the next command with it says so
             account = ""
-    return Owner(re.sub(r"[^a-z0-9_-]", "-", getpass.getuser().lower())[:63], hash_account(account))
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = str(os.getuid())
+    return Owner(re.sub(r"[^a-z0-9_-]", "-", user.lower())[:63], hash_account(account))
 
 
 def hash_account(email: str) -> str:
