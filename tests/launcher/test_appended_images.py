@@ -102,9 +102,7 @@ def read(name: str) -> tuple[dict[str, tarfile.TarInfo], Any]:
     return entries, json.loads(blobs[0])
 
 
-def test_only_a_changed_layer_is_sent_with_configuration_and_manifest(
-    server: RegistryServer, config: Config, code: Path
-) -> None:
+def test_only_changed_layers_are_sent_with_their_manifest(server: RegistryServer, config: Config, code: Path) -> None:
     push_our_base(config)
     (code / "weights.bin").write_bytes(os.urandom(LARGE_BYTES))
     assert local.published(config) is None
@@ -158,9 +156,7 @@ def test_a_users_own_base_gets_only_the_code_and_is_not_sent(server: RegistrySer
         make(load_text(config.folder, text.replace(", code: own", "")))
 
 
-def test_sync_goes_where_the_base_has_code_and_sees_edits_during_builds(
-    server: RegistryServer, tmp_path: Path, code: Path
-) -> None:
+def test_sync_goes_where_the_base_has_code_and_sees_edits(server: RegistryServer, tmp_path: Path, code: Path) -> None:
     push_base(MINE, folder="/srv/app")
     config, home = load_text(tmp_path, FILE.replace("build: registry", f"base: {MINE}")), tmp_path / "home"
     (code / "link.py").symlink_to("main.py")
@@ -184,9 +180,7 @@ def test_sync_goes_where_the_base_has_code_and_sees_edits_during_builds(
     assert overlays.find_changes(str(code), config, home, image.reference).changed == ()
 
 
-def test_a_missing_base_is_an_error_that_says_how_to_make_it_and_doctor_looks_for_it(
-    server: RegistryServer, config: Config
-) -> None:
+def test_a_missing_base_is_told_by_doctor_too_with_how_to_make_it(server: RegistryServer, config: Config) -> None:
     how = r"base-[0-9a-f]{16} is not in the registry.*tpu-launch image base -f \S*run\.yaml"
     with pytest.raises(BadInput, match=how):
         make(config)

@@ -146,9 +146,7 @@ def test_an_interrupted_push_is_done_again(docker: Path, spec: ImageSpec) -> Non
     assert count_pushes(docker) == 2
 
 
-def test_a_preflight_takes_the_named_image_or_a_local_one_that_it_does_not_push(
-    docker: Path, spec: ImageSpec, tmp_path: Path
-) -> None:
+def test_preflight_takes_the_named_image_or_one_not_pushed(docker: Path, spec: ImageSpec, tmp_path: Path) -> None:
     build = f"repository: {spec.repository}, build: engine, dockerfile: context/Dockerfile"
     for image, name in ((f"reference: '{REFERENCE}'", REFERENCE), (build, "sha256:1")):
         config = load_text(tmp_path, f"{SLICE}image: {{{image}}}\nrun: {{command: [train]}}\n")

@@ -174,9 +174,7 @@ def test_any_difference_in_names_contents_or_the_executable_bit_changes_the_hash
 
 
 @given(contexts, st.randoms(use_true_random=False), st.integers(0, 2**31))
-def test_neither_a_copy_nor_times_nor_umask_nor_order_change_the_hash(
-    context: Context, shuffler: Random, seconds: int
-) -> None:
+def test_a_copy_times_umask_and_order_do_not_change_the_hash(context: Context, shuffler: Random, seconds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source, copy = Path(folder, "source"), Path(folder, "copy")
         source.mkdir()

@@ -73,9 +73,7 @@ def test_a_refused_login_is_a_permission_error_without_the_token() -> None:
 
 
 @pytest.mark.parametrize("way", ["redirect", "upload"])
-def test_only_the_registrys_own_host_gets_an_authorization(
-    registry: RegistryServer, client: Registry, way: str
-) -> None:
+def test_only_the_registrys_host_gets_an_authorization(registry: RegistryServer, client: Registry, way: str) -> None:
     """`localhost`, a server with a valid certificate to which the registry sends the client, demands a login."""
     elsewhere, seen = f"localhost:{registry.address.rpartition(':')[2]}", []
 
@@ -136,9 +134,7 @@ def test_the_advice_fits_what_is_wrong_with_a_certificate(reason: str, advice: s
         _network_reason(HOST, ssl.SSLCertVerificationError(1, text))
 
 
-def test_the_environments_proxy_is_used_with_its_login(
-    registry: RegistryServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environments_proxy_is_used_with_login(registry: RegistryServer, monkeypatch: pytest.MonkeyPatch) -> None:
     heads: list[bytes] = []
 
     def tunnel(connection: socket.socket) -> None:

@@ -155,9 +155,7 @@ def test_a_supervisor_deletes_the_slice_of_a_dead_launchers_run_whose_budget_is_
         pytest.param([BEGAN, RUNS_NOW, Ended(0, "host lost"), AGAIN, REPLACED], id="replaced"),
     ],
 )
-def test_a_deletion_goes_on_for_the_recorded_slice_only(
-    work: Workstation, created: str, recorded: list[RunEvent]
-) -> None:
+def test_a_deletion_goes_on_for_its_recorded_slice(work: Workstation, created: str, recorded: list[RunEvent]) -> None:
     begin(work, "r", *recorded)
     work.hosts.created = created
     take_over(work, TOKEN="x")
@@ -331,9 +329,7 @@ def test_commands_take_a_run_of_a_bucket_on_any_machine(work: Workstation, capsy
     assert not bucket.read_lease().holder, "looking takes no lease"
 
 
-def test_the_ledger_is_in_the_outputs_bucket_if_this_account_may_write_there(
-    work: Workstation, server: BucketServer
-) -> None:
+def test_the_ledger_is_in_the_outputs_bucket_if_this_account_may_write(work: Workstation, server: BucketServer) -> None:
     spec = specification.read(begin(work, "other").folder)
 
     def is_shared(output: str | None) -> bool:
