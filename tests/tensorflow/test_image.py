@@ -7,11 +7,8 @@ import tensorflow as tf
 import tf_keras
 
 
-def test_one_package_owns_tensorflow() -> None:
+def test_one_package_owns_tensorflow_and_its_models_use_tf_keras() -> None:
     assert len(set(packages_distributions()["tensorflow"])) == 1
-
-
-def test_the_models_use_tf_keras() -> None:
     assert tf.keras.Model is tf_keras.Model
 
 

@@ -40,7 +40,8 @@ def translate_failures() -> Iterator[None]:
     except tf.errors.OpError as error:
         if not _is_lost_worker(error):
             raise
-        raise LostPeer(f"a worker of this slice is gone: {error.message.splitlines()[0][:300]}") from None
+        first, *_ = (error.message or "no message").splitlines()
+        raise LostPeer(f"a worker of this slice is gone: {first[:300]}") from None
 
 
 @contextmanager
