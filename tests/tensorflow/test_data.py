@@ -31,10 +31,8 @@ def test_tensorflow_reads_our_shards(tmp_path: Path) -> None:
 
 def test_tensorflow_reads_our_shards_in_the_public_layout(tmp_path: Path) -> None:
     spec = {name: tf.io.FixedLenFeature([128], tf.int64) for name in ("input_ids", "attention_mask")}
-    batches = [
-        tf.io.parse_example(batch, spec)
-        for batch in tf.data.TFRecordDataset(files(make(tmp_path, layout="recipe"))).batch(100)
-    ]
+    dataset = tf.data.TFRecordDataset(files(make(tmp_path, layout="recipe"))).batch(100)
+    batches = [tf.io.parse_example(batch, spec) for batch in dataset]
     assert np.array_equal(np.concatenate([batch["input_ids"].numpy() for batch in batches]), ROWS)
     assert all((batch["attention_mask"].numpy() == 1).all() for batch in batches)
 

@@ -153,13 +153,11 @@ def test_a_tensorflow_worker_gets_topology_peers_and_plugin(name: str, monkeypat
     plugin = {"NEXT_PLUGGABLE_DEVICE_USE_C_API": "true", "TF_PLUGGABLE_DEVICE_LIBRARY_PATH": "/libtpu.so"}
     monkeypatch.setattr(pod, "tensorflow_plugin", lambda: plugin)
     cluster = Cluster(2, tuple(f"10.0.0.{number}" for number in range(4)), name)
-    own = {"TPU_STDERR_LOG_LEVEL": "0"}
-    assert pod.worker_environment(cluster) == {**tpu_environment(cluster), **plugin, **own}
+    assert pod.worker_environment(cluster) == {**tpu_environment(cluster), **plugin, "TPU_STDERR_LOG_LEVEL": "0"}
 
 
 def test_a_worker_may_print_other_lines_before_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nprintf 'a library is here\\nserving\\n'; exec cat\n")
+    (python := tmp_path / "python").write_text("#!/bin/sh\nprintf 'a library is here\\nserving\\n'; exec cat\n")
     python.chmod(0o755)
     monkeypatch.setattr(pod.sys, "executable", str(python))
     with pod.worker({}, 8470, 10.0) as serving:

@@ -8,7 +8,6 @@ them. In TensorFlow a dense layer's kernel is the transpose of PyTorch's weight;
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -206,11 +205,9 @@ def _make_dropout(rate: float, place: int, network: KerasNetwork) -> Callable[..
 
 
 def open_pipeline(name: str, folder: str) -> Any:
-    """Returns `transformers.pipeline(name)`, such as "fill-mask", over a local model folder with one file of weights,
-    on the CPU. Raises BadInput if the file lacks weights of the model; FileNotFoundError without it, not BadInput.
-    Loads the weights itself: transformers 4.57's TFAutoModel.from_pretrained fails on a safetensors file with PyTorch's
-    names ("'builtins.safe_open' object is not iterable")."""
-    from safetensors.numpy import load_file
+    """Returns `transformers.pipeline(name)`, such as "fill-mask", over a local model folder, on the CPU. Raises
+    BadInput for absent or damaged weights. Loads the weights itself: transformers 4.57's TFAutoModel.from_pretrained
+    fails on a safetensors file with PyTorch's names ("'builtins.safe_open' object is not iterable")."""
     from transformers import AutoConfig, AutoTokenizer, pipeline
     from transformers.modeling_tf_pytorch_utils import load_pytorch_state_dict_in_tf2_model
 
@@ -218,7 +215,7 @@ def open_pipeline(name: str, folder: str) -> Any:
     model = getattr(transformers, networks[name]).from_config(AutoConfig.from_pretrained(folder))
     count_positions(model)
     ids = tf.constant([[0, 1]])
-    weights = load_file(Path(folder) / WEIGHTS)
+    weights = dict(_read_tensors(folder))
     _, report = load_pytorch_state_dict_in_tf2_model(
         model, weights, tf_inputs={"input_ids": ids}, allow_missing_keys=True, output_loading_info=True
     )
