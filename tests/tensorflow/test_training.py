@@ -184,9 +184,13 @@ def test_positions_of_roberta_begin_after_its_padding_id(folder: Path) -> None:
     copy_model(made, other, earlier, pad_token_id=1)
     ids = np.array([[0, 7, 8, 9, 2]])
     (other / "model.safetensors").rename(other / "model-1.safetensors")  # weights may be in several files
-    (other / "model.safetensors.index.json").write_text('{"weight_map": {"all": "model-1.safetensors"}}')
+    (index := other / "model.safetensors.index.json").write_text('{"weight_map": {"all": "model-1.safetensors"}}')
     ours, shifted = (open_pipeline("fill-mask", str(place)).model(ids).logits.numpy() for place in (made, other))
     assert ours == pytest.approx(shifted, abs=1e-5)
+    for damaged in ('{"weight_map', "[]", "{}", '{"weight_map": []}'):
+        index.write_text(damaged)
+        with pytest.raises(BadInput, match=r"index\.json: "):
+            open_pipeline("fill-mask", str(other))
 
 
 def test_an_encoder_gets_a_fresh_head_and_missing_weights_are_refused(plain: dict[str, Any], labelled: Path) -> None:

@@ -167,7 +167,10 @@ def _read_tensors(path: str) -> Iterator[tuple[str, Array]]:
             raise BadInput(
                 f"model.path {path} has no {WEIGHTS}; write one with save_pretrained(..., safe_serialization=True)"
             )
-        names = sorted(set(json.loads(storage.read(index))["weight_map"].values()))
+        try:
+            names = sorted({str(name) for name in json.loads(storage.read(index))["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadInput(f"model.path: {index}: {type(error).__name__}: {error}") from None
     for name in names:
         url = storage.join(path, name)
         try:
