@@ -41,11 +41,13 @@ def create(config: Config, say: Say, machine: Workstation, patient: Workstation)
     """Returns the slice when READY: the existing one (a lost one is deleted first), or the first candidate granted; one
     before it in the file has two minutes more. Without slice.candidates, as `creation.create`. Else waits, without
     limit, for other processes that ask, and withdraws all other requests, on `patient`, whose clock, unlike that of
-    `machine`, never raises. Raises as `creation.create`."""
+    `machine`, never raises. Raises as `creation.create`, and Conflict while the slice of an earlier file is there."""
     if not config.slice.candidates:
+        _require_candidates(config, RequestRecord(config), machine)
         return creation.create(config, say, machine)
     with turn(config, say, machine) as record:
         _follow(config, record)
+        _require_candidates(config, record, machine)
         starting = Race(config, record, say, machine, patient)
         try:
             existing = slices.describe(config, machine)
@@ -101,6 +103,21 @@ def withdraw_unused(config: Config, say: Say, machine: Workstation) -> None:
                 record.grant(used, machine.clock.time())
         left = [request for request in record.open() if used is None or request.number != used.number]
         Race(config, record, say, machine, machine).withdraw(left)
+
+
+def _require_candidates(config: Config, record: RequestRecord, machine: Workstation) -> None:
+    """Raises Conflict if our slice of a granted request is there, which the file (or, after preflight, the run) would
+    not find: it would create a second one, and both would be billed. Raises LaunchError if Google does not answer."""
+    known = {(candidate, config.placed(candidate).node) for candidate in config.candidates}
+    for request in record.open():
+        if request.granted is None or (request.candidate, request.node) in known:
+            continue
+        found = slices.describe_node(config.placed(request.candidate, request.node), machine)
+        if found is not None and not slices.why_not_ours(found.labels, machine.owner):
+            raise Conflict(
+                f"slice {config.slice.name} exists as {request.candidate}, node {request.node}, which is not among its "
+                "candidates any more: `tpu-launch down` deletes it"
+            )
 
 
 def _follow(config: Config, record: RequestRecord) -> None:

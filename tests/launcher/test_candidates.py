@@ -377,9 +377,13 @@ def test_a_candidate_whose_name_another_user_has_is_not_waited_for(cloud: Cloud,
     assert history(config)[1] == ("v4-8", requests.REFUSED)
 
 
-def test_down_deletes_a_request_that_the_file_does_not_name_any_more(cloud: Cloud, config: Config) -> None:
+def test_down_alone_deletes_a_slice_that_the_file_does_not_name_any_more(cloud: Cloud, config: Config) -> None:
     cloud.made_by(OURS, name="demo-9")
-    RequestRecord(config).ask(Candidate("v4-32", V4.zone, "spot"), "demo-9", cloud.clock.time())
+    record = RequestRecord(config)
+    record.grant(record.ask(Candidate("v4-32", V4.zone, "spot"), "demo-9", cloud.clock.time()), cloud.clock.time())
+    for file in config, replace(config, slice=config.slice.model_copy(update={"candidates": []})):
+        with pytest.raises(Conflict, match=r"as v4-32 .*, node demo-9, .*: `tpu-launch down` deletes it"):
+            create(cloud, file)
     assert deletion.delete(config, print, cloud.machine())
     assert nodes(cloud) == []
     assert not RequestRecord(config).open()
