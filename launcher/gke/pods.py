@@ -21,6 +21,8 @@ from training.machine import Event
 
 INDEX = "batch.kubernetes.io/job-completion-index"
 _DISRUPTIONS = ("Evicted", "Preempting", "NodeShutdown", "Terminated", "NodeLost")  # reasons of a failed pod
+# In the message of a container that can't start: the kubelet tries again, mostly with success within minutes.
+_PASSING = r"(?i)time(d )?out|deadline exceeded|is reserved for|\b(429|50\d)\b|unavailable|reset by peer|\bEOF\b"
 _OWN_END = (0, 2, 75)  # exit codes that say more than that the pod was disrupted
 _LIST_EVERY = 10.0  # seconds
 _WATCH_SECONDS = 300.0  # then a new watch begins
@@ -134,12 +136,15 @@ def _container_state(state: Mapping[str, Any], image: str) -> ContainerState:
 
 def find_start_error(pod: Pod, image: str) -> LaunchError | None:
     """Returns the error (BAD_INPUT or PERMISSION) of a pod that can't start without the user's help, because its image
-    can't be pulled or its container can't be created; None for any other pod. `image`: for the message."""
+    can't be pulled or its container can't be created; None for any other pod, and for an error that may pass, such as a
+    registry's 503: the kubelet tries again. `image`: for the message."""
     code = Exit.BAD_INPUT
+    if re.search(_PASSING, pod.message):
+        return None
     if pod.waiting in ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
         detail = f": {pod.message}" if pod.message else ""
         problem, advice = f"can't pull {image}{detail}", "was it pushed, and to this repository?"
-        if re.search(r"40[13]|denied|[Uu]nauthorized|[Ff]orbidden", pod.message):
+        if re.search(r"\b40[13]\b|denied|[Uu]nauthorized|[Ff]orbidden", pod.message):
             problem, code = f"may not pull {image}{detail}", Exit.PERMISSION
             advice = "give the node pool's service account roles/artifactregistry.reader on the repository"
     elif pod.waiting in ("CreateContainerConfigError", "CreateContainerError"):

@@ -141,10 +141,12 @@ def test_a_pod_that_has_not_started_says_why(state: dict[str, Any] | None, start
 @pytest.mark.parametrize(
     ("reason", "message", "code", "words"),
     [
-        ("ImagePullBackOff", "resolve reference: not found", Exit.BAD_INPUT, "resolve reference: not found"),
+        ("ImagePullBackOff", "resolve reference i@sha256:a403: not found", Exit.BAD_INPUT, "a403: not found"),
+        ("ImagePullBackOff", "unexpected status: 503 Service Unavailable", None, ""),
         ("ImagePullBackOff", "failed to fetch oauth token: 403 Forbidden", Exit.PERMISSION, "403 Forbidden"),
         ("InvalidImageName", "", Exit.BAD_INPUT, "can't pull repository@"),
         ("CreateContainerConfigError", 'secret "x" not found', Exit.BAD_INPUT, 'secret "x" not found'),
+        ("CreateContainerConfigError", "failed to sync secret cache: timed out waiting for the condition", None, ""),
         ("CreateContainerError", "", Exit.BAD_INPUT, "CreateContainerError"),
         ("ContainerCreating", "", None, ""),
         ("ErrImagePull", "", None, ""),
