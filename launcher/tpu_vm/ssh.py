@@ -188,19 +188,33 @@ class SshConnection:
 
     def follow(self, command: str, *, timeout: float, on_line: Callable[[str], None]) -> int:
         """Runs a command line, whose standard input stays open, and passes each line of its output and error output to
-        `on_line` as it comes, with U+FFFD for bytes that are not UTF-8. Returns its exit code. Raises as `run`."""
-        deadline = time.monotonic() + timeout
-        with self._open_channel(timeout) as channel:
-            channel.set_combine_stderr(True)
-            channel.exec_command(command)
-            rest = b""
-            for data in _receive(channel, channel.recv, deadline):
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    on_line(line.decode(errors="replace").removesuffix("\r"))
-            if rest:
-                on_line(rest.decode(errors="replace"))
-            return _wait_for_exit_code(channel, deadline)
+        `on_line` as it comes, with U+FFFD for bytes that are not UTF-8. Returns its exit code. Raises as `run`, and
+        what `on_line` raises, which ends the channel."""
+        deadline, raised = time.monotonic() + timeout, list[OSError]()
+
+        def pass_on(line: bytes) -> None:
+            try:
+                on_line(line.decode(errors="replace").removesuffix("\r"))
+            except OSError as error:  # the terminal is gone, or the disk full: no failure of the connection
+                raised.append(error)
+                raise
+
+        try:
+            with self._open_channel(timeout) as channel:
+                channel.set_combine_stderr(True)
+                channel.exec_command(command)
+                rest = b""
+                for data in _receive(channel, channel.recv, deadline):
+                    *lines, rest = (rest + data).split(b"\n")
+                    for line in lines:
+                        pass_on(line)
+                if rest:
+                    pass_on(rest)
+                return _wait_for_exit_code(channel, deadline)
+        except ConnectionFailed:
+            if raised:
+                raise raised[0] from None
+            raise
 
     @contextlib.contextmanager
     def _open_channel(self, timeout: float) -> Iterator[paramiko.Channel]:

@@ -573,6 +573,8 @@ def test_output_without_a_pause_ends_with_the_time(monkeypatch: pytest.MonkeyPat
     with pytest.raises(TimeoutError):
         channel.connection().follow("yes", timeout=2, on_line=lambda _: None)
     assert channel.now < 1004
+    with pytest.raises(BrokenPipeError):  # of `| head`: the host is not out of reach
+        channel.connection().follow("yes", timeout=2, on_line=Mock(side_effect=BrokenPipeError))
 
 
 @pytest.mark.parametrize("follows", [True, False])
