@@ -220,7 +220,8 @@ class SshConnection:
     def _open_channel(self, timeout: float) -> Iterator[paramiko.Channel]:
         """Opens a channel for one command, in `timeout` seconds or, if less, 10. In its block, a wait of more than
         `timeout` raises TimeoutError, and other errors of ssh and sockets become ConnectionFailed."""
-        transport = self._connection.client.get_transport()
+        if (transport := self._connection.client.get_transport()) is None:
+            raise ConnectionFailed("another thread closed the connection")
         with _failures(), transport.open_session(timeout=min(timeout, _CHANNEL_SECONDS)) as channel:
             channel.settimeout(timeout)
             yield channel

@@ -626,6 +626,9 @@ def test_a_connection_is_shut_down_before_it_is_closed() -> None:
     assert [call[0] for call in made.mock_calls] == [
         "client.get_transport", "client.get_transport().sock.shutdown", "close",
     ]  # fmt: skip
+    made.client.get_transport.return_value = None
+    with pytest.raises(ConnectionFailed, match="another thread closed"):  # since the pool has found it open
+        ssh.SshConnection(made).run("true", timeout=1.0, stdin=None)
 
 
 REFUSALS = [paramiko.AuthenticationException("no banner"), ssh.HostKeyUnknown("no banner")]
