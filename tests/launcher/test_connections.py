@@ -46,6 +46,7 @@ from tests.launcher.script_host import write_program
 from tests.processes import ROOT
 
 HOST = Address(0, "h", "me", "key", "known", "h")
+RESET = ConnectionFailed("reset by peer")
 DRY_RUN = (  # as gcloud 528 prints it
     "/usr/bin/ssh -T -i key -o CheckHostIP=no -o HashKnownHosts=no -o HostKeyAlias=tpu.1-{worker} "
     "-o IdentitiesOnly=yes -o StrictHostKeyChecking=yes -o UserKnownHostsFile=known me@{host} -- true\n"
@@ -89,14 +90,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize(
-    ("idle", "error", "tries"),
-    [
-        (60.0, ConnectionFailed("reset by peer"), 2),
-        (1.0, ConnectionFailed("reset by peer"), 1),
-        (60.0, TimeoutError, 1),
-    ],
-)
+@pytest.mark.parametrize(("idle", "error", "tries"), [(60.0, RESET, 2), (1.0, RESET, 1), (60.0, TimeoutError, 1)])
 def test_only_an_idle_connection_is_retried(idle: float, error: Exception | type[Exception], tries: int) -> None:
     clock, host = Clock(), Mock()
     host.run.side_effect = [(0, "", ""), error, (0, "", "")]
@@ -587,12 +581,8 @@ def test_a_command_without_status_goes_on(monkeypatch: pytest.MonkeyPatch, statu
     monkeypatch.setattr(ssh.time, "monotonic", lambda: channel.now)
     connection = channel.connection()
     run = partial(connection.follow, on_line=print) if follows else partial(connection.run, stdin=None)
-    told = (
-        pytest.raises(ConnectionFailed, match="closed before the command ended")
-        if status
-        else pytest.raises(TimeoutError)
-    )
-    with told:
+    error, words = (ConnectionFailed, "closed before the command ended") if status else (TimeoutError, "")
+    with pytest.raises(error, match=words):
         run("train", timeout=6.0)
 
 
