@@ -172,8 +172,8 @@ def downsample(points: Sequence[tuple[float, float]], most: int) -> list[tuple[f
 
 def axis_ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[float]:
     """Returns evenly spaced round numbers (integers if `whole`) that cover `low` to `high`, in about `about` steps:
-    often fewer, at times one more. Covers some space on both sides of equal ends."""
-    if high <= low:
+    often fewer, at times one more. Covers some space on both sides of ends that are equal to nine digits."""
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
     rough = (high - low) / about
@@ -182,7 +182,7 @@ def axis_ticks(low: float, high: float, about: int, *, whole: bool = False) -> l
     if whole:
         step = max(1.0, round(step))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(index * step, 12) for index in range(first, last + 1)]
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
 def format_number(value: float) -> str:
