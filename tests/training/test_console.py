@@ -60,23 +60,29 @@ from training.cli.train import exit_overdue
 from training.distributed.rendezvous import SingleHost
 exit_overdue(SingleHost(), 25)
 """
+RANKS = """
+import sys
+from training.cli import main, processes
+printing = [sys.executable, "-c", "print('x' * 200_000); exit(75)"]  # more than a pipe holds
+processes.run_chip_processes = lambda module: processes.run_ranks(printing, [{"RANK": "0"}])
+sys.argv[1:] = ["check-devices", "--backend", "torch-tpu"]
+main.main()
+"""
 MAIN = "import sys; from training.cli.main import main; sys.argv[1:] = ['train', {!r}]; main()"
 
 
 @pytest.mark.parametrize(
-    ("program", "code"), [(TRAINING, 75), (OVERDUE, 75), (MAIN.format("/nope.yaml"), 2), (MAIN.format("--nope"), 2)]
+    ("program", "code"),
+    [(TRAINING, 75), (OVERDUE, 75), (RANKS, 75), (MAIN.format("/nope.yaml"), 2), (MAIN.format("--nope"), 2)],
 )
 @pytest.mark.parametrize("place", ["/dev/full", "a pipe without a reader"])
 def test_closed_or_full_output_changes_no_exit_code(place: str, program: str, code: int) -> None:
-    if place == "/dev/full":
-        descriptor = os.open(place, os.O_WRONLY)
-    else:
-        reader, descriptor = os.pipe()
-        os.close(reader)
-    try:
-        ended = subprocess.run([sys.executable, "-c", program], stdout=descriptor, stderr=descriptor, timeout=60)
-    finally:
-        os.close(descriptor)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as broken, open("/dev/full", "w") as full:
+        out = full if place == "/dev/full" else broken
+        environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+        ended = subprocess.run([sys.executable, "-c", program], stdout=out, stderr=out, timeout=60, env=environment)
     assert ended.returncode == code
 
 

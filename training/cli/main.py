@@ -6,7 +6,6 @@ when it is called, so that `--help` is quick.
 
 import contextlib
 import faulthandler
-import sys
 import time
 
 import click
@@ -55,9 +54,9 @@ def main() -> None:
     except click.ClickException as error:
         with contextlib.suppress(OSError):  # a full disk must not change the exit code
             error.show()
-        sys.exit(Exit.BAD_INPUT)
+        exit_at_once(Exit.BAD_INPUT)
     except (click.Abort, KeyboardInterrupt):
-        sys.exit(130)
+        exit_at_once(130)
     except TrainError as error:
         print_error(error)
         exit_at_once(error.exit_code)

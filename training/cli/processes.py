@@ -185,11 +185,12 @@ class RankProcess:
             os.killpg(self.process.pid, number)
 
     def _print_lines(self, source: IO[bytes], target: IO[str]) -> None:
-        """Prints and keeps the lines of one stream, as "rank N: LINE", until it ends; splits long ones."""
+        """Prints and keeps the lines of one stream, as "rank N: LINE", until it ends; splits long ones. A failed write
+        is ignored: the process would wait forever for a reader."""
         for line in iter(lambda: source.readline(_LONGEST_LINE), b""):
             text = line.decode(errors="replace").rstrip("\r\n")
             self.last_lines.append(text)
-            with self._output:
+            with self._output, contextlib.suppress(OSError):
                 target.write(f"rank {self.rank}: {text}\n")
                 target.flush()
 
@@ -224,7 +225,8 @@ def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]])
     if failed is None:
         return Exit.FINISHED
     assert failed.code is not None
-    print(describe_failure(failed, len(ranks), bool(requested)), file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk must not change the exit code
+        print(describe_failure(failed, len(ranks), bool(requested)), file=sys.stderr, flush=True)
     return failed.code
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from training.cli import option, set_option, step_option
+from training.cli import EndAtOnce, option, set_option, step_option
 from training.errors import Exit, LostPeer, OutOfMemory, TrainError, is_out_of_memory
 from training.machine import SYSTEM, Machine, exit_at_once
 from training.registry import BACKENDS
@@ -173,7 +173,7 @@ def exec_script(script: str, arguments: tuple[str, ...], runtime: str) -> None:
     from training.cli.processes import run_chip_processes, run_on_host
 
     if runtime == "torch-tpu":
-        sys.exit(run_chip_processes(["training.cli.processes", script, *arguments]))
+        raise EndAtOnce(run_chip_processes(["training.cli.processes", script, *arguments]))
     run_on_host(script, arguments)
 
 
@@ -203,7 +203,7 @@ def _start_chip_processes(backend: str) -> None:
     if backend == torch_tpu.RUNTIME and "RANK" not in os.environ:
         from training.cli.processes import run_chip_processes
 
-        sys.exit(run_chip_processes(["training.cli", *sys.argv[1:]]))
+        raise EndAtOnce(run_chip_processes(["training.cli", *sys.argv[1:]]))
 
 
 def _discover(backend: str) -> Cluster:
