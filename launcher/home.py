@@ -54,10 +54,16 @@ def write_whole(file: FileIO, data: bytes) -> None:
 
 
 def home() -> Path:
-    """Returns the launcher's folder (`where`), and creates it (0700) if missing. Raises BadInput when it can't be."""
-    path = where()
+    """Returns the launcher's folder (`where`), and creates it if missing, as `ensure_private`. Raises BadInput."""
+    return ensure_private(where())
+
+
+def ensure_private(path: Path) -> Path:
+    """Creates a folder and its missing parents, all for their owner alone (0700), and returns it. Raises BadInput when
+    that fails."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (*(each for each in reversed(path.parents) if not each.exists()), path):
+            folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise BadInput(
             f"{path}: can't be created: {error.strerror}; set TPU_LAUNCH_HOME to a folder you can write"

@@ -30,7 +30,7 @@ from launcher.emulator.vm.engine_client import LABEL, Engine, EngineError
 from launcher.emulator.vm.engine_images import remove_pulled
 from launcher.emulator.vm.hosts import remove_all
 from launcher.errors import BadInput, LaunchError
-from launcher.home import hold_shared, is_held, lock, root, write_private
+from launcher.home import ensure_private, hold_shared, is_held, lock, root, write_private
 from launcher.images.build import ensure_image, make_plan
 from launcher.images.specification import folder_spec
 from launcher.installation import shared_folder
@@ -186,7 +186,7 @@ def emulated(say: Callable[[str], None]) -> Iterator[None]:
     emulator when none runs; the last of several commands, if then no slice or queued resource is left, stops it and
     keeps its buckets, to resume runs. Leaves one running that `tpu-launch emulator start` started, or that does not
     answer. `say` hears of start and stop."""
-    home, users = default_home(), root() / SUBFOLDER / "commands"
+    home, users = default_home(), ensure_private(root() / SUBFOLDER) / "commands"
     mark = home / _STARTED_BY_COMMAND
     try:
         with hold_shared(users):
@@ -243,9 +243,9 @@ def _launch(home: Path, state: EmulatorState, engine: Engine, image: str, tpu_vo
 @contextlib.contextmanager
 def _starting(home: Path) -> Iterator[None]:
     """Creates the home and holds its lock during the block: starts and stops of one home wait for each other, and say
-    so on stderr, because a start may build images for minutes."""
+    so on stderr, because a start may build images for minutes. Raises BadInput when the home can't be created."""
     while True:
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        ensure_private(home)
         with open(home / "starting", "w+") as file:
             if not lock(file, home / "starting"):
                 print("waiting for another start or stop of this emulator", file=sys.stderr)
@@ -330,7 +330,7 @@ def _read(home: Path) -> EmulatorState | None:
     """Reads the state file; None when there is none. Raises BadInput when it is damaged."""
     try:
         return from_json((home / "state.json").read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
         raise BadInput(

@@ -69,6 +69,15 @@ def test_stopping_what_does_not_run_is_fine(home: Path) -> None:
     assert not home.exists()
 
 
+def test_a_home_is_private_and_one_that_can_not_be_made_is_named(home: Path) -> None:
+    (home / "file").touch()
+    assert not control.status(home / "file" / "emulator")["running"]
+    with pytest.raises(BadInput, match="file/emulator: can't be created: Not a directory; set TPU_LAUNCH_HOME"):
+        control.stop(home / "file" / "emulator")
+    control.stop(home / "new" / "emulator")
+    assert (home / "new").stat().st_mode & 0o777 == 0o700
+
+
 def test_a_broken_state_file_is_named_and_stop_removes_it(home: Path) -> None:
     (home / "state.json").write_text("{")
     with pytest.raises(BadInput, match=r"state\.json: .*`tpu-launch emulator stop` removes it"):
