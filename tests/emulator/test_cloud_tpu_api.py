@@ -80,8 +80,7 @@ def test_only_single_host_nodes_stop_and_start(api: Any) -> None:
 
 
 def test_guest_attributes_have_one_entry_a_worker_in_the_shape_that_gcloud_reads(api: Any) -> None:
-    node = api.ready()
-    for host in node.hosts:
+    for host in api.ready().hosts:
         host.guest_attributes = {"hostkeys/ssh-ed25519": f"key{host.index}", "other/x": "y"}
     # gcloud sends [""] for all workers.
     ask = partial(api.call, "POST", "nodes", "pod", verb="getGuestAttributes")

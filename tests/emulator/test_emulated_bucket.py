@@ -70,8 +70,7 @@ def test_ranges(storage: Any, bucket: Any, header: str, status: int, body: bytes
 def test_an_open_download_is_not_torn_by_a_new_generation(storage: Any, bucket: Any) -> None:
     old, new = os.urandom(8 << 20), os.urandom(8 << 20)
     bucket.blob("x").upload_from_string(old)
-    url = f"{storage.url}/download/storage/v1/b/{bucket.name}/o/x?alt=media"
-    answer = requests.get(url, stream=True, timeout=10)
+    answer = requests.get(f"{storage.url}/download/storage/v1/b/{bucket.name}/o/x?alt=media", stream=True, timeout=10)
     first = answer.raw.read(1000)
     bucket.blob("x").upload_from_string(new)
     assert first + answer.raw.read() == old

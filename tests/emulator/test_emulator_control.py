@@ -57,8 +57,7 @@ def test_commands_against_no_emulator_say_how_to_start_one(home: Path) -> None:
         with pytest.raises(BadInput, match="isn't running: start it with `tpu-launch emulator start`"):
             ask(home)
     assert control.status(home) == {"running": False, "home": str(home), "crashed": False}
-    result = CliRunner().invoke(commands.emulator, ["inject", "preempt", "pod"])
-    assert isinstance(result.exception, BadInput)
+    assert isinstance(CliRunner().invoke(commands.emulator, ["inject", "preempt", "pod"]).exception, BadInput)
     (home / "state.json").write_text(to_json(EmulatorState(emulator_id(home), 1, str(home), "/nowhere", 0, 0)))
     assert control.status(home) == {"running": False, "home": str(home), "crashed": True}
 

@@ -69,8 +69,7 @@ def test_a_deletion_is_repeated_after_each_look_and_a_new_error_is_told_once() -
 
 def test_the_accelerator_type_zone_and_project_are_always_given(config: Config) -> None:
     words = "accelerator-type=v4-16 zone=us-central2-b project=p version=tpu-ubuntu2204-base spot labels=tpu-launch=1"
-    command = commands.create_command(config, {"tpu-launch": "1"})
-    assert {f"--{word}" for word in words.split()} <= set(command)
+    assert {f"--{word}" for word in words.split()} <= set(commands.create_command(config, {"tpu-launch": "1"}))
 
 
 def test_scripts_for_all_hosts_do_without_the_slow_key_exchange_and_what_may_be_secret_keeps_it(config: Config) -> None:

@@ -46,8 +46,7 @@ def test_a_spawned_process_outlives_its_parent(tmp_path: Path) -> None:
     log = tmp_path / "log"
     spawn = f"shell.spawn(['sh', '-c', 'sleep 1; echo done'], log=Path({str(log)!r}))"
     code = f"from pathlib import Path; from launcher import shell; print({spawn}.pid)"
-    parent = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    pid = int(parent.stdout)
+    pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     assert is_alive(pid)
     wait_until(lambda: log.read_text() == "done\n", tell=log.read_text)
     assert log.stat().st_mode & 0o077 == 0
@@ -83,8 +82,7 @@ def test_commands_are_logged_without_their_input_and_environment(caplog: pytest.
 
 
 def test_a_secret_of_the_environment_is_given_byte_by_byte() -> None:
-    secret = os.fsdecode(b"a\xff")
-    assert shell.run(["od", "-An", "-tx1"], timeout=10, input=secret).stdout.split() == ["61", "ff"]
+    assert shell.run(["od", "-An", "-tx1"], timeout=10, input=os.fsdecode(b"a\xff")).stdout.split() == ["61", "ff"]
 
 
 def test_an_attached_command_stays_in_this_process_group_to_which_a_terminal_sends_ctrl_c() -> None:

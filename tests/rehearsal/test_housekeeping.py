@@ -32,8 +32,7 @@ def test_a_tunnel_listens_on_loopback_until_ctrl_c(two_hosts: EmulatedSlice) -> 
         tunnel = ("tunnel", "--port", "8123", "--local-port", str(port))
         assert two_hosts.on_slice(*tunnel).code == 2
     running = two_hosts.begin_on_slice(*tunnel)
-    line = running.wait_for(r"http://127\.0\.0\.1:\d+ leads to port 8123 of host 0", 30)
-    assert f"127.0.0.1:{port} " in line
+    assert f"127.0.0.1:{port} " in running.wait_for(r"http://127\.0\.0\.1:\d+ leads to port 8123 of host 0", 30)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10) as answer:
         assert answer.status == 200
     running.interrupt()

@@ -63,8 +63,7 @@ def test_four_processes_train_as_torch_xla_does_through_a_kill_and_export_a_mode
         found, expected = kill_and_resume(emulator, [], 8, [TORCH_TPU], [TORCH_TPU], rel=1e-5)
         assert (found["devices"], expected["devices"], found["committed_step"]) == (4, 4, STEPS)
         predict = ("--emulated", "local", *LOCAL, "--", "tpu-train", "predict", found["model"])
-        answers = emulator.good(*predict, "The [MASK] statement ends a loop.")
-        assert "statement ends a loop" in answers.output
+        assert "statement ends a loop" in emulator.good(*predict, "The [MASK] statement ends a loop.").output
 
 
 @pytest.mark.nightly

@@ -195,8 +195,7 @@ class Workstation:
 
     def containers(self, worker: int | None = None) -> list[str]:
         """The names of `containers_of_runs`, of all hosts or of one."""
-        shown = self.containers_of_runs()
-        return [line.split()[0] for line in shown if worker is None or f"-w-{worker}." in line]
+        return [line.split()[0] for line in self.containers_of_runs() if worker is None or f"-w-{worker}." in line]
 
     def file(self, name: str, text: str) -> str:
         """Writes a file into the working directory; returns its name."""
