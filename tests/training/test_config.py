@@ -85,6 +85,7 @@ def test_the_launchers_sections_are_allowed_and_ignored() -> None:
         ("output: gs://b/runs", "output: s3://b/runs", "run.yaml:16: output: 's3://b/runs': s3: is not supported"),
         ("output: gs://b/runs", "output: GS://b/runs", "run.yaml:16: output: 'GS://b/runs' is not gs:// and the name"),
         ("output: gs://b/runs", "output: gs:///runs", "run.yaml:16: output: 'gs:///runs' is not gs:// and the name"),
+        ("output: gs://b/runs", "output: gs://b-/runs", "run.yaml:16: output: 'gs://b-/runs' is not gs:// and the"),
         ("tokenizer: gs://b/tokenizer", "tokenizer: ''", "run.yaml:10: data.tokenizer: is empty"),
         ("name: bert-tiny", "path: gs:/b", "run.yaml:6: model.path: 'gs:/b' is not gs:// and the name of a bucket"),
         ("evaluation: gs://b/evaluation", "evaluation: gs://b/train/", "run.yaml:9: data.evaluation: this is data"),

@@ -113,8 +113,9 @@ def test_a_missing_object_and_a_missing_bucket_are_told_apart(gcs: Any) -> None:
     for request in (storage.listing, lambda url: storage.write(url, b"")):
         with pytest.raises(storage.NotFound, match=r"^bucket gs://other does not exist"):
             request("gs://other/x")
-    with pytest.raises(BadInput, match="expected gs://bucket/name"):
-        storage.read("gs:///x")
+    for url in ("gs:///x", "gs://bucket-/x"):
+        with pytest.raises(BadInput, match="expected gs://bucket/name"):
+            storage.read(url)
 
 
 def test_write_and_download_copy_more_than_one_request(folder: str, tmp_path: Path) -> None:

@@ -136,10 +136,11 @@ def name_of(url: str) -> str:
 
 
 def split_remote(url: str) -> tuple[str, str]:
-    """Splits a gs:// URL (unchecked) into ("bucket", "a/b"), or ("bucket", ""). Raises BadInput without a bucket."""
+    """Splits a gs:// URL (unchecked) into ("bucket", "a/b"), or ("bucket", ""). Raises BadInput unless
+    the bucket's name begins and ends with a letter or digit."""
     bucket, _, name = url.removeprefix(REMOTE).partition("/")
-    if not bucket:
-        raise BadInput(f"{url}: expected gs://bucket/name")
+    if not bucket[:1].isalnum() or not bucket[-1].isalnum():  # Google's client refuses it by a ValueError
+        raise BadInput(f"{url}: expected gs://bucket/name; a bucket's name begins and ends with a letter or digit")
     return bucket, name
 
 
@@ -152,8 +153,8 @@ def place_mistake(place: str) -> str | None:
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", place)
     if scheme and scheme[1].lower() != "gs":
         return f"{place!r}: {scheme[1]}: is not supported; give a local folder, or gs://bucket/folder"
-    if scheme and not re.match(r"gs://[a-z0-9][a-z0-9._-]*(/|$)", place):
-        return f"{place!r} is not gs:// and the name of a bucket (lower-case letters, digits, '-', '_' and '.')"
+    if scheme and not re.match(r"gs://[a-z0-9]([a-z0-9._-]*[a-z0-9])?(/|$)", place):
+        return f"{place!r} is not gs:// and the name of a bucket (a-z, 0-9; between them also '-', '_', '.')"
     return None
 
 
