@@ -195,8 +195,7 @@ def row(ids: Any, *, padding: int = 0) -> bytes:
 
 def publish(folder: Path, ids: Any, *counts: int, name: str = "wikitext-103") -> Dataset:
     """Writes shards as the public recipe's script does."""
-    parts = np.split(ids, np.cumsum(counts)[:-1])
-    for number, part in enumerate(parts):
+    for number, part in enumerate(np.split(ids, np.cumsum(counts)[:-1])):
         (folder / f"{name}-{number}-{len(part)}.tfrecord").write_bytes(tfrecord.join(map(row, part)))
     return open_dataset(str(folder))
 

@@ -87,16 +87,14 @@ def test_evaluation_covers_each_row_once(tmp_path: Path, count: int, size: int, 
     assert len({len(host_batches) for host_batches in parts}) == 1
     together = [part for host_batches in parts for part in host_batches]
     assert contents(together) == expected(count)
-    records = sorted(int(record) for part in together for record in part.records if record >= 0)
-    assert records == list(range(count))
+    assert sorted(record for part in together for record in part.records if record >= 0) == list(range(count))
     assert {len(part.records) for part in together} == {size // hosts}
     assert all((part.attention_mask.sum(axis=1) > 0).all() for part in together)
 
 
 def test_a_small_bucket_is_joined_to_the_next_longer_one(tmp_path: Path) -> None:
     dataset = make(tmp_path, 100)
-    joined = [batches(dataset, global_batch_size=size).lengths for size in (40, 100, 200)]
-    assert joined == [(8, 32), (32,), (32,)]
+    assert [batches(dataset, global_batch_size=size).lengths for size in (40, 100, 200)] == [(8, 32), (32,), (32,)]
 
 
 @pytest.mark.parametrize("batch", [12, 40, 100])
@@ -116,8 +114,7 @@ def test_the_schedule_gives_each_bucket_batches_in_order(records: list[int], bat
         taken.setdefault(bucket, []).append(number)
     for bucket, numbers in taken.items():
         assert numbers == list(range(len(numbers)))
-        share = steps * records[bucket] / sum(records)
-        assert abs(len(numbers) - share) <= 2 + max(records) / batch + len(records)
+        assert abs(len(numbers) - steps * records[bucket] / sum(records)) <= 2 + max(records) / batch + len(records)
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 4])

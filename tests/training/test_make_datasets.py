@@ -43,8 +43,7 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def options(tmp_path: Path, **changes: Any) -> DatasetOptions:
-    default = DatasetOptions("builtin:pydoc", "t", str(tmp_path / "out"), sequence_length=32)
-    return replace(default, **changes)
+    return replace(DatasetOptions("builtin:pydoc", "t", str(tmp_path / "out"), sequence_length=32), **changes)
 
 
 def test_the_splits_of_a_corpus_share_no_document(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from training.storage.hub import TOKENIZER_FILES, local_copy
 from training.tasks.labels import accuracy, check_labels, pearson, weighted_f1
 
 EMBEDDING = "bert.embeddings.word_embeddings.weight"
+BERT_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072, "vocab_size": 30522}
 
 
 def test_the_numbers_are_these_wherever_they_are_made() -> None:
@@ -56,9 +57,6 @@ def test_biases_are_zero_norms_are_one_and_padding_is_zero() -> None:
     positions = "roberta.embeddings.position_embeddings.weight"
     assert not initial_weight(positions, (9, 4), seed=1, model_type="roberta", pad=1)[1].any()
     assert initial_weight(positions.replace("roberta", "bert"), (9, 4), seed=1, pad=1)[1].any()
-
-
-BERT_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072, "vocab_size": 30522}
 
 
 def test_bert_base_costs_six_flops_a_weight_and_token_and_its_attention() -> None:
@@ -150,6 +148,7 @@ def test_additions_to_a_head_are_merged_and_a_whole_model_replaces_its_adapter(t
 
 Pairs = Sequence[tuple[int, int]]  # true, predicted
 CLASSES = 4
+classes = st.integers(0, CLASSES - 1)
 
 
 def confusion(pairs: Pairs) -> np.ndarray:
@@ -175,9 +174,6 @@ def test_a_perfect_classifier_has_1_and_no_examples_have_no_figure() -> None:
     assert np.isnan([weighted_f1(np.zeros((2, 2))), accuracy(np.zeros((2, 2)))]).all()
 
 
-classes = st.integers(0, CLASSES - 1)
-
-
 @given(st.lists(st.tuples(classes, classes), min_size=1, max_size=40))
 def test_figures_of_the_matrix_are_those_of_the_examples(pairs: Pairs) -> None:
     assert weighted_f1(confusion(pairs)) == pytest.approx(naive_weighted_f1(pairs))
@@ -186,8 +182,7 @@ def test_figures_of_the_matrix_are_those_of_the_examples(pairs: Pairs) -> None:
 
 @pytest.mark.parametrize("label", [-1, 3])
 def test_a_label_outside_the_range_is_named_with_its_record(label: int) -> None:
-    why = f"gs://b/train: record 12 has label {label}, which is none of 0 to 2: write the shards"
-    with pytest.raises(BadInput, match=why):
+    with pytest.raises(BadInput, match=f"^gs://b/train: record 12 has label {label}, which is none of 0 to 2: "):
         check_labels("gs://b/train", np.array([0, label, 2], np.int32), np.array([11, 12, 13]), 3)
 
 

@@ -134,8 +134,7 @@ def test_a_finished_dataset_is_left_alone_and_another_one_is_not_overwritten(tmp
     (tmp_path / "train-00001.tfrecord").write_bytes(before["/train-00000.tfrecord"])  # of the same size
     assert [make(tmp_path, overwrite=True).reused for _ in range(2)] == [False, True]
     assert content(tmp_path) == before
-    made = make(tmp_path, length=4, records_per_shard=50, overwrite=True)
-    assert made.dataset.sequence_length == 4
+    assert make(tmp_path, length=4, records_per_shard=50, overwrite=True).dataset.sequence_length == 4
     assert set(content(tmp_path)) == {"/dataset.json", *(f"/train-0000{shard}.tfrecord" for shard in range(3))}
 
 

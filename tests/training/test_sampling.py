@@ -175,8 +175,7 @@ def test_evaluation_covers_each_record_once(tmp_path: Path, records: int, batch:
     seen = np.concatenate([step_batch.records for step_batch in whole])
     assert seen.tolist() == [*range(records), *[-1] * (len(whole) * batch - records)]
     assert all((step_batch.weights[step_batch.records < 0] == 0).all() for step_batch in whole)
-    again = mlm_evaluation(dataset, HostSlice(TOKENS, batch), Masking())
-    for one, other in zip(whole, again, strict=True):
+    for one, other in zip(whole, mlm_evaluation(dataset, HostSlice(TOKENS, batch), Masking()), strict=True):
         require_equal(one, other)
 
 
