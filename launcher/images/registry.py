@@ -342,10 +342,16 @@ class Transport:
         self._direct = urllib3.PoolManager(ssl_context=context, timeout=_SECONDS)
         self._proxied = self._direct
         if proxy := urllib.request.getproxies().get("https"):
-            parts = urlsplit(proxy if "//" in proxy else f"http://{proxy}")
+            try:
+                parts = urlsplit(proxy if "//" in proxy else f"http://{proxy}")
+                host, port = parts.hostname or "", parts.port or 3128
+            except ValueError:  # its text may show a password
+                host = ""
+            if not host:
+                raise BadInput("https_proxy: must be http://[USER:PASSWORD@]HOST:PORT, a / in the password being %2F")
             if parts.scheme not in ("http", "https"):
                 raise BadInput(f"https_proxy={parts.scheme}://...: only http and https proxies are supported")
-            address = f"{parts.scheme}://{parts.hostname}:{parts.port or 3128}"
+            address = f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
             login = RegistryCredentials(unquote(parts.username or ""), unquote(parts.password or ""))
             headers = {"Proxy-Authorization": login.basic} if parts.username is not None else None
             self._proxied = urllib3.ProxyManager(address, ssl_context=context, timeout=_SECONDS, proxy_headers=headers)

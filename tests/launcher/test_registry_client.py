@@ -112,9 +112,10 @@ def test_other_authorities_are_refused(registry: RegistryServer, monkeypatch: py
     with session() as client, pytest.raises(BadInput, match="does not trust"):
         client.find_manifest(CODE, "tag")
     assert registry.asked == []
-    for wrong in ("somewhere", "here:65536", "here:0"):
-        monkeypatch.setenv(ADDRESS, wrong)
-        with pytest.raises(BadInput, match="must be HOST:PORT"):
+    wrong = {"https_proxy": ("http://me:se/cret@proxy:1", "http://:1"), ADDRESS: ("somewhere", "here:65536", "here:0")}
+    for variable, value in ((variable, value) for variable, values in wrong.items() for value in values):
+        monkeypatch.setenv(variable, value)
+        with pytest.raises(BadInput, match=r"must be (http://\S+)?HOST:PORT"):
             session()
 
 
