@@ -173,7 +173,7 @@ def test_names_of_images_are_parsed_and_malformed_ones_refused() -> None:
     }.items():
         parsed = repositories.parse_reference(name)
         assert (parsed.host, parsed.path, parsed.tag, parsed.digest) == parts
-    for name in ("gcr.io/P/i", "gcr.io/p/i:", "gcr.io/p@sha256:1", "gcr.io/", "", "gcr.io/p/../q"):
+    for name in ("gcr.io/P/i", "gcr.io/p/i:", "gcr.io/p@sha256:1", "gcr.io/", "", "gcr.io/p/../q", "h:65536/p"):
         with pytest.raises(BadInput, match="not the name of an image"):
             repositories.parse_reference(name)
 
