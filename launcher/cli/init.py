@@ -4,6 +4,7 @@
 gets its name.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -87,7 +88,7 @@ def init(
 
 def _require_new(path: Path) -> None:
     """Raises BadInput if the file exists, or is a symbolic link to none."""
-    if path.exists() or path.is_symlink():
+    if os.path.lexists(path):
         raise BadInput(f"{path} exists and is not overwritten: choose another name with --file, or remove it")
 
 
@@ -161,7 +162,8 @@ def write(path: Path, answers: Answers) -> None:
     except OSError as error:
         raise BadInput(f"{path}: can't be written: {error.strerror}") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a path that can't be written can't be removed either
+            temporary.unlink()
 
 
 @click.command()

@@ -233,8 +233,9 @@ def test_no_answer_breaks_the_file(tmp_path_factory: pytest.TempPathFactory, pro
 def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("mine")
-    with pytest.raises(BadInput, match="not overwritten"):
-        init.write(path, MINE)
+    for wrong, why in ((path, "not overwr"), (path / "x", "can't be wr"), (tmp_path / ("x" * 256), "can't be wr")):
+        with pytest.raises(BadInput, match=why):
+            init.write(wrong, MINE)
     assert path.read_text() == "mine"
     assert list(tmp_path.iterdir()) == [path]
 
