@@ -231,9 +231,7 @@ def test_without_a_dataset_nothing_is_guessed_and_a_program_of_ones_own_is_not_e
         estimate(load("run.yaml"), folder / "home", this_machine())
 
 
-def test_shares_are_those_of_attempts_on_the_type_else_of_all_with_a_margin_that_narrows(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shares_are_of_the_type_else_of_all_and_margins_narrow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, home, machine = load("run.yaml"), folder / "home", this_machine()
     keep(config, "v3-8")
     step = 256 / keep(config, "v4-16")

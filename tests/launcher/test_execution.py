@@ -191,9 +191,7 @@ def test_words_reach_a_host_as_they_are_and_once(mark: str, monkeypatch: pytest.
         ([7, None], [0.5, 1.0], 7),
     ],
 )
-def test_the_exit_code_is_that_of_the_host_that_failed_first(
-    codes: list[int | None], ended: list[float], code: int
-) -> None:
+def test_the_exit_code_is_of_the_host_that_failed_first(codes: list[int | None], ended: list[float], code: int) -> None:
     assert execution.exit_code(list(map(CommandReport, (0, 1, 2), codes, ended))) == code
 
 
