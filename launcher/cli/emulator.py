@@ -1,6 +1,7 @@
 """The commands `emulator start|stop|status|stock|inject`, which need no Google Cloud."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def start(port: int | None, bucket: str | None, full_pushes: bool | None, enviro
     values = control.environment(home)
     if environment:
         for key, value in values.items():
-            click.echo(f"export {key}={value}")
+            click.echo(f"export {key}={shlex.quote(value)}")
     else:
         click.echo(f"emulator of {home}: {values['CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU'].rstrip('/')}")
 

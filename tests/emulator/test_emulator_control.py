@@ -62,6 +62,13 @@ def test_commands_against_no_emulator_say_how_to_start_one(home: Path) -> None:
     assert control.status(home) == {"running": False, "home": str(home), "crashed": True}
 
 
+def test_a_shell_can_take_the_environment_of_any_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, answer in {"start": None, "environment": {"HOME": "/my home"}}.items():
+        monkeypatch.setattr(control, name, Mock(return_value=answer))
+    ended = CliRunner().invoke(commands.emulator, ["start", "--environment"])
+    assert ended.output == "export HOME='/my home'\n"
+
+
 def test_stopping_what_does_not_run_is_fine(home: Path) -> None:
     control.stop(home)
     control.stop(home)
