@@ -39,12 +39,16 @@ def write_private(path: Path, data: str | bytes, *, sync: bool = False) -> None:
     `sync`, waits until the disk has the data. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data.encode() if isinstance(data, str) else data)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:  # a full disk: leave the room to others
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_whole(file: FileIO, data: bytes) -> None:

@@ -44,6 +44,7 @@ def test_a_write_that_does_not_end_leaves_the_state_before(api: Any, tmp_path: P
     with patch("os.replace", side_effect=PermissionError), pytest.raises(PermissionError), store.change() as state:
         state.subnet = "x" * 50_000
     assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path], "the half-written file is gone"
 
 
 def test_an_emulator_is_named_by_its_home_seen_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
