@@ -94,6 +94,7 @@ class HttpRequest:
     headers: Message
     body: Body
     connection: socket.socket | None = None  # from which a handler that returns None may read on
+    target: str = ""  # path and query as they were sent
 
     def json(self) -> dict[str, Any]:
         """Reads the body and returns it as a JSON object, {} if it is empty. Raises ValueError when it is anything
@@ -191,7 +192,8 @@ class _Connection(BaseHTTPRequestHandler):
         parameters = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
         self.wfile.flush()  # `100 Continue`, for which a client may wait with its body
         try:
-            response = self._handler(HttpRequest(self.command, path, parameters, self.headers, body, self.connection))
+            request = HttpRequest(self.command, path, parameters, self.headers, body, self.connection, self.path)
+            response = self._handler(request)
         except Disconnected:
             response = None
         except Exception:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from launcher.emulator.http_server import Body, Disconnected, HttpResponse, accept_in_thread, serve_http
 from launcher.emulator.state import Store
-from launcher.emulator.vm.hosts import Hosts
+from launcher.emulator.vm.engine_proxy import EngineProxy
+from launcher.emulator.vm.hosts import Hosts, unix_listener
 from tests.processes import wait_until
 
 CHUNKED = message_from_string("Transfer-Encoding: chunked")
@@ -56,6 +57,16 @@ def test_a_client_that_expects_100_continue_gets_it_before_it_sends_the_body(rea
     assert client.recv(1000).endswith(b"\r\n\r\nabc")
     client.sendall(b"HEAD / HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc")
     assert client.recv(1000).endswith(b"Content-Length: 3\r\n\r\n")
+
+
+def test_the_engine_gets_all_values_of_a_parameter(tmp_path: Path) -> None:
+    client, server = socket.socketpair()
+    with unix_listener(tmp_path / "engine") as engine:
+        proxy = EngineProxy(Mock(), Mock(path=str(tmp_path / "engine")), *[Mock()] * 5)
+        threading.Thread(target=proxy.serve_workstation, args=(server,), daemon=True).start()
+        client.sendall(b"GET /v1.41/images/get?names=a&names=b HTTP/1.1\r\n\r\n")
+        with engine.accept()[0] as upstream:
+            assert upstream.recv(1000).startswith(b"GET /v1.41/images/get?names=a&names=b HTTP/1.1\r\n")
 
 
 def test_a_host_that_was_cut_off_is_answered_when_its_network_is_back(api: Any) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote, urlencode
+from urllib.parse import quote, unquote
 
 from launcher.emulator.http_server import HttpRequest, HttpResponse, json_response, serve_http
 from launcher.emulator.state import Store
@@ -222,9 +222,9 @@ class EngineProxy:
         client = request.connection
         assert client is not None
         upgrade = "upgrade" in request.headers.get("Connection", "").lower()
-        query = "?" + urlencode(request.query) if request.query else ""
+        _, mark, query = request.target.partition("?")  # `docker save A B` repeats a name, which `query` has once
         path = _split_path(request.path)[0] + path if path else request.path
-        head = [f"{request.method} {path}{query} HTTP/1.1"]
+        head = [f"{request.method} {path}{mark}{query} HTTP/1.1"]
         for name, value in request.headers.items():
             if upgrade or name.lower() not in ("connection", "keep-alive"):
                 head.append(f"{name}: {value}")
