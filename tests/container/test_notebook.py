@@ -63,8 +63,7 @@ def test_every_cell_runs_and_the_command_gives_the_same_bits(folder: Path) -> No
 
 def run_process(folder: Path, case: str) -> Any:
     small_runs.prepare(folder)
-    document = small_runs.document(folder, train__steps=8, evaluation__every=4)
-    (folder / "run.yaml").write_text(yaml.safe_dump(document))
+    (folder / "run.yaml").write_text(yaml.safe_dump(small_runs.document(folder, train__steps=8, evaluation__every=4)))
     run_python("-m", "tests.container.notebook_process", str(folder), case)
     return json.loads((folder / f"{case}.json").read_text())
 

@@ -49,8 +49,7 @@ def test_torch_xla_derives_one_process_for_each_chip(accelerator: str, worker: i
         "print(json.dumps([processes, dict(os.environ)]))\n"
     )
     environment = chip_process_environment(Cluster(worker, addresses, accelerator))
-    printed = run_python("-c", program, **environment, PJRT_DEVICE="TPU")
-    processes, derived = json.loads(printed.splitlines()[-1])
+    processes, derived = json.loads(run_python("-c", program, **environment, PJRT_DEVICE="TPU").splitlines()[-1])
     assert processes == chips
     assert derived["TPU_PROCESS_BOUNDS"] == bounds
     assert derived["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "1,1,1"

@@ -68,8 +68,7 @@ def test_a_resumed_run_gives_the_same_bits(undisturbed: dict[str, Any], folder: 
     name = f"stopped-{steps}"
     with pytest.raises(StopRequested, match="committed"):
         run(folder, name, small_runs.StopAfter(steps), evaluation__every=5)
-    resumed = run(folder, name, attempt=1, evaluation__every=5)
-    small_runs.require_same_bits(resumed, undisturbed)
+    small_runs.require_same_bits(run(folder, name, attempt=1, evaluation__every=5), undisturbed)
     assert small_runs.losses(folder, name) != []
 
 

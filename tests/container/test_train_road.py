@@ -32,8 +32,7 @@ def test_from_the_train_command_to_the_optimizer_are_eight_frames_in_seven_files
     """The frames of a real call, printed with `pytest -s`."""
     small_runs.prepare(tmp_path)
     short = {"train__steps": 1, "train__warmup_steps": 0, "evaluation__at_end": False, "export__at_end": False}
-    config = small_runs.document(tmp_path, **short)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(small_runs.document(tmp_path, **short)))
     printed = run_python("-c", PROGRAM, "train", "run.yaml", "--run-id", "road", folder=tmp_path)
     [road] = [line for line in printed.splitlines() if line.startswith("road ")]
     frames = json.loads(road.removeprefix("road "))

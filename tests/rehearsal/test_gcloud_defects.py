@@ -127,8 +127,7 @@ def body(asked: list[tuple[str, Any]], collection: str) -> Any:
 def test_without_a_type_gcloud_asks_for_a_v2_8_and_we_always_say_which(
     state: EmulatorState, asked: list[tuple[str, Any]], config: Config
 ) -> None:
-    words = [*GCLOUD, "tpu-vm", "create", "bare", *PLACE, "--version=tpu-ubuntu2204-base", "--quiet"]
-    shell.run(words, timeout=600)
+    shell.run([*GCLOUD, "tpu-vm", "create", "bare", *PLACE, "--version=tpu-ubuntu2204-base", "--quiet"], timeout=600)
     assert body(asked, "nodes")["acceleratorType"] == "v2-8"
     shell.run(commands.create_command(config, {}), timeout=600)
     assert body(asked, "nodes")["acceleratorType"] == "v4-16"

@@ -71,8 +71,7 @@ def test_every_line_arrives_once_although_the_launcher_is_killed_twice(two_hosts
 
 
 def test_ctrl_c_detaches_and_stop_stops_on_every_host(two_hosts: EmulatedSlice) -> None:
-    script = "trap 'echo saving; exit 75' TERM; echo started; while :; do sleep 0.1; done"
-    running = two_hosts.begin_run(script)
+    running = two_hosts.begin_run("trap 'echo saving; exit 75' TERM; echo started; while :; do sleep 0.1; done")
     running.wait_for(r"^\[0\] started")
     running.interrupt()
     running.end(30).require(130, "run --attach")

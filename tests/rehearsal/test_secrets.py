@@ -30,8 +30,7 @@ def test_a_secret_reaches_the_command_and_is_shown_nowhere(two_hosts: EmulatedSl
     )
     digest = hashlib.sha256(VALUE.encode()).hexdigest()
     plan = ("plan", "--set", "run.secrets=[HF_TOKEN]", "--", "true")
-    planned = two_hosts.on_slice(*plan, environment={"HF_TOKEN": VALUE})
-    assert NEEDLE.decode() not in planned.require(0).output
+    assert NEEDLE.decode() not in two_hosts.on_slice(*plan, environment={"HF_TOKEN": VALUE}).require(0).output
     seen: set[bytes] = set()
     over = threading.Event()
     watch = threading.Thread(target=arguments_of_all_processes, args=(seen, over))

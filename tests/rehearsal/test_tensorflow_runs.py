@@ -54,5 +54,4 @@ def test_a_lost_host_ends_all_which_reach_the_same_bits(trainable: EmulatedSlice
     work.good("emulator", "inject", "restore-host", "tensorflow", "1")
     again = work.good_on_slice(*run).json()
     assert (again["run"], again["attempt"]) == (ended.json()["run"], 1)
-    after = work.results(again["run"], LOCAL)
-    small_runs.require_same_bits(after, undisturbed, "committed_step", "steps")
+    small_runs.require_same_bits(work.results(again["run"], LOCAL), undisturbed, "committed_step", "steps")

@@ -30,8 +30,7 @@ def losses_of_one_process() -> list[float]:
     image = ensure_image(default_spec("torch-tpu", target="test"), print).reference
     mounts = [f"--volume={ROOT / name}:/src/{name}:ro" for name in ("examples", "tests")]
     program = ["/opt/venv/bin/python", "/src/tests/torch_tpu/one_process.py", "/src/examples/torch-tpu"]
-    out = docker("run", "--rm", *mounts, image, *program, str(STEPS), str(ROWS))
-    return json.loads(out.splitlines()[-1])
+    return json.loads(docker("run", "--rm", *mounts, image, *program, str(STEPS), str(ROWS)).splitlines()[-1])
 
 
 @pytest.mark.parametrize("sharding", others_at_night([(), ("--fsdp",)], [()]), ids=["ddp", "fsdp"])

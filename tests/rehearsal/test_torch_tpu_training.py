@@ -79,8 +79,7 @@ def test_state_split_over_hosts_resumes_on_another_mesh_with_losses_of_a_replica
 def train_in(backend: str, fsdp: int, folder: Path, run_id: str, attempt: int) -> dict[str, Any]:
     """Trains in a container of the backend's image, on a virtual v4-8, with its files in `folder`."""
     changes = {"train__precision": "fp32", "train__mesh": {"fsdp": fsdp}, "checkpoint__every_steps": 5}
-    config = small_runs.document(folder, backend=backend, **changes)
-    (folder / "config.yaml").write_text(json.dumps(config))
+    (folder / "config.yaml").write_text(json.dumps(small_runs.document(folder, backend=backend, **changes)))
     volume = virtual_tpu.ensure_volume(ROOT / "images" / "virtual-tpu", print)
     run = {"TPU_ACCELERATOR_TYPE": "v4-8", "TPU_LAUNCH_RUN_ID": run_id, "TPU_LAUNCH_ATTEMPT": str(attempt)}
     told = {**virtual_tpu.container_environment(), **run}
