@@ -225,6 +225,7 @@ def test_pearson_is_numpys(pairs: list[tuple[float, float]]) -> None:
 def test_constant_predictions_are_not_correlated_with_anything() -> None:
     assert pearson(3, totals(np.ones(3), np.arange(3.0))) == 0
     assert pearson(0, np.zeros(5)) == 0
+    assert np.isnan(pearson(3, np.array([1.0, 1.0, np.inf, 1.0, np.inf])))
 
 
 @pytest.mark.parametrize(

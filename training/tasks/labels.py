@@ -229,8 +229,10 @@ def micro_f1(hits: float, true: float, predicted: float) -> float:
 
 
 def pearson(count: float, totals: npt.NDArray[np.float64]) -> float:
-    """Returns the correlation of predictions and labels, between -1 and 1; 0 if either is constant. `count`: of rows;
-    `totals`: (5,), of p, l, pp, ll and pl as in `Regression`."""
+    """Returns the correlation of predictions and labels, between -1 and 1; 0 if either is constant, nan if a total is
+    not finite. `count`: of rows; `totals`: (5,), of p, l, pp, ll and pl as in `Regression`."""
+    if not np.isfinite(totals).all():
+        return math.nan
     p, label, pp, ll, pl = totals.tolist()
     spread = (count * pp - p * p) * (count * ll - label * label)
     return max(-1.0, min(1.0, (count * pl - p * label) / math.sqrt(spread))) if spread > 0 else 0.0
