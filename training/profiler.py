@@ -205,7 +205,8 @@ def request(folder: Path, name: str, steps: int, seconds: float, machine: Machin
     if answered.exists():
         raise BadInput(f"profile {name} exists already: give another name")
     draft = folder / f"{name}.{secrets.token_hex(4)}.draft"  # not another's, which may be the pending request already
-    draft.write_text(json.dumps({"name": name, "steps": steps}), encoding="utf-8")
+    content = json.dumps({"name": name, "steps": steps, "draft": draft.name})
+    draft.write_text(content, encoding="utf-8")
     try:
         os.link(draft, path)
     except FileExistsError:
@@ -215,12 +216,10 @@ def request(folder: Path, name: str, steps: int, seconds: float, machine: Machin
     deadline = machine.clock.monotonic() + seconds
     while not answered.exists():
         if not _is_training(folder) and not answered.exists():
-            path.unlink(missing_ok=True)
+            _withdraw(path, content)
             raise TrainError("the trainer ended before it wrote the profile")
         if machine.clock.monotonic() > deadline:
-            was_taken = not path.exists()
-            path.unlink(missing_ok=True)
-            state = "has not finished them" if was_taken else "has not begun a step"
+            state = "has not begun a step" if _withdraw(path, content) else "has not finished them"
             raise TrainError(
                 f"no profile of {steps} steps after {seconds:.0f} s: the trainer {state}; wait longer with --seconds"
             )
@@ -229,6 +228,16 @@ def request(folder: Path, name: str, steps: int, seconds: float, machine: Machin
     if "problem" in answer:
         raise TrainError(answer["problem"])
     return Answer(**answer)
+
+
+def _withdraw(path: Path, content: str) -> bool:
+    """Removes the pending request `path` if it has this content: another's may be there since ours was taken. Returns
+    whether it had."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.read_text(encoding="utf-8") == content:
+            path.unlink()
+            return True
+    return False
 
 
 def _is_training(folder: Path) -> bool:

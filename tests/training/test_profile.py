@@ -107,6 +107,15 @@ def test_a_request_times_out_if_the_trainer_begins_no_step(tmp_path: Path) -> No
     assert not (tmp_path / "profiles").exists()
 
 
+def test_a_request_that_gives_up_leaves_the_next_one(tmp_path: Path) -> None:
+    training, path = Training(tmp_path), tmp_path / "requests" / "request.json"
+    late = SimpleNamespace(monotonic=Mock(side_effect=[0, 1, 99]))  # the trainer has begun in the first wait
+    late.sleep = lambda _: (training.train(1), path.write_text("another's"))
+    with training.profiler, pytest.raises(TrainError, match="has not finished them"):
+        request(training.requests, "long", 50, 20, SimpleNamespace(clock=late))
+    assert path.read_text() == "another's"
+
+
 @pytest.mark.parametrize("name", ["", "../x", "a/b", "request", "trainer", ".hidden", "x" * 65])
 def test_a_name_that_is_a_path_is_refused(tmp_path: Path, name: str) -> None:
     training = Training(tmp_path)
