@@ -53,13 +53,7 @@ with ending_process(SingleHost()):
     console.close()
     raise StopRequested("stopped")
 """
-
-
-OVERDUE = """
-from training.cli.train import exit_overdue
-from training.distributed.rendezvous import SingleHost
-exit_overdue(SingleHost(), 25)
-"""
+OVERDUE = "import training.cli.train as cli, training.distributed.rendezvous as r; cli.exit_overdue(r.SingleHost(), 25)"
 RANKS = """
 import sys
 from training.cli import main, processes
