@@ -43,8 +43,8 @@ class Changes:
 def pack(option: str) -> Overlay:
     """Packs the files of FOLDER (`build_context.folder`) for `--overlay FOLDER=TARGET` (`option`). Raises BadInput when
     the folder is missing, empty or above 32 MiB, or the target is not an absolute path."""
-    folder, separator, target = option.rpartition("=")
-    if not separator or not target.startswith("/"):
+    folder, _, target = option.rpartition("=")
+    if not folder or not target.startswith("/"):
         raise BadInput(
             f"--overlay {option}: must be FOLDER=TARGET, where TARGET is a folder of the image: "
             "--overlay training=/opt/tpu-launch/training"
@@ -80,8 +80,8 @@ def find_changes(option: str, config: Config, home: Path, image: str | None) -> 
         target = known.folder if known else CODE_FOLDER
     if not target.startswith("/"):
         raise BadInput(f"--sync {option}: TARGET must be a folder of the image, as an absolute path: {root}=/app")
-    if not root.is_dir():
-        raise BadInput(f"--sync {option}: {root} is not a folder")
+    if (separator and not name) or not root.is_dir():
+        raise BadInput(f"--sync {option}: {name or option} is not a folder")
     entries = build_context.folder(root)
     files = {path: file for path, file in entries if file.is_file()}
     recorded = known.code if known and known.folder == target else {}

@@ -91,7 +91,7 @@ def test_after_a_reverted_change_all_files_are_sent_again(tmp_path: Path, code: 
 
 @pytest.mark.parametrize(
     ("option", "words"),
-    [("absent", "is not a folder"), ("code=app", "as an absolute path"), ("code=", "as an absolute path")],
+    [("absent", "not a folder"), ("=/app", "not a folder"), ("code=app", "absolute path"), ("code=", "absolute path")],
 )
 def test_a_folder_that_can_not_be_synced_is_refused(
     tmp_path: Path, own_code: Config, monkeypatch: pytest.MonkeyPatch, option: str, words: str
@@ -170,7 +170,8 @@ def test_an_overlay_holds_no_secrets_of_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "words"), [("x", "FOLDER=TARGET"), (".=relative", "FOLDER=TARGET"), ("/no/such=/opt", "is not a folder")]
+    ("wanted", "words"),
+    [("x", "FOLDER=T"), ("=/opt", "FOLDER=T"), (".=relative", "FOLDER=T"), ("/no/such=/opt", "not a folder")],
 )
 def test_a_wrong_overlay_is_refused(wanted: str, words: str) -> None:
     with pytest.raises(BadInput, match=words):
