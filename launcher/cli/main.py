@@ -5,6 +5,7 @@ Every command takes `-f FILE`, `--set key=value` and `--emulated`. An error is o
 (launcher.errors.Exit).
 """
 
+import io
 import os
 import signal
 import stat
@@ -95,6 +96,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _interrupt)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr's: a host's words must not end the watch of a run
     try:
         sys.exit(cli(standalone_mode=False))
     except (click.exceptions.Abort, KeyboardInterrupt):

@@ -90,6 +90,13 @@ def test_an_attached_command_stays_in_this_process_group_to_which_a_terminal_sen
     assert shell.attached([sys.executable, "-c", code, str(os.getpgrp())]) == 7
 
 
+def test_a_locale_without_utf_8_ends_no_command() -> None:
+    code = "from launcher.cli import main, terminal; main.cli = lambda **_: terminal.show('50 % \u2588'); main.main()"
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1", "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, capture_output=True)
+    assert shown.stdout == b"50 % \\u2588\n"
+
+
 def take_terminal() -> None:
     """Makes standard input this session's terminal, in a child. The tests themselves may run under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
