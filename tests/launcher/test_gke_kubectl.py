@@ -265,9 +265,7 @@ def test_a_late_event_does_not_undo_how_a_pod_ended() -> None:
         assert [*watch._pods.values()] == [kept]
 
 
-def test_a_pod_that_appears_while_the_pods_are_listed_is_not_gone(
-    cluster: WatchedCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pod_that_appears_during_a_list_is_not_gone(cluster: WatchedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer_late(*_words: str) -> str:
         cluster.watch._record_pod(RUNS)
         return '{"items": []}'

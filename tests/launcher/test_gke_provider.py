@@ -122,9 +122,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
 
 
 @pytest.mark.parametrize(("there", "deleted", "created"), [(0, True, True), (1, False, False)])
-def test_a_start_removes_earlier_attempts_of_its_run(
-    cluster: Cluster, there: int, deleted: bool, created: bool
-) -> None:
+def test_a_start_removes_earlier_attempts_of_a_run(cluster: Cluster, there: int, deleted: bool, created: bool) -> None:
     cluster.show_jobsets(name := f"{ATTEMPT.run_id}-{there}")
     cluster.gke.start(replace(ATTEMPT, number=1))
     (owned,) = cluster.calls("patch")

@@ -310,9 +310,7 @@ def test_a_connected_host_need_not_ask_its_number(host: ScriptHost, shell: str, 
 
 
 @pytest.mark.parametrize(("state", "call"), [("exited", "stop --time 5 demo"), ("created", "rm --force demo")])
-def test_a_stop_needs_no_disk_and_keeps_what_was_created_from_starting(
-    host: ScriptHost, shell: str, state: str, call: str
-) -> None:
+def test_a_stop_needs_no_disk_and_nothing_created_starts(host: ScriptHost, shell: str, state: str, call: str) -> None:
     host.answer_container({"Status": state})
     host.replace("mkdir", "exit 1")
     host.run(host_scripts.stop_script("demo", 5, remove=False), shell)
