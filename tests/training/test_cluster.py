@@ -50,8 +50,6 @@ LAUNCHER = {
     "TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "10.0.0.2,10.0.0.3", "TPU_ACCELERATOR_TYPE": "v4-16",
     "TPU_LAUNCH_RUN_ID": "r", "TPU_LAUNCH_ATTEMPT": "2",
 }  # fmt: skip
-
-
 JOB = {
     "JOB_COMPLETION_INDEX": "1", "TPU_LAUNCH_HOSTS": "2", "TPU_LAUNCH_HOST_NAME": "demo-w-0-*.demo",
     "TPU_LAUNCH_RUN_ID": "demo",

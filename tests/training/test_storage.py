@@ -188,8 +188,7 @@ def test_a_create_only_write_whose_answer_was_lost_counts_as_written(gcs: Any) -
 @pytest.fixture
 def one_second(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests to the bucket are given up after 0.2 s of silence or a second."""
-    quick = bucket.Timeouts(silence=0.2, deadline=1, first_delay=0.01, longest_delay=0.1)
-    monkeypatch.setattr(bucket, "timeouts", quick)
+    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(silence=0.2, deadline=1, first_delay=0.01, longest_delay=0.1))
 
 
 def trickle(connection: socket.socket) -> None:
@@ -330,10 +329,13 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert storage.read(str(tmp_path / "x")) == b"old"
 
 
-def test_partial_files_are_not_listed(tmp_path: Path) -> None:
+def test_partial_files_are_not_listed_and_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     storage.write(str(tmp_path / "a"), b"")
     (tmp_path / ".a.0123.partial").write_bytes(b"half")
     assert [stat.url for stat in storage.listing(str(tmp_path))] == [str(tmp_path / "a")]
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(storage.StorageError, match="/loop: Too many levels of symbolic links"):
+        storage.listing(str(tmp_path / "loop"))
 
 
 @pytest.mark.parametrize(

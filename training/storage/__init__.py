@@ -74,14 +74,21 @@ def stat(url: str) -> Stat | None:
 
 
 def listing(folder: str) -> list[Stat]:
-    """Lists the files below a folder, at any depth, sorted by URL, no unfinished ones; [] for none. Raises NoBucket,
-    StorageError."""
+    """Lists the files below a folder, at any depth, sorted by URL, no unfinished ones; [] for none. Does not follow
+    links to folders. Raises NoBucket, StorageError, also if a local subfolder can't be read."""
     if is_remote(folder):
         return gcs.listing(folder)
     with local_errors(folder):
-        paths = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
+        paths = (os.path.join(parent, name) for parent, _, names in os.walk(folder, onerror=_raise) for name in names)
         found = [status for path in paths if not _is_partial(name_of(path)) and (status := stat(path))]
     return sorted(found, key=lambda status: status.url)
+
+
+def _raise(error: OSError) -> None:
+    """Raises the error of a folder, as a StorageError, unless the folder is missing or a file."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        with local_errors(error.filename):
+            raise error
 
 
 def files(folder: str) -> list[Stat]:
