@@ -188,7 +188,7 @@ def test_a_create_only_write_whose_answer_was_lost_counts_as_written(gcs: Any) -
 @pytest.fixture
 def one_second(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests to the bucket are given up after 0.2 s of silence or a second."""
-    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(silence=0.2, deadline=1, first_delay=0.01, longest_delay=0.1))
+    monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(silence=0.2, deadline=1, first_delay=0.01))
 
 
 def trickle(connection: socket.socket) -> None:
@@ -276,14 +276,11 @@ def faults(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HttpRespo
     server = LoopbackServer(answer)
     monkeypatch.setattr(compute_engine._metadata, "_GCE_METADATA_HOST", server.address)
     monkeypatch.setenv("GCE_METADATA_HOST", server.address)
-    use_credentials(gcs, monkeypatch, compute_engine.Credentials(universe_domain="googleapis.com"))
-    yield faults
-    server.close()
-
-
-def use_credentials(gcs: Any, monkeypatch: pytest.MonkeyPatch, credentials: Credentials) -> None:
+    credentials = compute_engine.Credentials(universe_domain="googleapis.com")
     client = Client(project="project", credentials=credentials, client_options={"api_endpoint": gcs.url})
     monkeypatch.setitem(bucket._clients, (os.getpid(), gcs.url), client)
+    yield faults
+    server.close()
 
 
 def test_a_metadata_server_that_answers_nonsense_for_a_moment_changes_nothing(faults: list[HttpResponse]) -> None:
@@ -307,13 +304,15 @@ class Revoked(Credentials):  # type: ignore[misc]  # google.auth has no types he
     refreshed = 0
 
     def refresh(self, request: object) -> None:
-        """Fails as `google.oauth2.credentials` does."""
         self.refreshed += 1
         raise RefreshError("invalid_grant: Token has been expired or revoked.")
 
 
 def test_credentials_that_google_refuses_are_a_storage_error_at_once(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_credentials(gcs, monkeypatch, revoked := Revoked())
+    revoked = Revoked()
+    monkeypatch.setattr("google.auth.default", lambda **_: (revoked, None))  # without a default project, either
+    monkeypatch.setattr(bucket, "_clients", {})
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST")
     with pytest.raises(storage.StorageError, match=r"^gs://bucket/x: reading it failed because .*invalid_grant.*login"):
         storage.read("gs://bucket/x")
     assert revoked.refreshed < 4, "trying again changes nothing"

@@ -383,7 +383,7 @@ def _client() -> Any:
                     _this_thread.date = response.headers.get("Date", "")
                     return response
 
-            client = storage.Client()
+            client = storage.Client(project=None)  # objects need none; a user may have no default project
             for scheme in ("https://", "http://"):  # the default keeps 10 connections; a reader has more in flight
                 client._http.mount(scheme, Adapter(pool_connections=4, pool_maxsize=_CONNECTIONS))
             _clients[key] = client
