@@ -260,13 +260,13 @@ def render(body: Mapping[str, Any]) -> str:
 
 
 def list_folders(folder: str, storage: Storage = default_storage) -> dict[int, set[str]]:
-    """Lists the step folders of a run's checkpoint folder, committed or not: step -> file names; {} for none. Raises
-    StorageError."""
+    """Lists the step folders directly in a run's checkpoint folder, committed or not: step -> file names; {} for none.
+    Raises StorageError."""
     folders: dict[int, set[str]] = {}
     for entry in storage.listing(folder):
         *_, parent, name = entry.url.split("/")
         step = step_of(parent)
-        if step is not None:
+        if step is not None and entry.url == join(folder, parent, name):  # else a checkpoint that was set aside
             folders.setdefault(step, set()).add(name)
     return folders
 
