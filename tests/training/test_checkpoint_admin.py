@@ -1,5 +1,6 @@
 """Checks the commands for a run's checkpoints, and a run's folder in a bucket that can misbehave."""
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,8 @@ def test_a_checkpoint_is_copied_and_another_run_goes_on_from_it(tmp_path: Path, 
     assert state.is_of(step)
     with pytest.raises(BadInput, match="has checkpoints already"):
         inspect.copy_to_run(str(tmp_path / "a"), str(target.parent), 10)
+    with contextlib.chdir(target):
+        assert inspect.find_checkpoints(f"step-{step:08}") == (".", [step])
 
 
 def test_a_failed_copy_leaves_nothing(tmp_path: Path) -> None:

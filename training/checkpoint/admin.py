@@ -22,6 +22,7 @@ def find_checkpoints(folder: str) -> tuple[str, list[int]]:
     below = storage.join(folder, "checkpoints")
     parent, _, name = folder.rstrip("/").rpartition("/")
     step = form.step_of(name)
+    parent = parent or "."  # a step folder's name alone
     if step is not None and step in form.committed_steps(parent):
         return parent, [step]
     for checkpoints in (below, folder):
