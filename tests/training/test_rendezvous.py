@@ -109,11 +109,12 @@ def hosts() -> Iterator[Hosts]:
 
 
 def test_a_missing_host_is_named_with_its_last_phase(hosts: Hosts) -> None:
-    waiting = [hosts.start(worker, 3, MEET, "meet('checkpoint 40')", WAIT="2") for worker in (0, 1)]
-    hosts.start(2, 3, MEET, "meeting.set_phase('step 39')", "sleep(30)")
+    waiting = [hosts.start(worker, 3, MEET, "meet('saved')", "meet('checkpoint 40')", WAIT="3") for worker in (0, 1)]
+    save = "sleep(0.7)", "meeting.set_background_phase('saving')", "meet('saved')", "meeting.set_background_phase('')"
+    hosts.start(2, 3, MEET, "meeting.set_phase('step 39')", *save, "sleep(30)")
     for process in waiting:
         text = end(process, Exit.LOST_PEER)
-        assert "rendezvous 'checkpoint 40': not all hosts arrived within 2 s: host 2 was last heard of" in text
+        assert "rendezvous 'checkpoint 40': not all hosts arrived within 3 s: host 2 was last heard of" in text
         assert "'step 39'" in text
 
 

@@ -186,7 +186,7 @@ class RendezvousClient(Rendezvous):
         self._lost: str | None = None
         self._lost_code = int(Exit.LOST_PEER)
         self._closing = machine.threads.event()
-        self._main_phase, self._background_phase, self._reported_phase = "connected", "", ""
+        self._main_phase, self._background_phase = "connected", ""
         self._phase_changed = machine.threads.event()
         self._news, self._phase_of_host_0 = "", "unknown"
         machine.threads.start(self._listen, lines, name="rendezvous-listener")
@@ -279,16 +279,13 @@ class RendezvousClient(Rendezvous):
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def _report_phases(self) -> None:
-        """Reports changed phases to host 0 until closed, at a bounded rate. Runs in a thread."""
+        """Reports phases that were set to host 0 until closed, at a bounded rate. Runs in a thread."""
         while not self._closing.wait(max(PHASE_INTERVAL, self._cluster.hosts / PHASES_A_SECOND)):
             self._phase_changed.wait()
             self._phase_changed.clear()
             if self._closing.is_set():
                 return
-            phase = self._phase
-            if phase != self._reported_phase:
-                self._reported_phase = phase
-                self._post({"phase": phase})
+            self._post({"phase": self._phase})  # even if it is back to the last one: `meet` reports phases too
 
     def _listen(self, lines: LineBuffer) -> None:
         """Reads and records messages from host 0 until the connection ends or one is malformed; then records that the
