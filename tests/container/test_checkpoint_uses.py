@@ -41,8 +41,7 @@ def test_the_best_of_all_evaluations_is_kept_through_stops_and_is_exported(folde
     assert inspect.best_saved_step(str(folder / "runs" / "best-stopped")) == best
 
     out = folder / "exported"
-    told = small_runs.command("export", "--best", folder / "runs" / "best", out)
-    assert f"the model after step {best}" in told
+    assert f"the model after step {best}" in small_runs.command("export", "--best", folder / "runs" / "best", out)
     assert json.loads((out / "config.json").read_text())["model_type"] == "bert"
 
 

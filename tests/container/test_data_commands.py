@@ -81,8 +81,7 @@ def test_transformers_loads_a_tokenizer_folder(made: dict[str, Path], tmp_path: 
 
 
 def test_a_quoted_word_is_normalised_as_in_the_public_recipe(tokenizer: Path) -> None:
-    encode = tokenizers.encoder(tokenizers.read(str(tokenizer)))
-    one, other = encode(["``the''", '"the"'])
+    one, other = tokenizers.encoder(tokenizers.read(str(tokenizer)))(["``the''", '"the"'])
     assert one.tolist() == other.tolist()
 
 
@@ -90,8 +89,7 @@ def test_shards_of_the_built_in_corpus(tokenizer: Path, tmp_path: Path) -> None:
     shards = ("shards", *PYDOC, "--tokenizer", tokenizer, "--sequence-length", "64", "--out", tmp_path)
     assert "records of 64 tokens in" in command(*shards, "--records-per-shard", "1000")
     train, evaluation = open_dataset(str(tmp_path / "train")), open_dataset(str(tmp_path / "evaluation"))
-    hashes = {each.manifest.tokenizer_hash for each in (train, evaluation)}
-    assert hashes == {tokenizers.read(str(tokenizer)).hash}
+    assert {each.manifest.tokenizer_hash for each in (train, evaluation)} == {tokenizers.read(str(tokenizer)).hash}
     assert train.records > 10 * evaluation.records > 0
     loaded, encode = AutoTokenizer.from_pretrained(str(tokenizer)), tokenizers.encoder(tokenizers.read(str(tokenizer)))
     texts = [text for text in Corpus("builtin:pydoc").documents() if not is_in_split(text, "evaluation", 5)]

@@ -172,7 +172,6 @@ def test_devices_of_this_host_have_names_that_memory_is_asked_by() -> None:
 def test_a_function_of_jax_runs_inside_a_program(pair: list[torch.Tensor]) -> None:
     """Else long rows have no Pallas kernel."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else JAX loads libtpu, which sets variables for later processes
-    jax = pytest.importorskip("jax")
-    shape = jax.ShapeDtypeStruct((2,), "float32")
+    shape = pytest.importorskip("jax").ShapeDtypeStruct((2,), "float32")
     function = internals.call_lowered(lambda a, b: (a - b,), [shape, shape], "cpu", "minus")
     assert [value.tolist() for value in function(pair)] == [[-9.0, -18.0]]

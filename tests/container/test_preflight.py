@@ -191,16 +191,14 @@ def test_programs_traced_without_weights_are_those_of_a_run(folder: Path, fsdp: 
     path = folder / f"empty-{fsdp}.yaml"
     changes = {"train__mesh": {"fsdp": fsdp}, "train__precision": "bf16"}
     path.write_text(yaml.safe_dump(small_runs.document(folder, **changes)))
-    printed = run_python("-c", WITH_AND_WITHOUT_WEIGHTS, str(path), seconds=SECONDS)
-    without, with_weights = printed.splitlines()[-2:]
+    without, with_weights = run_python("-c", WITH_AND_WITHOUT_WEIGHTS, str(path), seconds=SECONDS).splitlines()[-2:]
     assert without == with_weights
     assert without.count("model/") > 20
 
 
 @pytest.mark.parametrize("task", others_at_night(("multi-label", "token-classification"), ("token-classification",)))
 def test_a_task_whose_labels_are_lists_is_compiled(tmp_path: Path, task: str) -> None:
-    folder = test_label_list_runs.prepare(tmp_path, task)
-    document = small_runs.labelled_document(folder, task)
+    document = small_runs.labelled_document(test_label_list_runs.prepare(tmp_path, task), task)
     graphs = preflight(document, tmp_path / "lists.yaml", "--accelerator", "v4-8")[0]["v4-8"]["graphs"]
     assert len(graphs) == 3, "a step of each length, and one evaluation"
     assert all(graph["fits"] for graph in graphs)
@@ -227,12 +225,11 @@ def test_a_decoder_on_a_mesh_is_compiled(tmp_path: Path, adapters: bool) -> None
 
 def test_a_program_that_does_not_fit_is_reported_with_its_size() -> None:
     """The compiler refuses too large arguments. Outputs it lets pass, and what waits beside it: these we add up."""
-    target = accelerator("v2-8")
     refused, too_much, crowded, small = (
         TracedProgram(Graph("training", 8, 32), Program(DOUBLED.replace("256x256", shape), hash=shape), beside, 0.0)
         for shape, beside in (("131072x131072", 0), ("32768x32768", 0), ("256x256", 8 * GIB), ("256x256", 0))
     )
-    result = compile_all([refused, too_much, crowded, small], target, print)
+    result = compile_all([refused, too_much, crowded, small], accelerator("v2-8"), print)
     assert [graph.fits for graph in result.graphs] == [False, False, False, True]
     assert result.graphs[0].reason == "does not fit: it needs 64.00 GiB of HBM a device, and 7.48 GiB are there"
     assert str(result.graphs[1].reason).startswith("does not fit: it needs 8.0")
