@@ -69,11 +69,14 @@ def test_classes_are_numbered_in_the_order_of_a_file_or_of_their_names(
     assert sum(result.dataset.records for result in made) == (120 if evaluation == "a corpus" else 60)
 
 
-def test_integers_of_an_evaluation_corpus_mean_its_own_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("names", [None, "names.json"])
+def test_integers_of_a_corpus_are_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str | None) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Corpus, "label_names", lambda corpus: tuple(Path(corpus.name).stem.split("-")))
+    Path("names.json").write_text('["no", "yes"]')
     for name, number in (("yes-no", 0), ("no-yes", 1)):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": "a", "label": number}))
-    corpora = {"corpus": str(tmp_path / "yes-no.jsonl"), "evaluation_corpus": str(tmp_path / "no-yes.jsonl")}
+        Path(f"{name}.jsonl").write_text(json.dumps({"text": "a", "label": number}))
+    corpora = {"corpus": "yes-no.jsonl", "evaluation_corpus": "no-yes.jsonl", "labels": names}
     made = [result.dataset for result in make_datasets(options(tmp_path, task="classification", **corpora))]
     assert len({shard.crc32c for dataset in made for shard in dataset.shards}) == 1, "both rows say yes"
 

@@ -161,8 +161,9 @@ def _make_labelled(
     """Makes one split of labelled rows, an interrupted one from its beginning, or returns it if it is complete.
     `encode`: for single texts; pairs and words have encoders of their own. Raises BadInput, StorageError."""
     corpus = options.corpora[split]
-    if labels.numbers:
-        labels = replace(labels, numbers=corpus.label_names())
+    own = corpus.label_names()
+    if labels.numbers or (own and set(own) <= set(labels.names)):  # --labels may have another order
+        labels = replace(labels, numbers=own)
     origin = {"label": options.label, "labels": list(labels.names), "lengths": list(lengths)}
     if labels.is_list:
         origin["rows"] = labels.rows
