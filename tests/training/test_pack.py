@@ -232,8 +232,8 @@ def test_chats_may_hold_dates_and_parts_but_no_answer_in_parts() -> None:
     read = pack.chats(Mock(field="m", rows=lambda: rows))
     messages = json.loads(next(read))
     assert messages == [{**chat[0], "at": "2024-01-02 00:00:00"}, chat[1]]
-    shown = Mock(_apply=lambda messages, **_: "".join(f"{message['content']};" for message in messages))
-    text, [span] = pack.WholeChats._render(shown, messages)
-    assert text[slice(*span)] == "b"
+    shown = Mock(_apply=lambda chat, **_: chat[0]["role"] + "".join(f" {message['content']};" for message in chat))
+    text, spans = pack.WholeChats._render(shown, [{**chat[1], "content": "s"}, *messages])
+    assert ([text[slice(*span)] for span in spans], text[: spans[0][0]]) == (["s", "b"], "assistant ")
     with pytest.raises(BadInput, match="row 2: an answer's content is not text but list"):
         next(read)

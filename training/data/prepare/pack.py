@@ -301,7 +301,10 @@ class WholeChats(WholeDocuments):
         for number, message in enumerate(messages):
             if message["role"] != ANSWER or not (answer := (message.get("content") or "").strip()):
                 continue
-            before = self._apply(messages[:number], add_generation_prompt=True)
+            if number:
+                before = self._apply(messages[:number], add_generation_prompt=True)
+            else:  # transformers refuses a chat of no messages: take what a chat with another answer begins with
+                before = self._apply([{**message, "content": "\0"}]).partition("\0")[0]
             after = len(before) if whole.startswith(before) else spans[-1][1] if spans else 0
             start = whole.find(answer, after)
             if start < 0:
