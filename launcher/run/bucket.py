@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from launcher.errors import Exit, LaunchError
+from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import write_private
 from launcher.workstation import Workstation
 from training import storage
@@ -145,9 +145,13 @@ class RunBucket:
 
     def download(self, folder: Path, *, overlays: bool) -> None:
         """Copies config.yaml, specification.yaml and last run.json from the bucket over those in a folder of this
-        machine, with `overlays` also overlays that it lacks; no events. Raises NotFound if there is no run, another
-        StorageError if the bucket does not answer, OSError for a file here."""
+        machine, with `overlays` also overlays that it lacks; no events. Raises, before it writes, BadInput if this is
+        a copy of the run's folder, NotFound if there is no run; another StorageError if the bucket does not answer,
+        OSError for a file here."""
         record = storage.read(storage.join(self.url, _RECORD))
+        with contextlib.suppress(ValueError, AttributeError):  # damaged: `Ledger.record` says so
+            if (own := json.loads(record).get("bucket")) != self.url:
+                raise BadInput(f"{self.url.removesuffix(f'/{FOLDER}')} was copied: the run's folder is {own}")
         for found in storage.listing(storage.join(self.url, _OVERLAYS)) if overlays else ():
             path = folder / storage.name_of(found.url)
             if not path.exists():

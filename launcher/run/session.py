@@ -314,9 +314,8 @@ def import_run(home: Path, machine: Workstation, url: str, *, overlays: bool = T
     answer; OSError for a file here."""
     url = url.rstrip("/")
     ledger = Ledger(home / "runs" / storage.name_of(url), machine.clock)
-    place = RunBucket.of_run(url)
     try:
-        place.download(ledger.folder, overlays=overlays)
+        RunBucket.of_run(url).download(ledger.folder, overlays=overlays)
     except storage.NotFound as error:
         raise BadInput(
             f"{url} is no run that another machine can go on with ({error}): name gs://bucket/runs/ID, whose ID "
@@ -324,8 +323,7 @@ def import_run(home: Path, machine: Workstation, url: str, *, overlays: bool = T
         ) from None
     except storage.StorageError as error:
         raise LaunchError(f"{url} can't be read: {error}") from None
-    if ledger.record.bucket != place.url:
-        raise BadInput(f"{url} was copied: the run's folder is {ledger.record.bucket}")
+    _ = ledger.record  # raises BadInput if it is damaged
     ledger.pull(machine.threads)
     return ledger
 

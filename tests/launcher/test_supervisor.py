@@ -319,6 +319,7 @@ def test_commands_take_a_run_of_a_bucket_on_any_machine(work: Workstation, capsy
         storage.write(file.url.replace("/r/", "/copy/"), storage.read(file.url))
     with pytest.raises(BadInput, match=f"{RUNS}/copy was copied: the run's folder is {RUNS}/r/launcher"):
         call("events", "-f", f"{RUNS}/copy")
+    assert not (work.home / "runs" / "copy").exists(), "a copy that has the run's name is not written over the run"
     storage.write(f"{RUNS}/damaged/launcher/run.json", b"[]")
     assert [row["state"][:5] for row in call("list", RUNS, "--json")] == ["can't", "can't", "never", "recov"]
     with pytest.raises(BadInput, match="--set changes keys of a file"):
