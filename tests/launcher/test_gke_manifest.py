@@ -206,8 +206,7 @@ def test_names_that_do_not_fit_a_host_name_are_refused() -> None:
         check_name("a" * 50)
     with pytest.raises(BadInput, match="too long"):
         Gke(load(EXAMPLE, ["run.name=" + "a" * 30]), print, this_machine())
-    longest = host_name("a" * 49, "255").split(".")[0]
-    assert len(longest) <= 63
+    assert len(host_name("a" * 49, "255").split(".")[0]) <= 63
     with pytest.raises(BadInput, match="lower-case"):
         check_name("Demo")
     with pytest.raises(BadInput, match="lower-case"):

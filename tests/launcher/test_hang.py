@@ -275,8 +275,7 @@ def test_the_host_whose_heartbeat_tensorflow_missed_is_read_from_its_message(log
 def test_native_calls_are_added_where_py_spy_has_kept_those_of_python() -> None:
     plain = re.sub(r"    (xla|fast_call).*\n", "", COMPILES)
     assert parse_stacks(dump(plain + COMPILES)) == parse_stacks(dump(COMPILES))
-    holder = parse_stacks(dump(plain + COMPILES.replace("active", "active+gil"))).processes[0].threads[0]
-    assert holder.holds_gil
+    assert parse_stacks(dump(plain + COMPILES.replace("active", "active+gil"))).processes[0].threads[0].holds_gil
     lost = 'Thread 7 (active+gil): "MainThread"\n    0x7f60814df24a (/usr/lib/libc.so.6)\n'
     assert parse_stacks(dump(USER + lost)) == parse_stacks(dump(USER))
     assert parse_stacks(dump(COMPILES.replace("active", "active+gil") + plain)).processes[0].threads[0].holds_gil

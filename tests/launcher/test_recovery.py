@@ -31,8 +31,7 @@ def test_no_attempt_follows_where_it_would_change_nothing_or_the_user_has_stoppe
     for kind in (Kind.FINISHED, Kind.STOPPED, Kind.DELETED, Kind.BAD_INPUT):
         assert not decide(Verdict(kind), Retries(), Retries(9, 9), stop_requested=False).retry
     assert not decide(Verdict(Kind.FAILED), Retries(), Retries(9, 9), stop_requested=True).retry
-    ends = [Recovering(0, kind.value, "", 0.0) for kind in (Kind.PREEMPTED, Kind.FAILED)]
-    assert spent_so_far(ends) == Retries(1, 1)
+    assert spent_so_far([Recovering(0, kind.value, "", 0.0) for kind in (Kind.PREEMPTED, Kind.FAILED)]) == Retries(1, 1)
 
 
 def test_failures_wait_at_most_five_minutes() -> None:

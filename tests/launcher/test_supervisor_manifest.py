@@ -105,8 +105,7 @@ def test_each_script_grants_the_rights_and_a_vm_starts_the_container(google: Goo
     assert machine["machineType"].endswith("/e2-micro")
     assert machine["serviceAccounts"][0]["email"] == ACCOUNT
     settings = yaml.safe_load(machine["metadata"]["items"][0]["value"])
-    unit = settings["write_files"][0]["content"]
-    assert f"--network=host {IMAGE} {' '.join(COMMAND)}\n" in unit
+    assert f"--network=host {IMAGE} {' '.join(COMMAND)}\n" in settings["write_files"][0]["content"]
     assert settings["runcmd"][-1].endswith(Path(settings["write_files"][0]["path"]).name)
 
 
