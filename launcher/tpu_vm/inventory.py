@@ -104,8 +104,9 @@ class Listing:
 
 def list_owned(project: str, zones: Sequence[str], machine: Workstation) -> Listing:
     """Returns tpu-launch's slices of all owners in the zones (`-`: all), by zone and name, and the errors of zones that
-    can't be listed. A queued resource with a node is listed as the node, unless that resource is dead."""
-    owned: dict[tuple[str, str], OwnedSlice] = {}
+    can't be listed. A queued resource with a node is listed as the node; a dead one as itself, beside a node of its
+    name that did not come from it."""
+    owned: dict[tuple[str, str, bool], OwnedSlice] = {}
     failures: dict[str, LaunchError] = {}
     for zone in zones:
         try:
@@ -119,9 +120,10 @@ def list_owned(project: str, zones: Sequence[str], machine: Workstation) -> List
         for slice_ in [*map(parse_queued, queued), *map(parse_node, nodes)]:
             if slice_ is None or slice_.labels.get(LABEL) != "1":
                 continue
-            known = owned.get((slice_.zone, slice_.name))
-            if known is None or known.state not in _DEAD:
-                owned[slice_.zone, slice_.name] = slice_
+            known = owned.get((slice_.zone, slice_.name, False))
+            is_dead = known is not None and known.state in _DEAD
+            if not is_dead or slice_.request != slice_.name:
+                owned[slice_.zone, slice_.name, is_dead] = slice_
     return Listing(sorted(owned.values(), key=lambda slice_: (slice_.zone, slice_.name)), failures)
 
 

@@ -581,7 +581,7 @@ def test_a_command_without_status_goes_on(monkeypatch: pytest.MonkeyPatch, statu
     monkeypatch.setattr(ssh.time, "monotonic", lambda: channel.now)
     connection = channel.connection()
     run = partial(connection.follow, on_line=print) if follows else partial(connection.run, stdin=None)
-    error, words = (ConnectionFailed, "closed before the command ended") if status else (TimeoutError, "")
+    error, words = (ConnectionFailed, "closed before the command ended") if status else (TimeoutError, None)
     with pytest.raises(error, match=words):
         run("train", timeout=6.0)
 
