@@ -115,8 +115,8 @@ def _slice_mistakes(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     if gke.hosts not in (None, slice_.hosts):
         hosts = f"{slice_.hosts} hosts of {slice_.chips_per_host} chips"
         yield ("gke", "hosts"), f"{slice_.name} has {hosts}, not {gke.hosts}; there are {sizes}"
-    if config.slice.capacity == "reserved" and not gke.node_selector:
-        message = "on GKE, a reservation belongs to a node pool: select the pool in gke.node_selector"
+    if config.slice.capacity not in ("on-demand", "spot") and not gke.node_selector:
+        message = f"on GKE, {config.slice.capacity} capacity belongs to a node pool: select it in gke.node_selector"
         yield ("slice", "capacity"), f"{message}, cloud.google.com/gke-nodepool: NAME"
 
 
@@ -131,8 +131,11 @@ def _pod_mistakes(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     for name in sorted(set(secrets) & set(config.run.environment)):
         yield ("gke", "secrets", name), f"{name} is in run.environment too: remove one"
     output = config.trainer.output if config.trainer else None
-    mount = config.gke.gcsfuse.folder + "/" if config.gke.gcsfuse else None
-    if output is not None and not is_remote(output) and not (mount and output.startswith(mount)):
-        yield ("output",), f"{output} is lost with its pod: use a gs:// folder, or one below gke.gcsfuse.folder"
+    bucket = config.gke.gcsfuse
+    if output is not None and not is_remote(output):
+        if bucket is None or not output.startswith(bucket.folder.rstrip("/") + "/"):
+            yield ("output",), f"{output} is lost with its pod: use a gs:// folder, or one below gke.gcsfuse.folder"
+        elif bucket.read_only:
+            yield ("output",), f"{output} can't be written: gke.gcsfuse.read_only is set"
     if user is not None and not re.fullmatch(r"\d+(:\d+)?", user):
         yield ("run", "user"), f"Kubernetes needs numbers, UID or UID:GID, not {user!r}"

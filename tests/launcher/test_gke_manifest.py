@@ -111,6 +111,7 @@ def test_manifests_equal_the_golden_files(name: str) -> None:
         (["gke.topology=2x4"], ["v4-16 is 2x2x2, not 2x4", "v4-32 (2x2x4, 4 hosts)"]),
         (["gke.hosts=3"], ["v4-16 has 2 hosts of 4 chips, not 3", "v4-8 (2x2x1, 1 host)"]),
         (["slice.capacity=reserved"], ["gke.node_selector"]),
+        (["slice.capacity=flex-start", "slice.queued={}", "slice.max_run_hours=1"], ["gke.node_selector"]),
         (["run.environment={HF_TOKEN: hf_x}"], ["HF_TOKEN", "secret"]),
         (["run.secrets=[HF_TOKEN]"], ["HF_TOKEN", "gke.secrets", "namespace default"]),
         (["gke.secrets={HF_TOKEN: hf_x}"], ["SECRET/KEY"]),
@@ -120,6 +121,7 @@ def test_manifests_equal_the_golden_files(name: str) -> None:
         (["run.name=" + "n" * 51], ["50 characters"]),
         (["gke.gcsfuse={bucket: my-bucket, folder: relative}"], ["gke.gcsfuse.folder"]),
         (["output=/runs", "gke.gcsfuse={bucket: my-bucket, folder: /bucket}"], ["/runs is lost with its pod"]),
+        (["output=/bucket/a", "gke.gcsfuse={bucket: my-b, folder: /bucket, read_only: true}"], ["read_only is set"]),
     ],
 )
 def test_what_gke_can_not_run_is_refused(changes: list[str], words: list[str]) -> None:
@@ -131,7 +133,7 @@ def test_what_gke_can_not_run_is_refused(changes: list[str], words: list[str]) -
 
 def test_what_gke_can_run_is_rendered() -> None:
     assert rendered("gke.topology=2x2x2", "gke.hosts=2")
-    assert rendered("output=/bucket/runs", "gke.gcsfuse={bucket: my-bucket, folder: /bucket}")
+    assert rendered("output=/bucket/runs", "gke.gcsfuse={bucket: my-bucket, folder: /bucket/}")
     assert rendered("slice.capacity=reserved", "gke.node_selector={cloud.google.com/gke-nodepool: ours}")
 
 
