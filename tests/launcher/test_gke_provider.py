@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -121,15 +122,15 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
         gke.close()
 
 
-@pytest.mark.parametrize(("there", "deleted", "created"), [(0, True, True), (1, False, False)])
-def test_a_start_removes_earlier_attempts_of_a_run(cluster: Cluster, there: int, deleted: bool, created: bool) -> None:
+@pytest.mark.parametrize(("there", "is_earlier"), [(0, True), (1, False)])
+def test_a_start_removes_earlier_attempts_of_a_run(cluster: Cluster, there: int, is_earlier: bool) -> None:
     cluster.show_jobsets(name := f"{ATTEMPT.run_id}-{there}")
     cluster.gke.start(replace(ATTEMPT, number=1))
     (owned,) = cluster.calls("patch")
     assert f" configmaps/{ATTEMPT.run_id}-1 secrets/{ATTEMPT.run_id}-1 " in owned
     assert "the-uid" in owned
-    assert any("jobsets" in call and name in call for call in cluster.calls("delete")) == deleted
-    assert bool(cluster.calls("create")) == created
+    assert any("jobsets" in call and name in call for call in cluster.calls("delete")) == is_earlier
+    assert bool(cluster.calls("create")) == is_earlier
 
 
 def test_a_node_may_come_later_than_a_container_may_take_to_start(cluster: Cluster) -> None:
@@ -239,17 +240,14 @@ def test_a_stop_before_any_pod_has_started_deletes_the_jobset(cluster: Cluster, 
 
 
 def test_a_stop_that_came_before_the_jobset_ends_its_start(cluster: Cluster) -> None:
-    class Stopped(Clock):
-        def sleep(self, seconds: float) -> None:
-            raise LaunchError("it was stopped")
-
+    stopped = Mock(sleep=Mock(side_effect=LaunchError("it was stopped")))
     with pytest.raises(LaunchError, match="it was stopped"):
-        cluster.gke.start(ATTEMPT, Stopped())
+        cluster.gke.start(ATTEMPT, stopped)
     assert "jobsets" in cluster.calls("delete")[-1]
     assert not cluster.calls("create")
     cluster.show_jobsets(JOBSET)  # of an interrupted start
     with pytest.raises(LaunchError, match="it was stopped"):
-        cluster.gke.start(ATTEMPT, Stopped())
+        cluster.gke.start(ATTEMPT, stopped)
 
 
 def test_a_start_refuses_an_image_that_nodes_can_not_pull_and_a_slice_that_another_run_uses(cluster: Cluster) -> None:

@@ -161,11 +161,10 @@ def test_a_node_and_a_dead_request_hide_each_other_never(cloud: Cloud, state: st
     request.resource["state"], request.state = {"state": state}, state
     several = replace(request, resource={**request.resource, "tpu": {"nodeSpec": []}})  # slices: not ours to count
     cloud.state.queued |= {request.name: request, f"{request.name}s": several}
-    listed = inventory.list_owned("p", ["us-central2-b"], cloud.machine()).slices
-    assert [each.state for each in listed] == kept, "both cost: the node money, the request quota"
-    cloud.node().resource["queuedResource"] = request.name
-    listed = inventory.list_owned("p", ["us-central2-b"], cloud.machine()).slices
-    assert [each.state for each in listed] == kept[:1]
+    for came_from, states in ("", kept), (request.name, kept[:1]):  # both cost: a node money, a request quota
+        cloud.node().resource["queuedResource"] = came_from
+        listed = inventory.list_owned("p", ["us-central2-b"], cloud.machine()).slices
+        assert [each.state for each in listed] == states
 
 
 def test_gc_deletes_nothing_without_an_account(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
