@@ -12,7 +12,10 @@ import pytest
 import yaml
 
 from tests.container import small_runs
+from training.accelerators import accelerator
+from training.backends.torch_tpu import tracing
 from training.config import Model
+from training.errors import TrainError
 from training.models.hugging_face import ModelRequirements
 from training.models.torch.network import build
 
@@ -52,6 +55,12 @@ def test_both_programs_of_a_run_are_compiled_for_a_slice(slice_: str, chips: int
     assert sum(item["elements"] for item in evaluation["collectives"]) < 1000
     assert training["costs"]["cycles"] > 0
     assert training["costs"]["flops"] > 0
+
+
+def test_a_model_whose_process_dies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "_end_with_parent", os.abort)
+    with pytest.raises(TrainError, match="the process that builds the model ended early"):
+        tracing.TorchTpuTracer(print, accelerator("v5litepod-8")).open()
 
 
 def test_the_step_of_a_split_state_is_refused_with_its_reason(tmp_path: Path) -> None:

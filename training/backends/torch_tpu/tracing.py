@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from ctypes import c_int64, c_uint32, c_uint64, c_void_p
 from functools import partial
 from typing import Any
@@ -40,7 +41,7 @@ from training.backends.torch_tpu.compiler import compile_for_slice, load_plugin,
 from training.batch import Arrays, Signals
 from training.distributed.cluster import Cluster
 from training.distributed.torch_tpu import find_unsupported, rank_environments
-from training.errors import BadInput
+from training.errors import BadInput, TrainError
 from training.preflight.compiler import Program, set_environment
 
 # Places in the table, from 0.
@@ -184,11 +185,17 @@ class TorchTpuTracer:
 
     def open(self) -> dict[str, int]:
         """Builds the model in a process of its own, unless it is built. Returns the bytes of one chip's part of each
-        tensor of the state. Raises as `_open`; `close` then."""
+        tensor of the state. Raises as `_open`, and TrainError if the process dies; `close` then."""
         if self._worker is None:
             spawn = multiprocessing.get_context("spawn")
             self._worker = ProcessPoolExecutor(1, spawn, initializer=_end_with_parent)
-            self._sizes = self._worker.submit(_open, self._open_backend, self._slice).result()
+            try:
+                self._sizes = self._worker.submit(_open, self._open_backend, self._slice).result()
+            except BrokenProcessPool:
+                raise TrainError(
+                    "the process that builds the model ended early: what it printed is above; if that is nothing, it "
+                    "may have been killed because this machine's memory is too small"
+                ) from None
         return self._sizes
 
     def trace(self, kind: str, batch: Arrays) -> Program:
