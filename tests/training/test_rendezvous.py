@@ -212,13 +212,10 @@ def test_all_hosts_sum_and_meet_in_worker_order(hosts: Hosts, numbers: tuple[flo
         assert [json.loads(line) for line in end(process).splitlines()] == [[total, 3, 7.5], [3], payloads]
 
 
-def test_another_host_0_at_the_gradient_exchange_is_a_lost_peer() -> None:
+def test_another_host_0_at_the_gradient_exchange_is_a_lost_peer_and_short_memory_is_none() -> None:
     gone = {"connect_hosts.side_effect": TrainError("refused"), "check.side_effect": LostPeer("host 0 is gone")}
     with pytest.raises(LostPeer, match="host 0 is gone"):
         TcpAllReduce(Cluster(1, ("127.0.0.1", "127.0.0.1")), Mock(**gone), 5)
-
-
-def test_a_sum_that_lacks_memory_on_this_host_is_no_lost_peer() -> None:
     with pytest.raises(RuntimeError, match="out of HBM"):
         raise_lost_peer(Mock(), "adding up gradients", RuntimeError("RESOURCE_EXHAUSTED: out of HBM"))
 
