@@ -191,6 +191,9 @@ def test_positions_of_roberta_begin_after_its_padding_id(folder: Path) -> None:
         index.write_text(damaged)
         with pytest.raises(BadInput, match=r"index\.json: "):
             open_pipeline("fill-mask", str(other))
+    copy_model(made, other, {}, model_type="llama")
+    with pytest.raises(BadInput, match="is a llama model, which TensorFlow can't open: .* image of torch-xla"):
+        open_pipeline("fill-mask", str(other))
 
 
 def test_an_encoder_gets_a_fresh_head_and_missing_weights_are_refused(plain: dict[str, Any], labelled: Path) -> None:

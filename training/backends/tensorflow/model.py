@@ -209,13 +209,19 @@ def _make_dropout(rate: float, place: int, network: KerasNetwork) -> Callable[..
 
 def open_pipeline(name: str, folder: str) -> Any:
     """Returns `transformers.pipeline(name)`, such as "fill-mask", over a local model folder, on the CPU. Raises
-    BadInput for absent or damaged weights. Loads the weights itself: transformers 4.57's TFAutoModel.from_pretrained
-    fails on a safetensors file with PyTorch's names ("'builtins.safe_open' object is not iterable")."""
+    BadInput for absent or damaged weights, or a family that TensorFlow lacks. Loads the weights itself: transformers
+    4.57's TFAutoModel.from_pretrained fails on a safetensors file with PyTorch's names ("'builtins.safe_open' object is
+    not iterable")."""
     from transformers import AutoConfig, AutoTokenizer, pipeline
     from transformers.modeling_tf_pytorch_utils import load_pytorch_state_dict_in_tf2_model
 
     networks = {entry.head.pipeline: f"TFAutoModel{entry.head.network}" for entry in TASKS.values()}
-    model = getattr(transformers, networks[name]).from_config(AutoConfig.from_pretrained(folder))
+    config = AutoConfig.from_pretrained(folder)
+    try:
+        model = getattr(transformers, networks[name]).from_config(config)
+    except ValueError as error:
+        why = f"{folder} is a {config.model_type} model, which TensorFlow can't open: {str(error).splitlines()[0]}"
+        raise BadInput(f"{why}; run in the image of torch-xla") from None
     count_positions(model)
     ids = tf.constant([[0, 1]])
     weights = dict(_read_tensors(folder))
