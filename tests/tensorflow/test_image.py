@@ -7,10 +7,7 @@ import tensorflow as tf
 import tf_keras
 
 
-def test_one_package_owns_tensorflow_and_its_models_use_tf_keras() -> None:
+def test_there_is_one_tensorflow_with_tf_keras_and_an_ordinary_user() -> None:
     assert len(set(packages_distributions()["tensorflow"])) == 1
     assert tf.keras.Model is tf_keras.Model
-
-
-def test_it_runs_as_an_ordinary_user() -> None:
     assert os.getuid() == 1000

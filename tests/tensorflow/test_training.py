@@ -192,7 +192,7 @@ def test_positions_of_roberta_begin_after_its_padding_id(folder: Path) -> None:
         with pytest.raises(BadInput, match=r"index\.json: "):
             open_pipeline("fill-mask", str(other))
     copy_model(made, other, {}, model_type="llama")
-    with pytest.raises(BadInput, match="is a llama model, which TensorFlow can't open: .* image of torch-xla"):
+    with pytest.raises(BadInput, match=r"is a llama model, which TensorFlow can't open: .* image of torch-xla"):
         open_pipeline("fill-mask", str(other))
 
 

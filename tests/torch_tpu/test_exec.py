@@ -15,9 +15,11 @@ WEIGHTS = 109_376  # of the example's network
 STEPS, ROWS, SECONDS = 4, 16, 500.0
 
 
-def begin(*arguments: str) -> subprocess.Popen[str]:
+def execute(*arguments: str) -> tuple[int, str, str]:
+    """Returns (exit code, standard output, standard error)."""
     command = [sys.executable, "-m", "training.cli", "exec", "--runtime", "torch-tpu", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return ended.returncode, ended.stdout, ended.stderr
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +31,8 @@ def one_process() -> list[float]:
 
 @pytest.mark.parametrize("sharding", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
 def test_losses_of_four_processes_equal_those_of_one(sharding: tuple[str, ...], one_process: list[float]) -> None:
-    process = begin(str(EXAMPLE / "train.py"), f"--steps={STEPS}", f"--rows={ROWS}", *sharding)
-    out, errors = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, out + errors
+    code, out, errors = execute(str(EXAMPLE / "train.py"), f"--steps={STEPS}", f"--rows={ROWS}", *sharding)
+    assert code == 0, out + errors
     losses = [float(loss) for loss in re.findall(r"^rank 0: step \d+: loss ([\d.]+)$", out, re.MULTILINE)]
     assert losses == pytest.approx(one_process, rel=1e-6)
     stored = re.findall(r"^rank (\d): process (\d) of 4 stores (\d+) numbers$", out, re.MULTILINE)
@@ -40,16 +41,13 @@ def test_losses_of_four_processes_equal_those_of_one(sharding: tuple[str, ...], 
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    ("name", "value", "message"),
     [
-        ({"TPU_ACCELERATOR_TYPE": "v3-8"}, "TorchTPU does not know TPU v3 (v3-8)"),
-        ({"PJRT_DEVICE": "CPU"}, "needs TPU chips or a virtual TPU"),
+        ("TPU_ACCELERATOR_TYPE", "v3-8", "TorchTPU does not know TPU v3 (v3-8)"),
+        ("PJRT_DEVICE", "CPU", "needs TPU chips or a virtual TPU"),
     ],
 )
-def test_other_devices_are_refused(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    process = begin(str(EXAMPLE / "train.py"))
-    _, errors = process.communicate(timeout=SECONDS)
-    assert process.returncode == 2
-    assert message in errors
+def test_other_devices_are_refused(name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    code, _, errors = execute(str(EXAMPLE / "train.py"))
+    assert (code, message in errors) == (2, True), errors

@@ -35,10 +35,8 @@ shapes = st.lists(st.integers(1, 32), min_size=1, max_size=3).map(tuple)
 HOSTS, DEVICES = 4, 16
 SHAPES = {"model/a": (16, 6), "model/b": (3, 32), "model/bias": (16,), "model/odd": (5, 7)}
 SPECS = {name: TensorSpec("F32", shape, 4 * math.prod(shape)) for name, shape in SHAPES.items()}
-VALUES = {
-    name: np.arange(math.prod(shape), dtype=np.float32).reshape(shape) + number
-    for number, (name, shape) in enumerate(SHAPES.items())
-}
+RANDOM = np.random.default_rng(0)
+VALUES = {name: RANDOM.random(shape, np.float32) for name, shape in SHAPES.items()}
 
 
 def split_over(fsdp: int) -> StateSlices:
