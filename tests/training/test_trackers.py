@@ -114,4 +114,5 @@ def test_a_missing_trackers_package_is_one_message() -> None:
 
 
 def test_settings_become_flat_parameters() -> None:
-    assert list(flatten({"train": {"steps": 10, "clip": None}, "seed": 1})) == [("train.steps", 10), ("seed", 1)]
+    settings = {"train": {"steps": 10, "clip": None, "class_weights": {"C++/R&D": 2.0}}, "seed": 1}
+    assert list(flatten(settings)) == [("train.steps", 10), ("train.class_weights.C___R_D", 2.0), ("seed", 1)]

@@ -17,6 +17,7 @@ have some of them twice. Services take steps in rising order only, and a resumed
 """
 
 import os
+import re
 import tempfile
 import time
 from collections import deque
@@ -228,7 +229,8 @@ class MlflowRun:
             self._client.create_run(experiment_id, run_name=f"{run}, attempt {info.attempt}", tags=tags)
         ]
         self._run_id: str = records[0].info.run_id
-        parameters = [Param(name, str(value)[:_MLFLOW_PARAMETER_LENGTH]) for name, value in flatten(info.settings)]
+        settings = dict(flatten(info.settings))  # a name twice in a call is refused
+        parameters = [Param(name, str(value)[:_MLFLOW_PARAMETER_LENGTH]) for name, value in settings.items()]
         for first in range(0, len(parameters), _MLFLOW_PARAMETERS):
             self._client.log_batch(self._run_id, params=parameters[first : first + _MLFLOW_PARAMETERS])
 
@@ -244,12 +246,13 @@ class MlflowRun:
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields nested settings as pairs like ("train.steps", 100), leaving out those that are None."""
+    """Yields nested settings as pairs like ("train.steps", 100), leaving out those that are None. What MLflow refuses
+    in a name becomes "_" (labels may have such characters), and a name is cut to its 250 characters."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{name}.")
         elif value is not None:
-            yield f"{prefix}{name}", value
+            yield re.sub(r"[^\w. -]", "_", f"{prefix}{name}")[:250], value
 
 
 open_wandb = partial(GuardedTracker, "wandb", WandbRun)
