@@ -199,7 +199,7 @@ def _check_scalar(node: ScalarNode, place: str) -> None:
     shown, tag = repr(node.value[:40]), str(node.tag)
     try:
         value = None if tag == f"{_TAG}merge" else YAML(typ="safe", pure=True).constructor.construct_object(node)
-    except (ValueError, KeyError, OverflowError):
+    except (ValueError, KeyError, IndexError, OverflowError):
         raise ConfigError(f"{place}: {shown} is not a value of type {tag.removeprefix(_TAG)}") from None
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{place}: should be a finite number, not {node.value[:40]}")

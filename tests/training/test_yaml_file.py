@@ -84,7 +84,7 @@ def test_scalars_mean_what_yaml_1_2_says(text: str, value: Any) -> None:
         ("a: 1\nb: " + "[" * 40 + "]" * 40, "f:2: more than 32 sections or lists within each other"),
         ("a: 2020-99-99\n", "f:1: a: '2020-99-99' is not a value of type timestamp"),
         ("a: " + "9" * 5000, "f:1: a: '9999"),
-        ("a: !!int x\n", "f:1: a: 'x' is not a value of type int"),
+        ("a: !!int ''\n", "f:1: a: '' is not a value of type int"),
         ("a: !!bool x\n", "f:1: a: 'x' is not a value of type bool"),
         ("b: 1\na: .inf\n", "f:2: a: should be a finite number, not .inf"),
         ("b: 1\na: 1e999\n", "f:2: a: should be a finite number, not 1e999"),
