@@ -31,9 +31,8 @@ def group() -> click.Group:
 def test_help_and_completion_list_all_commands_without_importing_any(group: click.Group) -> None:
     shown = CliRunner().invoke(group, ["--help"]).output.partition("Commands:\n")[2]
     assert [line.strip() for line in shown.splitlines()] == ["absent  Is never imported here.", "report  Prints."]
-    completions = ShellComplete(group, {}, "group", "_COMPLETE").get_completions([], "")
-    told = [(item.value, item.help) for item in completions]
-    assert told == [("absent", "Is never imported here."), ("report", "Prints.")]
+    found = ShellComplete(group, {}, "group", "_COMPLETE").get_completions([], "")
+    assert [(each.value, each.help) for each in found] == [("absent", "Is never imported here."), ("report", "Prints.")]
 
 
 def test_a_mistyped_name_of_a_lazy_command_gets_a_suggestion(group: click.Group) -> None:

@@ -159,5 +159,6 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         with pytest.raises(BadInput, match=message):
             write_mixture(mixed, parts)
     for wrong in ("plain", "plain=0", "plain=x", "=2"):
-        told = mix(str(tmp_path / "other"), wrong)
-        assert "expected FOLDER=TIMES" in str(told.exception or told.output)
+        assert "expected FOLDER=TIMES" in str(mix(str(tmp_path / "other"), wrong).exception)
+    twice = mix(str(tmp_path / "other"), f"{plain}=1", f"{copy}=1", f"{plain}=3")
+    assert "--part names a folder twice" in str(twice.exception)

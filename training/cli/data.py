@@ -223,7 +223,10 @@ def mix(parts: tuple[str, ...], out: str) -> None:
     """
     from training.data.prepare.dataset_writer import parse_part, write_mixture
 
-    mixture = write_mixture(out, dict(map(parse_part, parts)))
+    times = dict(map(parse_part, parts))
+    if len(times) < len(parts):
+        raise BadInput("--part names a folder twice: give it once, with the number of times that an epoch has it")
+    mixture = write_mixture(out, times)
     for part in mixture.manifest.origin["mixture"]:
         share = part["times"] * part["records"] / mixture.records
         click.echo(f"{part['url']}: {part['records']} records, {part['times']} times, {share:.1%} of an epoch")
