@@ -98,8 +98,9 @@ _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
     # Errors of ssh, which gcloud runs: its "Permission denied" and "Connection refused" are not the API's.
     (r"Permission denied \((publickey|keyboard-interactive|password)", LaunchError, _SSH),
     (r"ssh: connect to host|kex_exchange_identification|Connection (closed|reset) by .* port \d+", LaunchError, _SSH),
-    (r"no more capacity|[Ii]nsufficient (reserved )?capacity|insufficientCapacity|(?i:stock_?out)|"
-     r"(ZONE_)?RESOURCE_POOL_EXHAUSTED|not have enough resources available|NO_CAPACITY",
+    # "stockout" may be in the name of a slice too: the word alone counts.
+    (r"no more capacity|[Ii]nsufficient (reserved )?capacity|insufficientCapacity|STOCK_?OUT|"
+     r"(?<![\w/-])[Ss]tock_?out(?![\w-])|RESOURCE_POOL_EXHAUSTED|not have enough resources available|NO_CAPACITY",
      Stockout, _NO_CAPACITY),
     (r"(terminal|while in) state \W?(PREEMPTED|TERMINATED)", Preempted,
      "the slice was taken away: `tpu-launch up` deletes it and creates it again"),

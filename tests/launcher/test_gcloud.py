@@ -214,6 +214,7 @@ WORDINGS: list[tuple[str, str, type[LaunchError]]] = [
     ("ssh, whose host boots", "ssh: connect to host 10.0.0.2 port 22: Connection refused", LaunchError),
     ("the API", "ALREADY_EXISTS: Resource 'projects/p/locations/z/nodes/n' already exists", Conflict),
     ("the API", "NOT_FOUND: Resource 'projects/p/nodes/n' was not found", ResourceNotFound),
+    ("the API, of a slice with a telling name", "NOT_FOUND: 'nodes/stockout-a' was not found", ResourceNotFound),
     ("the API", "INVALID_ARGUMENT: CloudTpu received an invalid AcceleratorType", Refused),
     ("an old gcloud", "unrecognized arguments: --spot", Refused),
     ("no source", "something new", LaunchError),
