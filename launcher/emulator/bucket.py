@@ -153,7 +153,7 @@ class Bucket:
         """Flushes (without fsync) an open file of this bucket's folder and moves it to the object's newest generation,
         all or nothing; deletes the one before. Drops unknown settings. Raises StorageApiError 400 for a bad name and
         for bytes that do not have the given checksums (base64), 412 unless the object has the `expected` generation
-        (0: none; None: any); the file stays then."""
+        (0: none; None: any), OSError from a full disk; the file stays then."""
         if not 1 <= len(name.encode()) <= 1024 or "\n" in name or "\r" in name:
             raise StorageApiError(400, "invalid", f"Invalid object name: {name[:80]!r}")
         file.flush()
@@ -170,7 +170,11 @@ class Bucket:
             kept = {key: value for key, value in settings.items() if key in _SETTABLE and value is not None}
             new = StoredObject(name, generation, size, actual_crc32c, actual_md5, now, kept)
             os.rename(file.name, self._data(generation))
-            write_private(self.folder / "objects" / f"{generation}.json", json.dumps(asdict(new)))
+            try:
+                write_private(self.folder / "objects" / f"{generation}.json", json.dumps(asdict(new)))
+            except OSError:  # a full disk: the caller keeps the bytes of an upload, or deletes them
+                os.rename(self._data(generation), file.name)
+                raise
             self._objects[name] = new
             if current is not None:
                 self._forget(current)

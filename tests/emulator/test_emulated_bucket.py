@@ -3,6 +3,7 @@
 import base64
 import os
 from typing import Any
+from unittest.mock import patch
 
 import google_crc32c
 import pytest
@@ -110,6 +111,8 @@ def test_a_resumable_upload_survives_the_server(storage: Any, bucket: Any) -> No
     status = upload.put(f"bytes */{len(data)}")
     assert (status.status_code, status.headers["Range"]) == (308, f"bytes=0-{CHUNK - 1}")
     assert not bucket.blob("x").exists()
+    with patch("launcher.emulator.bucket.write_private", side_effect=OSError("a full disk")):
+        assert upload.put(f"bytes {CHUNK}-{len(data) - 1}/{len(data)}", data[CHUNK:]).status_code == 500
     done = upload.put(f"bytes {CHUNK}-{len(data) - 1}/{len(data)}", data[CHUNK:])
     assert (done.status_code, done.json()["size"]) == (200, str(len(data)))
     # A client that lost that answer asks again, even of the next server.
