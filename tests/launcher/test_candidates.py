@@ -220,8 +220,7 @@ def test_a_request_whose_answer_came_after_the_last_look_does_not_give_way(cloud
 def test_after_a_sleep_a_request_has_its_time(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sleep, long = cloud.clock.sleep, iter([2000.0])
     monkeypatch.setattr(cloud.clock, "sleep", lambda seconds: sleep(next(long, seconds)))
-    won = run_race(cloud, make(tmp_path, "  price_limit: 8.0\n"), {"v4-16": [(2004, True)]})
-    assert won.asked == {"v4-16": [0]}
+    assert run_race(cloud, make(tmp_path, "  price_limit: 8.0\n"), {"v4-16": [(2004, True)]}).asked == {"v4-16": [0]}
 
 
 def test_a_withdrawal_is_made_once(cloud: Cloud, config: Config, capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,8 +151,7 @@ def test_an_image_must_be_named_by_its_digest(monkeypatch: pytest.MonkeyPatch) -
         render(load(EXAMPLE), secret=golden.SECRET)
     with pytest.raises(BadInput, match=r"image\.reference"):
         load(EXAMPLE, ["image.reference=us-docker.pkg.dev/p/r/i:latest"])
-    reference = f"image.reference={IMAGE}"
-    assert f"image: {IMAGE}" in render(load(EXAMPLE, [reference]), secret=golden.SECRET)
+    assert f"image: {IMAGE}" in render(load(EXAMPLE, [f"image.reference={IMAGE}"]), secret=golden.SECRET)
 
 
 @pytest.mark.parametrize(

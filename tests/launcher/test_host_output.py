@@ -111,8 +111,7 @@ def test_the_newest_line_of_each_process_is_read_whatever_ends_it(tmp_path: Path
     for name, text in ("", '{"step": 3}' + end), (".1", '{"step": 2}' + end), (".new", '{"step": 9}'):
         (tmp_path / f"progress{name}").write_text(text)
     log = "2026-01-01T00:00:00Z a line\n"
-    lines = (ProgressLine(3), ProgressLine(2))
-    assert split_progress(sh(READ_PROGRESS, tmp_path / "progress") + log) == (lines, log)
+    assert split_progress(sh(READ_PROGRESS, tmp_path / "progress") + log) == ((ProgressLine(3), ProgressLine(2)), log)
 
 
 def test_a_program_without_a_file_tells_nothing_and_a_huge_one_is_cut(tmp_path: Path) -> None:

@@ -593,8 +593,7 @@ def test_a_recreated_slice_is_not_the_one_of_the_attempt(work: Workstation, chan
 
     begin = work.hosts.change(silent={0, 1}, **change)
     work.hosts.hooks["observe"] = [lambda: None] * 3 + [begin] + [lambda: None] * 5 + [answer_again]
-    outcome = work.run(work.config("run.failure_retries=1"))
-    assert outcome.verdict.kind is kind
+    assert work.run(work.config("run.failure_retries=1")).verdict.kind is kind
     assert "create" not in work.hosts.calls
 
 

@@ -295,7 +295,6 @@ def test_slices_need_no_hints(cloud: Cloud, zones: Config, tmp_path: Path, monke
         NO_CAPACITY if (zone, command) == ("us-west1-c", "tpu-vm create") else None
     )
     assert up(cloud, zones).ready
-    found = slices.describe(zones, cloud.machine())
-    assert found is not None
+    assert slices.describe(zones, cloud.machine()) is not None
     assert down(cloud, zones)
     assert not cloud.state.nodes

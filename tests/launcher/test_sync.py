@@ -38,8 +38,7 @@ def code(tmp_path: Path) -> Path:
 
 
 def record(home: Path, code: Path, folder: str = "/home/trainer") -> None:
-    hashes = build_context.hash_files(build_context.folder(code))
-    overlays.record_code(home, Image(IMAGE, hashes, folder))
+    overlays.record_code(home, Image(IMAGE, build_context.hash_files(build_context.folder(code)), folder))
 
 
 @pytest.fixture

@@ -148,8 +148,7 @@ def test_the_hash_tells_configurations_apart_and_not_their_spelling() -> None:
 
 
 def test_precision_follows_the_device_unless_the_file_says_it() -> None:
-    config = config_of(GOOD)
-    assert [config.for_device(kind).train.precision for kind in ("TPU", "CPU")] == ["bf16", "fp32"]
+    assert [config_of(GOOD).for_device(kind).train.precision for kind in ("TPU", "CPU")] == ["bf16", "fp32"]
     exact = config_of(changed("global_batch_size: 64", "global_batch_size: 64\n  precision: fp32"))
     assert exact.for_device("TPU") == exact
 

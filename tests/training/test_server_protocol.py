@@ -330,8 +330,7 @@ def test_news_are_bounded_for_any_number_of_hosts(crowd: Meeting) -> None:
 def test_a_summary_names_the_rarest_phase_first() -> None:
     phases = ["step 7"] * 512
     phases[3], phases[200] = "saving", "asked to stop"
-    text = "host 3 'saving', host 200 'asked to stop', hosts 0-2 4-199 201-511 'step 7'"
-    assert summarize(phases) == text
+    assert summarize(phases) == "host 3 'saving', host 200 'asked to stop', hosts 0-2 4-199 201-511 'step 7'"
 
 
 def test_lines_not_taken_are_kept() -> None:
