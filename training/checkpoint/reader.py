@@ -152,6 +152,7 @@ def require_finite(load_state: LoadState) -> LoadState:
     """Returns a function that raises NotFinite for tensors with a NaN or an infinity, and else calls `load_state`."""
 
     def load(tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
+        """Checks all tensors before it passes any on."""
         if name := find_nonfinite(tensors):
             raise NotFinite(f"tensor {name} has a NaN or an infinity")
         load_state(tensors)

@@ -116,6 +116,7 @@ def fence(folder: str, cluster: Cluster, own: Claim, storage: Storage = default_
     older = set(own.after | {own.name})
 
     def check() -> None:
+        """Raises as `fence` says. Remembers older claims, so that it reads each once."""
         for name in sorted(_claims(folder, storage) - older):
             after = None
             with contextlib.suppress(NotFound, ValueError):

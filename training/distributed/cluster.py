@@ -132,7 +132,7 @@ def _find_names(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 def metadata_variables(read: Callable[[str], str | None]) -> dict[str, str]:
     """Returns the variables for `from_environment` that the metadata server knows; {} if it lists no hosts. `read(key)`
-    returns an attribute or None; without them, the worker is "0" and the accelerator ""."""
+    returns an attribute or None: then the worker is "0", the accelerator ""."""
     endpoints = read("worker-network-endpoints")
     if not endpoints:
         return {}

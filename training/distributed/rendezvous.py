@@ -234,6 +234,7 @@ class RendezvousClient(Rendezvous):
                 self._raise_if_lost()
 
     def connect_hosts(self, seconds: float) -> list[Connection]:
+        """As `Rendezvous.connect_hosts`; host 0 takes the connections that its server has accepted."""
         if self._server:
             return self._server.take_exchange(seconds)
         connection, _ = _connect(self._cluster, seconds, self.check, self._machine)
@@ -279,7 +280,7 @@ class RendezvousClient(Rendezvous):
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def _report_phases(self) -> None:
-        """Reports phases that were set to host 0 until closed, at a bounded rate. Runs in a thread."""
+        """Tells host 0 the phase each time that it was set, at a bounded rate, until closed. Runs in a thread."""
         while not self._closing.wait(max(PHASE_INTERVAL, self._cluster.hosts / PHASES_A_SECOND)):
             self._phase_changed.wait()
             self._phase_changed.clear()
@@ -335,6 +336,7 @@ def _limit_patience(shutdown: ShutdownRequest, clock: Callable[[], float], await
     end = clock() + STOP_PATIENCE
 
     def check() -> None:
+        """Raises StopRequested if the patience has ended; else moves its end if no stop is requested."""
         nonlocal end
         if not shutdown.may_exit_now:
             end = clock() + STOP_PATIENCE

@@ -65,6 +65,7 @@ class ShutdownRequest:
             seconds, overdue = self._deadline
 
             def wait() -> None:
+                """Sleeps `seconds`, then calls `overdue`: no later event cancels it."""
                 self._machine.clock.sleep(seconds)
                 overdue()
 

@@ -77,6 +77,7 @@ def stat(url: str) -> Stat | None:
     bucket, name = _object(url)
 
     def attempt(timeout: tuple[float, float], _: float) -> Stat | None:
+        """Asks once. The age is by the Date of the server's answer; None without one."""
         blob = _client().bucket(bucket).get_blob(name, timeout=timeout, retry=None)
         if blob is None or not (date := getattr(_this_thread, "date", "")):
             return None if blob is None else _stat(url, blob)
@@ -103,6 +104,7 @@ def _list(folder: str, delimiter: str | None) -> tuple[list[Stat], list[str]]:
     prefix = name.rstrip("/") + "/" if name.strip("/") else ""
 
     def attempt(timeout: tuple[float, float], _: float) -> tuple[list[Stat], list[str]]:
+        """Asks for all pages; any that fails is a failure of them all."""
         blobs = _client().list_blobs(bucket, prefix=prefix, delimiter=delimiter, timeout=timeout, retry=None)
         stats = [_stat(f"gs://{bucket}/{blob.name}", blob) for blob in blobs if not blob.name.endswith("/")]
         return stats, [each[len(prefix) :].rstrip("/") for each in blobs.prefixes]
@@ -120,6 +122,7 @@ def read(url: str, start: int, end: int | None, generation: int | None) -> bytes
     activity = "reading" if whole else f"reading bytes {start} to {'the end' if end is None else end} of"
 
     def download(timeout: tuple[float, float]) -> bytes:
+        """Downloads the range once. Raises PreconditionFailed if the object is not of `generation`."""
         blob = _client().bucket(bucket).blob(name)
         # Close the buffer after a failure: the errors of all attempts live until the last, with their frames.
         with io.BytesIO() as sink:
@@ -167,6 +170,8 @@ def write(url: str, data: bytes | memoryview, generation: int | None) -> Stat:
         return retry
 
     def attempt(timeout: tuple[float, float], until: float) -> Stat:
+        """Uploads once. Turns a lost session into a ConnectionError, which begins a new upload, and recognises an
+        object that an earlier request wrote."""
         from google.api_core import exceptions as api
         from google.api_core.retry import Retry
 
@@ -233,6 +238,7 @@ def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinne
     final: Exception | None = None
 
     def call() -> T:
+        """Makes one attempt, with time-outs of at most what is left of the deadline."""
         left = max(began + seconds - time.monotonic(), 0.1)
         return attempt((min(limits.connect, left), min(limits.silence, left)), began + seconds)
 

@@ -86,6 +86,7 @@ class RangedFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
+        """Fills the buffer by one read, up to the end of the file. Returns the number of bytes, 0 at the end."""
         place = memoryview(buffer).cast("B")
         start, end = self._position, min(self._position + len(place), self._size)
         if start < end:
