@@ -148,7 +148,8 @@ def parse_bases(dockerfile: str, build_args: Mapping[str, str]) -> tuple[str, ..
         """Returns the value of a build argument, or the reference's own default, or ""."""
         return values.get(reference[1] or reference[3]) or reference[2] or ""
 
-    text = _HEREDOC.sub(r"\1", re.sub(r"\\[ \t]*\n", " ", dockerfile))
+    text = re.sub(r"^[ \t]*#.*\n", "", dockerfile, flags=re.MULTILINE)  # comments: no line goes on in the next
+    text = _HEREDOC.sub(r"\1", re.sub(r"\\[ \t]*\n", " ", text))
     for line in text.splitlines():
         words = [word for word in line.split() if not word.startswith("--")]
         match [words[0].upper(), *words[1:]] if words else []:
