@@ -16,6 +16,7 @@ from launcher.cli.run import show_outcome
 from launcher.errors import BadInput, LaunchError
 from launcher.home import home
 from launcher.images import build
+from launcher.images.repositories import parse_reference
 from launcher.images.specification import launcher_spec
 from launcher.providers import make_provider, require_programs
 from launcher.run import supervisor
@@ -63,6 +64,8 @@ def supervise(
         if image is None or project is None:
             raise BadInput("--manifest needs --image and --project: the script names both")
         if "@" not in image:
+            if parse_reference(image).tag:
+                raise BadInput(f"--image {image}: leave out the tag: the image is pushed under one of its own")
             image = build.ensure_image(launcher_spec(image), terminal.say).reference
         spec = supervisor_manifest.SupervisorSpec(url, image, project, zone)
         click.echo(supervisor_manifest.render(kind, spec), nl=False)

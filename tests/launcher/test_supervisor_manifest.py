@@ -143,15 +143,16 @@ def test_kubectl_applies_a_deployment_whose_pod_acts_as_the_account(google: Goog
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_command_prints_the_script(kind: str) -> None:
     argv = ["supervise", "--manifest", kind, "--project", "my-project", "--image", IMAGE, COMMAND[1]]
-    result = CliRunner().invoke(cli, argv)
-    assert result.output == render(kind, SUPERVISOR), result.output
+    assert CliRunner().invoke(cli, argv).output == render(kind, SUPERVISOR)
 
 
 def test_what_a_script_can_not_use_is_refused() -> None:
     for name in ("my-bucket/runs", "gs://", "gs://my-bucket/$(reboot)", "gs://my-bucket/a b", "gs://my-bucket/a,b"):
         with pytest.raises(BadInput, match="gs://BUCKET/FOLDER"):
             render("vm", SupervisorSpec(name, IMAGE, "my-project", "us-central1-a"))
-    with pytest.raises(BadInput, match="--image and --project belong to --manifest"):
-        cli.main(["supervise", "--image", IMAGE, COMMAND[1]], standalone_mode=False)
+    tagged = ("gcr.io/p/i:1", "--manifest", "vm", "--project", "p")
+    for words, why in (((IMAGE,), "--image and --project belong to --manifest"), (tagged, "leave out the tag")):
+        with pytest.raises(BadInput, match=why):
+            cli.main(["supervise", "--image", *words, COMMAND[1]], standalone_mode=False)
     with pytest.raises(BadInput, match="by digest"):
         render("vm", SupervisorSpec(COMMAND[1], "us-docker.pkg.dev/p/r/i:latest@", "my-project", "us-central1-a"))
