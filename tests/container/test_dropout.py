@@ -54,8 +54,7 @@ def test_corners_of_rectangles_are_nearly_independent() -> None:
 def test_a_row_drops_the_same_whichever_other_rows_are_there() -> None:
     noise = DropoutNoise(HEADS * LENGTH)
     noise.rows = torch.from_numpy(row_keys(1, 0, 5, 7))
-    part = noise.kept(torch.Size((2, *SHAPE[1:])), RATE, 0).numpy()
-    assert (part == kept()[5:7]).all()
+    assert (noise.kept(torch.Size((2, *SHAPE[1:])), RATE, 0).numpy() == kept()[5:7]).all()
 
 
 def test_what_stays_is_scaled_and_evaluation_drops_nothing() -> None:

@@ -23,15 +23,8 @@ from training import storage
 from training.data.formats import example_codec, tfrecord
 from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
-from training.data.loading import preview
-from training.data.loading.batches import (
-    LabelledBatch,
-    LabelledBatches,
-    MlmBatch,
-    MlmBatches,
-    labelled_evaluation,
-    mlm_evaluation,
-)
+from training.data.loading import batches, preview
+from training.data.loading.batches import LabelledBatches, MlmBatches, labelled_evaluation, mlm_evaluation
 from training.data.loading.reader import DaemonPool
 from training.data.loading.record_source import FixedShards, HostSlice
 from training.data.prepare.dataset_writer import DatasetPlan
@@ -220,7 +213,7 @@ def tokenizer(pieces: list[str], kind: str) -> bytes:
 
 def test_hidden_replaced_and_kept_words_are_told_apart() -> None:
     ids, positions, labels = (np.array([row], np.int32) for row in ([0, 5, 4, 7, 9, 5, 1], [2, 4, 5, 0], [6, 8, 5, 0]))
-    batch = MlmBatch(ids, positions, labels, np.array([[1, 1, 1, 0]], np.float32), np.array([42]), np.array([False]))
+    batch = batches.MlmBatch(ids, positions, labels, np.float32([[1, 1, 1, 0]]), np.array([42]), np.array([False]))
     summary, text = preview.show_masked(batch, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), 0)
     assert summary == "7 tokens, 3 to predict (1 hidden, 1 replaced, 1 left)"
     assert click.unstyle(text) == " [CLS] the [cat]s [sat~dog] [the=] [SEP]"
@@ -236,7 +229,7 @@ def test_wordpieces_are_joined() -> None:
 )
 def test_a_labelled_row_is_shown_without_padding(label: Any, names: list[str], shown: str) -> None:
     ids, one = np.array([[0, 5, 6, 1, 3, 3]], np.int32), np.ones(1, np.float32)
-    batch = LabelledBatch(ids, (ids != 3).astype(np.int32), np.array([label]), one, np.array([7]), np.array([False]))
+    batch = batches.LabelledBatch(ids, np.int32(ids != 3), np.array([label]), one, np.array([7]), np.array([False]))
     summary, text = preview.show_labelled(batch, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), names, 0)
     assert (summary, click.unstyle(text)) == (f"{shown}, 4 tokens", " [CLS] the cat [SEP]")
 

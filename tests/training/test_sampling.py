@@ -15,15 +15,8 @@ from hypothesis.strategies import integers
 from benchmarks.read_amplification import blocks_of_hosts
 from tests.packed_datasets import batch_records
 from tests.processes import wait_until
-from tests.training.mlm_rows import (
-    TOKENS,
-    join,
-    make_samples,
-    mlm_batches,
-    require_alike_on_hosts,
-    require_equal,
-    unmask,
-)
+from tests.training import mlm_rows
+from tests.training.mlm_rows import TOKENS, make_samples, mlm_batches, require_alike_on_hosts, require_equal, unmask
 from training.data.loading.batches import mlm_evaluation
 from training.data.loading.reader import prefetch
 from training.data.loading.record_source import HostSlice
@@ -170,7 +163,7 @@ def test_batches_do_not_depend_on_the_number_of_hosts(
 def test_evaluation_covers_each_record_once(tmp_path: Path, records: int, batch: int, hosts: int) -> None:
     dataset = make_samples(tmp_path, records)
     parts = (mlm_evaluation(dataset, HostSlice(TOKENS, batch, host, hosts), Masking()) for host in range(hosts))
-    whole = list(map(join, zip(*parts, strict=True)))
+    whole = list(map(mlm_rows.join, zip(*parts, strict=True)))
     assert {len(step_batch.records) for step_batch in whole} == {batch}
     seen = np.concatenate([step_batch.records for step_batch in whole])
     assert seen.tolist() == [*range(records), *[-1] * (len(whole) * batch - records)]
