@@ -3,6 +3,7 @@
 import csv
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -165,3 +166,8 @@ def test_a_vocabulary_of_text_without_spaces_is_trained_on_short_words(monkeypat
     tokenizer_training._unigram_pieces({"ab" * 1000: 3, "ab": 1}, {"a", "b"}, 10)
     assert max(map(len, trained)) == tokenizer_training.MAX_WORD
     assert sum(len(word) * count for word, count in trained.items()) == 3 * 2000 + 2
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    library = Mock(**{"Tokenizer.return_value": Mock(get_vocab=lambda: {"天": 5}, get_vocab_size=lambda: 6)})
+    assert tokenizer_training._train_wordpiece(library, 10, list) is library.Tokenizer(), (
+        "no character continues a word"
+    )

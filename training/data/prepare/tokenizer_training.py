@@ -188,7 +188,7 @@ def _train_wordpiece(tokenizers: Any, vocabulary: int, documents: Callable[[], I
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     first = train(SPECIAL).get_vocab()
     marked = sorted(token for token in first if token.startswith("##") and len(token) == 3)
-    if not marked:
+    if not set(first) - set(SPECIAL):
         raise BadInput("the corpus has no text to train a tokenizer on")
     trained = train(SPECIAL + marked)
     if trained.get_vocab_size() > vocabulary:
