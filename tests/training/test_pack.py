@@ -10,7 +10,7 @@ from datetime import datetime
 from itertools import repeat
 from pathlib import Path
 from typing import Any
-from unittest.mock import DEFAULT, Mock
+from unittest.mock import DEFAULT, Mock, patch
 
 import numpy as np
 import pytest
@@ -223,6 +223,12 @@ def test_positions_and_labels_are_by_document(tmp_path_factory: pytest.TempPathF
                 found.append(ids[start:end].tolist())
     long = sorted(piece for piece in expected if len(piece) > 1)
     assert sorted(piece for piece in found if len(piece) > 1) == long
+
+
+def test_a_tokenizer_that_transformers_cannot_load_is_named() -> None:
+    library = Mock(**{"AutoTokenizer.from_pretrained.side_effect": ValueError("no\nmodel_type")})
+    with patch.dict("sys.modules", transformers=library), pytest.raises(BadInput, match=r"^/x: .* load .*: no model"):
+        pack.open_template("/x")
 
 
 def test_chats_may_hold_dates_and_parts_but_no_answer_in_parts() -> None:

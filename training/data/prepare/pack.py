@@ -336,14 +336,18 @@ class WholeChats(WholeDocuments):
 
 
 def open_template(url: str) -> Any:
-    """Returns transformers' tokenizer of a folder or a name on the Hub, which is downloaded. Raises
-    BadInput without transformers or a chat template, StorageError, and transformers' errors for a bad folder."""
+    """Returns transformers' tokenizer of a folder or a name on the Hub, which is downloaded. Raises BadInput without
+    transformers or a chat template, or if transformers can't load it; StorageError."""
     try:
         from transformers import AutoTokenizer
     except ImportError:
         raise BadInput("--chat needs the `transformers` package: run it in the image") from None
     with local_copy(tokenizer_folder(url), TOKENIZER_FILES) as folder:
-        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        try:
+            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise BadInput(f"{url}: transformers can't load the tokenizer, as --chat needs: {reason:.200}") from None
     if not loaded.chat_template:
         raise BadInput(f"{url}: the tokenizer has no chat template, which --chat needs: take one of a chat model")
     return loaded
