@@ -211,6 +211,8 @@ GOOD = row([5] * 8)
         ({"data-0-1": [example_codec.encode({"input_ids": b"12"})]}, ".*first record has no int64 feature input_ids"),
         ({"data-0-1": [example_codec.encode({"tokens": [1, 2]})]}, ".*first record has no int64 feature input_ids"),
         ({"data-0-2": [GOOD, row([5, 6])]}, r"/data-0-2.* record 1 at byte \d+ has no int64 input_ids of 8 numbers"),
+        ({"my data-0-1": [GOOD]}, "/my data-0-1.tfrecord: a shard's name has letters, digits"),
+        ({"data-0-1": [row([-7] + [5] * 7)]}, "/data-0-1.* record 0 has token id -7, and the tokenizer has 100 ids"),
         ({"data-0-2": [GOOD, row([700] * 8)]}, "/data-0-2.* record 1 has token id 700, and the tokenizer has 100 ids"),
     ],
 )

@@ -16,6 +16,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 import numpy.typing as npt
+from pydantic import ValidationError
 
 from training import storage
 from training.data.formats import example_codec, tfrecord
@@ -100,24 +101,27 @@ def decode_ids(
         )
     if attended is not None and (not isinstance(attended, np.ndarray) or not np.array_equal(attended, [1] * length)):
         raise BadInput(f"{url}: record {number} at byte {offset} {PADDED}")
-    if ids.min() < 0 or ids.max() >= vocabulary:
+    if len(wrong := ids[(ids < 0) | (ids >= vocabulary)]):
         raise BadInput(
-            f"{url}: record {number} has token id {ids.max()}, and the tokenizer has {vocabulary} ids: "
+            f"{url}: record {number} has token id {wrong[0]}, and the tokenizer has {vocabulary} ids: "
             "give the one it was made with"
         )
     return ids.astype(np.int32)
 
 
 def _shard(match: re.Match[str], stat: Stat, length: int) -> Shard:
-    """Returns a shard's manifest entry, with the bucket's CRC or, for a local file, one of its size and two ends."""
+    """Returns a shard's manifest entry, with the bucket's CRC or, for a local file, one of its size and two ends.
+    Raises BadInput for a name that a manifest can't hold, StorageError."""
     # The CRC of a local file would need a read of all of it: take the CRC of its size and its two ends instead.
     crc32c = stat.stored_crc32c
     if crc32c is None:
         ends = [storage.read(stat.url, max(start, 0), start + _END_BYTES) for start in (0, stat.size - _END_BYTES)]
         crc32c = google_crc32c.value(b"".join([str(stat.size).encode(), *ends]))
-    return Shard(
-        name=storage.name_of(stat.url), length=length, records=int(match["records"]), bytes=stat.size, crc32c=crc32c
-    )
+    name, records = storage.name_of(stat.url), int(match["records"])
+    try:
+        return Shard(name=name, length=length, records=records, bytes=stat.size, crc32c=crc32c)
+    except ValidationError:
+        raise BadInput(f"{stat.url}: a shard's name has letters, digits, '.', '_' and '-' only: rename it") from None
 
 
 def _read_length(stat: Stat) -> int:
