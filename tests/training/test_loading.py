@@ -221,7 +221,7 @@ def test_hidden_replaced_and_kept_words_are_told_apart() -> None:
 
 def test_wordpieces_are_joined() -> None:
     piece = preview.pieces(tokenizer([*PIECES[:5], "play", "##ing"], "WordPiece"))
-    assert "".join(space + word for space, word in map(piece, (0, 5, 6, 5, 1))) == " [CLS] playing play [SEP]"
+    assert "".join(space + word for space, word in map(piece, (0, 5, 6, 5, 1, 99))) == " [CLS] playing play [SEP] [99]"
 
 
 @pytest.mark.parametrize(

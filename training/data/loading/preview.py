@@ -139,7 +139,7 @@ def pieces(content: bytes) -> Piece:
 
     def piece(id: int) -> tuple[str, str]:
         """Returns the space before a token, at the start of a word or before an added token, else ""; and its text."""
-        name = names[id]
+        name = names.get(id, f"[{id}]")  # ids may have gaps, which masking inserts as it does others
         if id in special:
             return " ", name
         if continuing_prefix is not None:  # WordPiece marks the pieces that continue a word
