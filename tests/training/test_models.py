@@ -109,9 +109,12 @@ def test_what_is_no_tokenizer_is_refused_with_its_url(tmp_path: Path, content: b
 
 @pytest.mark.parametrize("content", NO_OBJECTS)
 def test_the_launcher_refuses_the_same_before_a_slice_exists(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(content)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(BadInput, match="is not a tokenizer of the `tokenizers` library"):
         _read_tokenizer_hash(str(tmp_path))
+    with pytest.raises(BadInput, match=r"tokenizer_config\.json is not a JSON object"):
+        tokenizers.read(str(tmp_path), "documents")
 
 
 def test_only_tokenizer_and_model_of_a_trainers_checkpoint_folder_are_copied(tmp_path: Path, gcs: object) -> None:

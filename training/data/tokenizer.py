@@ -59,12 +59,15 @@ def read(url: str, rows: str = "packed") -> Tokenizer:
 
 
 def _end_of_text(url: str) -> str | None:
-    """Returns the eos_token of a folder's tokenizer_config.json; None without one. Raises ValueError or AttributeError
-    if that is no JSON object, and StorageError."""
+    """Returns the eos_token of a folder's tokenizer_config.json; None without one. Raises BadInput if that is no JSON
+    object, and StorageError."""
+    config_url = storage.join(url, CONFIG)
     try:
-        token = json.loads(storage.read(storage.join(url, CONFIG))).get("eos_token")
+        token = json.loads(storage.read(config_url)).get("eos_token")
     except storage.NotFound:
         return None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise BadInput(f"{config_url} is not a JSON object: {error!r:.200}") from None
     name = token.get("content") if isinstance(token, dict) else token
     return name if isinstance(name, str) else None
 
