@@ -199,6 +199,9 @@ def test_a_prediction_takes_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
     monkeypatch.setitem(sys.modules, "huggingface_hub", Mock(snapshot_download=lambda name, **_: str(tmp_path)))
     assert pipeline_of("organisation/of-predict") == "text-generation"
+    (tmp_path / "model.safetensors").rename(tmp_path / "adapter_config.json")
+    with pytest.raises(BadInput, match=r"of-predict has a LoRA adapter alone: set lora\.merge"):
+        pipeline_of("organisation/of-predict")
 
 
 def test_a_classifiers_config_names_its_labels_in_order() -> None:

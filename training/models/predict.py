@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from training import storage
 from training.errors import BadInput
 from training.models.hugging_face import WEIGHTS, has_weights, read_config, usable_positions
 from training.registry import BACKENDS, TASKS, load, task_of_model
@@ -109,7 +110,10 @@ def _require_fits(pipeline: Any, text: str) -> None:
 def _require_model(folder: str) -> None:
     """Raises BadInput unless the folder, local, in a bucket or downloaded from the Hub, has weights. Sets
     TRANSFORMERS_VERBOSITY to error, unless it is set."""
-    if not has_weights(model_folder(folder)):
+    local_folder = model_folder(folder)
+    if not has_weights(local_folder):
+        if storage.stat(storage.join(local_folder, "adapter_config.json")):
+            raise BadInput(f"{folder} has a LoRA adapter alone: set lora.merge for a whole model, or load it with peft")
         raise BadInput(
             f"{folder} is not a model folder: it has no {WEIGHTS}. `tpu-train export RUN {folder}` writes one"
         )
