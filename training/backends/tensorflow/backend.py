@@ -213,7 +213,7 @@ class TensorFlow(Backend):
 def _build_model(
     config: TrainerConfig, requirements: ModelRequirements, replicas: Replicas
 ) -> tuple[KerasNetwork, Any]:
-    """Builds network and optimizer in `train.precision`, and restores Keras' global policy."""
+    """Builds network and optimizer in `train.precision`, and restores Keras' global policy. Raises as `build`."""
     train = config.train
     policy = tf.keras.mixed_precision.global_policy()
     tf.keras.mixed_precision.set_global_policy("mixed_bfloat16" if train.precision == "bf16" else "float32")

@@ -51,7 +51,8 @@ class TensorFlowTracer:
         return {name: spec.size for name, spec in backend.tensor_specs().items()}
 
     def trace(self, kind: str, batch: Arrays) -> Program:
-        """Lowers the step (`kind` is "training") or the evaluation for a global batch. Call `open` before."""
+        """Lowers the step (`kind` is "training") or the evaluation of one device, which has its part of the global
+        `batch`. Call `open` before."""
         backend, trains = self._backend, kind == "training"
         assert backend is not None
         rows = {

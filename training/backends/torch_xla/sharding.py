@@ -122,7 +122,7 @@ class DataParallel:
             self.declare(tensor, self.place(name, tuple(tensor.shape)))
 
     def describe(self, name: str, shape: tuple[int, ...]) -> str:
-        """Returns the placement of a tensor of the state as XLA writes it."""
+        """Returns the placement of a tensor of the state as XLA writes it; uploads a small array to learn a new one."""
         axes = self.place(name, shape)
         if axes not in self._texts:
             sizes = [self.mesh_shape[axis] if axis else 1 for axis in axes]
@@ -164,7 +164,7 @@ class DataParallel:
         return _Placed.apply(_Placed.apply(tensor.to(dtype), self, axes), self, (None,) * len(axes))
 
     def declare(self, tensor: Tensor, axes: Axes) -> None:
-        """Declares how a tensor is split over the mesh; does nothing without one."""
+        """Declares how a tensor is split over the mesh; does nothing without SPMD."""
         if self.is_spmd:
             internals.declare_sharding(tensor, self._mesh_of(axes).get_op_sharding(axes))
 
