@@ -300,7 +300,7 @@ class Gke:
 
     def _list_jobsets(self) -> list[dict[str, Any]]:
         """Returns the slice's JobSets as the API gives them, of all runs, also ended ones. Records a deletion of the
-        observed one by another client: it is missing, this process has not removed it, and no later attempt follows."""
+        observed one by another client (missing, not removed here, no later attempt follows). Raises LaunchError."""
         words = ("get", _JOBSETS, "--selector", f"{LABEL_SLICE}={self.config.slice.name}", "--output", "json")
         jobsets: list[dict[str, Any]] = json.loads(self._kubectl.call(*words))["items"]
         names = {jobset["metadata"]["name"] for jobset in jobsets}
@@ -388,7 +388,8 @@ class Gke:
         return f"JobSet {name} has no pods yet"
 
     def _read_log(self, pod: Pod, *window: str) -> tuple[LogWindow, bool]:
-        """Returns the log of a pod, restricted by options of `kubectl logs`, and whether it was cut at LOG_BYTES."""
+        """Returns a pod's log, as options of `kubectl logs` restrict it, and if it was cut at LOG_BYTES. Raises
+        LaunchError."""
         options = ("--container", CONTAINER, "--timestamps", f"--limit-bytes={LOG_BYTES}")
         with self._log_slots:
             output = self._kubectl.call("logs", pod.name, *options, *window, seconds=_LOG_SECONDS)

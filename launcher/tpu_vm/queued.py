@@ -112,7 +112,8 @@ class Acquisition:
         return now - self.node_missing_since >= slices.LAG_SECONDS
 
     def _retry_until(self) -> float:
-        """Returns until when (monotonic clock) errors are retried: create_minutes after the deadline, or after now."""
+        """Returns until when (monotonic clock) errors are retried: create_minutes from now, or from a later
+        deadline."""
         now = self.machine.clock.monotonic()
         return max(now, self.deadline) + self.config.slice.create_minutes * 60
 
@@ -203,7 +204,8 @@ class Acquisition:
         )
 
     def _poll(self) -> None:
-        """Sleeps, describes the request again and reports its state. Raises Conflict when it has disappeared."""
+        """Sleeps 2 s, describes the request again and tells the user its state. Raises Conflict when two looks miss
+        it."""
         before = self.request
         for _ in range(2):  # one answer that there is none may be stale
             self.machine.clock.sleep(_POLL_SECONDS)
