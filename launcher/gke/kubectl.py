@@ -60,7 +60,10 @@ class NotTaken(LaunchError):
 
 
 # Lacks kubectl's own time-outs: a request that the server has taken may wait for a host.
-_NOT_TAKEN = r"\(TooManyRequests\)|The connection to the server|Unable to connect to the server:.* (dial|EOF|TLS|reset)"
+_NOT_TAKEN = (
+    r"\(TooManyRequests\)|The connection to the server|Unable to connect to the server:.* (dial|EOF|TLS|reset)|"
+    r"getting credentials:|You must be logged in to the server"
+)
 # (pattern of kubectl's error output, exit code, message; {0}, {1} ... are the pattern's groups)
 _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
     (r"context \"?([^\"\n]+?)\"? does not exist|no context exists with the name: \"([^\"]+)\"|"
@@ -73,6 +76,8 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
     (r"gke-gcloud-auth-plugin.*(?:not found|no such file)", Exit.BAD_INPUT,
      "kubectl lacks GKE's login: install gke-gcloud-auth-plugin (`gcloud components install "
      "gke-gcloud-auth-plugin`)"),
+    (r"Max retries exceeded|NewConnectionError|NameResolutionError|name resolution", Exit.CLOUD_ERROR,
+     "Google does not answer kubectl's login ({0}): can your network reach it?"),  # of gcloud, in the plugin's message
     (r"\(Unauthorized\)|You must be logged in to the server|getting credentials: (.*)", Exit.PERMISSION,
      "the cluster does not accept your login: `gcloud auth login`, then `gcloud container clusters get-credentials "
      "...` again"),
@@ -107,7 +112,7 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
 
 def explain(stderr: str, argv: list[str]) -> LaunchError:
     """Returns the error to raise for a failed kubectl command: what happened, and what to do. NotTaken: its request did
-    not reach the API server, or was refused for too many others."""
+    not reach the API server, or was refused for too many others or without a login."""
     for pattern, code, meaning in _MEANINGS:
         if match := re.search(pattern, stderr):
             groups = [group.strip() for group in match.groups() if group is not None] or [match.group(0)]
