@@ -19,7 +19,7 @@ from launcher.run.session import (
     runs_on_slice,
     supervising,
 )
-from launcher.run.start import end_interrupted_start, observe_phase, require_all
+from launcher.run.start import end_interrupted_start, judge_slice, observe_phase, require_all
 from launcher.run.state import Phase
 from launcher.run.supervise import supervise
 
@@ -107,21 +107,26 @@ def _stop_runs(config: Config, context: Context) -> None:
 def _stop_detached(ledger: Ledger, context: Context) -> None:
     """Stops the containers of a run that no process supervises, orphaned ones too, which have run.stop_seconds to save.
     Keeps the lines of an open attempt and records its end, if all hosts tell that it ended or that its start was
-    interrupted. Does nothing without a slice. Says if any of it fails."""
+    interrupted. Where the API says that the slice is gone, only records that as the end. Says if any of it fails."""
     try:
         quiet = replace(context, output=replace(context.output, emit=lambda worker, line: None))  # days of lines
         session = open_session(quiet, ledger)
         with contextlib.closing(session.provider):
-            if (found := session.describe_slice()) is not None and not found.gone_for_good:
+            if (lost := judge_slice(session)) is None:
                 require_all(_stop_on_hosts(session, session.config.run.stop_seconds), "stop")
-                with supervising(ledger, context.machine, context.output.say):
-                    if not ledger.state.phase.is_open:  # also if another `down` has recorded its end meanwhile
-                        return
-                    phase = observe_phase(session)  # waits for seconds at most, as `supervise` need not
-                    if phase is Phase.EXITED:
-                        supervise(session, ledger.state.attempt)
-                    elif phase is Phase.INTERRUPTED:
-                        end_interrupted_start(session)
+            elif not ledger.state.phase.is_open:
+                return
+            with supervising(ledger, context.machine, context.output.say):
+                if not ledger.state.phase.is_open:  # also if another `down` has recorded its end meanwhile
+                    return
+                if lost is not None:  # else the attempt would be open, and cost dollars, until the next `run`
+                    ledger.append(events.Ended(ledger.state.attempt, lost.kind.value, lost.cause))
+                    return
+                phase = observe_phase(session)  # waits for seconds at most, as `supervise` need not
+                if phase is Phase.EXITED:
+                    supervise(session, ledger.state.attempt)
+                elif phase is Phase.INTERRUPTED:
+                    end_interrupted_start(session)
     except LaunchError as error:
         context.output.say(f"run {ledger.run_id} may not have saved before its slice is deleted: {error}")
 

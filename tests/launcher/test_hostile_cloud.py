@@ -628,7 +628,7 @@ def test_down_lets_a_detached_run_save_first(work: Workstation, monkeypatch: pyt
     assert ("stop" in work.hosts.calls) == (trouble not in ("preempted", "no slice", "launcher works on it"))
     assert any("may not have saved" in message for message in work.messages) == (trouble == "no host answers")
     ends = {"interrupted start": ["not started"], "host lost": ["host lost"]}
-    ends |= {"no host answers": [], "preempted": [], "no slice": []}
+    ends |= {"no host answers": [], "preempted": ["preempted"], "no slice": ["slice deleted"]}
     assert outcomes(work) == ends.get(trouble, ["saved"])
     assert trouble or work.ledger.log_file(0, 1).exists(), "the host's last lines"
     assert work.ledger.state.stop_requested
