@@ -51,7 +51,8 @@ class DeviceReport:
         memory, free = facts.get("memory_bytes"), facts.get("disk_free_bytes")
         write, read = facts.get("bucket_write_mb_s"), facts.get("bucket_read_mb_s")
         wrong, total = facts.get("wrong_products"), facts.get("sum")
-        devices = f"{facts['devices']} of {facts['devices_expected']} {facts['kind']}" if "devices" in facts else "-"
+        expected, kind = facts.get("devices_expected", "?"), facts.get("kind", "?")
+        devices = f"{facts['devices']} of {expected} {kind}" if "devices" in facts else "-"
         return [
             str(self.worker),
             devices,
@@ -60,7 +61,7 @@ class DeviceReport:
             "-" if total is None else "right" if total == facts.get("slice_devices") else f"{total:g}",
             "-" if "clock_offset" not in facts else f"{facts['clock_offset']:+.1f} s",
             "-" if free is None else f"{free / 2**30:.0f} GiB",
-            "-" if write is None else f"{write:g} / {read:g} MB/s",
+            "-" if write is None or read is None else f"{write:g} / {read:g} MB/s",
             "ok" if self.ok else "FAIL",
         ]
 

@@ -64,7 +64,8 @@ def parse_facts(lines: Iterable[str]) -> dict[str, Any]:
 
 
 def find_problems(facts: Facts, hosts: int, accelerator_type: str | None = None) -> list[Problem]:
-    """Returns the problems of one of `hosts` hosts, which reported `facts`; [] for none. Only little free disk is not
+    """Returns the problems of one of `hosts` hosts, which reported `facts`; [] for none. Judges
+    nothing by a fact that is lost. Only little free disk is not
     fatal. `accelerator_type`, such as "v3-8", only adds advice for v2 and v3."""
     slice_ = ACCELERATORS.get(accelerator_type or "")
     older = f"; {OLDER_TORCH_XLA}" if slice_ is not None and slice_.generation.name in ("v2", "v3") else ""
@@ -81,16 +82,15 @@ def find_problems(facts: Facts, hosts: int, accelerator_type: str | None = None)
         may_open = facts.get("user") == 0 and int(facts.get("capabilities", "0"), 16) >> _CAP_SYS_ADMIN & 1
         fix = as_root + recreate if files and not may_open else recreate
         problems.append(Problem(f"{phase}: {error}{files}", fix))
-    expected, count = facts.get("devices_expected", 0), facts.get("devices")
-    if count is not None and count != expected:
-        problems.append(Problem(f"{count} {facts['kind']} devices, and it should have {expected}", recreate))
-    total = facts.get("slice_devices")
-    if count == expected and total is not None and total != expected * hosts:
+    expected, count, total = facts.get("devices_expected"), facts.get("devices"), facts.get("slice_devices")
+    if count is not None and expected is not None and count != expected:
+        problems.append(Problem(f"{count} {facts.get('kind', '')} devices, and it should have {expected}", recreate))
+    if count is not None and count == expected and total is not None and total != expected * hosts:
         message = f"it sees {total} devices in the slice, which should have {expected * hosts}"
         problems.append(Problem(message, recreate))
     if facts.get("wrong_products"):
         problems.append(Problem(f"{facts['wrong_products']} elements of a matrix product are wrong", recreate))
-    if facts.get("sum") is not None and facts["sum"] != total:
+    if None not in (facts.get("sum"), total) and facts["sum"] != total:
         problems.append(Problem(f"ones of {total} devices add up to {facts['sum']:g}", recreate))
     if error := facts.get("bucket_error"):
         problems.append(Problem(f"output: {error}", "the hosts' service account needs roles/storage.objectUser"))

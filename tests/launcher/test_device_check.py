@@ -50,6 +50,8 @@ def test_hosts_that_are_well_have_a_row_each_and_no_problem() -> None:
         "devices": "8 of 8 TPU", "memory": "16.0 GiB", "bf16 product": "right", "sum over all": "right",
         "clock": "+0.0 s", "disk free": "100 GiB", "bucket w / r": "50 / 80 MB/s",
     }.items()  # fmt: skip
+    for damaged in GOOD:
+        assert judged(host(2, **{damaged: None}))[2].row()[-1] == "ok"
     assert parse_facts(PREFIX + line for line in ('{"sum": 8}', "5", '[["sum", 1]]', '{"sum": 2')) == {"sum": 8}
 
 
