@@ -98,8 +98,8 @@ class StepChecker:
         self, number: int, earlier: Sequence[TracedOperation], trace: StepTrace, *, explained: bool
     ) -> None:
         """Adds the finding for a step that compiled although its shape is known: the first operation that differs from
-        the `earlier` step's. If none does, adds one without a place, or nothing if `explained`: other findings say
-        why."""
+        the `earlier` step's. If none does, adds the first that only the earlier step has, or one without a place; or
+        nothing if `explained`: other findings say why."""
         old, new = next(_differences(earlier, trace.operations), (None, None))
         if new is not None:
             before, advice = "where nothing was before", "every step must do the same"
@@ -109,6 +109,9 @@ class StepChecker:
                 before = f"where {old.name} was before"
             message = f"step {number} compiled again: {new.name}{_short(new.operands)} {before}; {advice}"
             self._add(LintFinding(PROGRAM, new.place, message))
+        elif not explained and (missing := earlier[len(trace.operations) :]):
+            message = f"step {number} compiled again: {missing[0].name} is missing; every step must do the same"
+            self._add(LintFinding(PROGRAM, missing[0].place, message))
         elif not explained:
             message = f"step {number} compiled again, though its operations were those of the step before"
             self._add(LintFinding(PROGRAM, "", message))
