@@ -229,9 +229,9 @@ def accelerator(name: str) -> Accelerator:
     sizes of its family or all families, v5litepod-N for v5e-N, or GKE for TPU7x."""
     if name in ACCELERATORS:
         return ACCELERATORS[name]
-    prefix, number = name.rsplit("-", 1)[0], name.rsplit("-", 1)[-1]
+    prefix, _, number = name.partition("-")
     if prefix == "v5e":
-        why = f": Cloud TPU calls v5e slices v5litepod-N; did you mean v5litepod-{number}?"
+        why = f": Cloud TPU calls v5e slices v5litepod-N; did you mean v5litepod-{number or 'N'}?"
     elif prefix == "tpu7x":
         why = ": TPU7x is not offered through the Cloud TPU API, only through GKE or Compute Engine"
     elif sizes := [known for known in ACCELERATORS if known.rsplit("-", 1)[0] == prefix]:

@@ -45,6 +45,7 @@ def refused(folder: Path, text: str, overrides: Sequence[str] = (), command: Seq
         (("zone: us-central2-b", "zone: 7"), "run.yaml:2: zone: should be a valid string, not 7"),
         (("v4-16", "v3-16"),
          "run.yaml:5: slice.accelerator_type: accelerator type 'v3-16' does not exist; v3 has v3-8"),
+        (("v4-16", "v5e"), "'v5e': Cloud TPU calls v5e slices v5litepod-N; did you mean v5litepod-N?"),
         (("name: demo", "name: Demo_1"), "run.yaml:4: slice.name: 'Demo_1' must be a lower-case letter"),
         (("project: my-project\n", ""), "missing key 'project'"),
         (("v4-16", "v4-16\n  labels: {tpu-launch-owner: bob}"),
