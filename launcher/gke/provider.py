@@ -425,7 +425,7 @@ class Gke:
         self._kubectl.call("delete", *targets, "--ignore-not-found", "--wait=false", "--output", "name")
 
     def _wait_gone(self, selector: str) -> None:
-        """Waits until no pod matches. Raises LaunchError when pods outlive their grace period by two minutes."""
+        """Waits until no pod matches the label selector. Raises LaunchError two minutes after their grace period."""
         seconds = _GONE_SECONDS + workload.grace_seconds(self.config)
         deadline = self._clock.monotonic() + seconds
         while True:

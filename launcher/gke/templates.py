@@ -25,7 +25,7 @@ _RESERVED_WORDS = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false"
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str:
-    """Returns the text of a template with `values` in it. Raises KeyError, AttributeError for a name without one."""
+    """Returns a template (syntax: above) filled with `values`. Raises KeyError, AttributeError for an unknown name."""
     filled: list[str] = []
     comments: list[str] = []  # above the next line
     left_out: int | None = None  # indentation of the line that was left out last

@@ -41,7 +41,8 @@ def create(config: Config, say: Say, machine: Workstation, patient: Workstation)
     """Returns the slice when READY: the existing one (a lost one is deleted first), or the first candidate granted; one
     before it in the file has two minutes more. Without slice.candidates, as `creation.create`. Else waits, without
     limit, for other processes that ask, and withdraws all other requests, on `patient`, whose clock, unlike that of
-    `machine`, never raises. Raises as `creation.create`, and Conflict while the slice of an earlier file is there."""
+    `machine`, never raises. Raises as `creation.create`, and Conflict while a slice is there that was granted for an
+    earlier version of the file."""
     if not config.slice.candidates:
         _require_candidates(config, RequestRecord(config), machine)
         return creation.create(config, say, machine)
@@ -106,8 +107,8 @@ def withdraw_unused(config: Config, say: Say, machine: Workstation) -> None:
 
 
 def _require_candidates(config: Config, record: RequestRecord, machine: Workstation) -> None:
-    """Raises Conflict if our slice of a granted request is there, which the file (or, after preflight, the run) would
-    not find: it would create a second one, and both would be billed. Raises LaunchError if Google does not answer."""
+    """Raises Conflict if our slice of a granted request is there, which the file, or the run after preflight, does not
+    name: it would not be found, a second one created, and both billed. Raises LaunchError if Google does not answer."""
     known = {(candidate, config.placed(candidate).node) for candidate in config.candidates}
     for request in record.open():
         if request.granted is None or (request.candidate, request.node) in known:

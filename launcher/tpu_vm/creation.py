@@ -283,7 +283,7 @@ class _Creation:
         self._reset_deadline()
 
     def _wait(self, node: SliceState) -> None:
-        """Tells the user a new state and sleeps. Raises CommandTimeout after slice.create_minutes."""
+        """Tells the user a new state and sleeps 2 s. Raises CommandTimeout after slice.create_minutes."""
         if node.state != self.reported:
             self.say(f"slice {node.name} is {node.state}")
             self.reported = node.state

@@ -193,7 +193,7 @@ class Acquisition:
             raise self._too_late(request)
 
     def _too_late(self, request: Request | None) -> Stockout:
-        """Returns the error for a request that was not granted in time."""
+        """Returns the error for a request (None: it is gone) not granted in time, with Google's reason if known."""
         assert self.config.slice.queued is not None
         reason = f"\n  Google said: {request.detail}" if request is not None and request.detail else ""
         hours = self.config.slice.queued.valid_until_hours
