@@ -68,9 +68,9 @@ class DeviceReport:
 
 def check_devices(config: Config, context: Context, seconds: float = SECONDS) -> list[DeviceReport]:
     """Checks the devices of all hosts of a READY slice, in containers of the run's image, which is made and pushed if
-    necessary. Waits for answers until `seconds` after the start, removes the containers, and returns a report for each
-    host, silent ones too. Raises BadInput if there is no slice or a program is missing, LaunchError if a run is on the
-    slice (CONFLICT), it is not READY, or there is no image."""
+    necessary. Waits for answers until `seconds` after the start, removes the containers (says where it can't), and
+    returns a report for each host, silent ones too. Raises BadInput if there is no slice or a program is missing,
+    LaunchError if a run is on the slice (CONFLICT), it is not READY, or there is no image."""
     if any(ledger.state.phase.is_open for ledger in runs_on_slice(config, context.home, context.machine)):
         raise LaunchError(
             f"slice {config.slice.name} has a run: its devices are in use; "
@@ -87,7 +87,10 @@ def check_devices(config: Config, context: Context, seconds: float = SECONDS) ->
             return _run(config, provider, attempt, context, seconds)
         finally:
             with contextlib.suppress(LaunchError):
-                provider.stop(attempt.container, grace=1, remove=True)
+                for report in provider.stop(attempt.container, grace=1, remove=True):
+                    if not report.ok and provider.capabilities.cloud_tpu_node:  # `stop --run` knows no such run
+                        remove = f"tpu-launch ssh --host {report.worker} -- sudo docker rm --force {attempt.container}"
+                        context.output.say(f"host {report.worker} may still have the check's container: `{remove}`")
 
 
 def make_attempt(config: Config, run_id: str, image: str) -> Attempt:

@@ -148,7 +148,9 @@ def test_the_host_that_refuses_the_container_is_named(work: Workstation) -> None
         def start(self, attempt: Any, clock: Any = None) -> list[HostReport]:
             return [super().start(attempt, clock)[0], HostReport(1, False, "no engine")]
 
+    work.hosts.silent.add(1)
     first, second = checked(work, Refusing)
+    assert "ssh --host 1 -- sudo docker rm --force tpu-launch-device-check-" in work.messages[-1]
     assert first.ok
     assert second.problems[0].message == "could not start the container: no engine"
     assert work.hosts.state == {}
