@@ -326,9 +326,7 @@ def test_a_request_that_one_look_does_not_show_goes_with_its_node(config: Config
 
 
 @pytest.mark.parametrize(("before", "replaced"), [(True, True), (True, False), (False, True)])
-def test_a_node_that_outlives_its_request_is_deleted_but_no_other(
-    config: Config, cloud: Cloud, before: bool, replaced: bool
-) -> None:
+def test_only_a_node_left_by_its_request_is_deleted(config: Config, cloud: Cloud, before: bool, replaced: bool) -> None:
     """By then, a node of another owner may have taken the name."""
     make_request(config, cloud)
     if before:

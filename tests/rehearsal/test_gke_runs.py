@@ -139,7 +139,7 @@ NODES = (
     ],
     ids=["no node for a pod", "no image", "no cluster", "a dead cluster"],
 )
-def test_what_is_missing_is_told_at_once(
+def test_missing_things_are_told(
     work: Workstation, changes: tuple[str, ...], code: int, words: tuple[str, ...]
 ) -> None:
     work.launch("run", *GKE, *settings(*changes), "--new", "--", "true", seconds=60).require(code, *words)
