@@ -142,8 +142,7 @@ class Server:
                 log.info("the stock falls: %s is preempted", node.name)
                 faults.preempt(node)
             doomed = [host for node in taken for host in node.hosts]
-        for host in doomed:
-            self.hosts.kill(host)
+        in_parallel(self.hosts.kill, doomed)
 
     # -- Google's services
 

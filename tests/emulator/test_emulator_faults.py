@@ -12,6 +12,7 @@ from launcher.emulator.api import catalogue
 from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.server import Server
 from launcher.emulator.state import Fault, Store
+from launcher.emulator.vm.engine_client import EngineError
 from launcher.emulator.vm.hosts import Hosts
 from tests.emulator.conftest import refusal
 
@@ -108,6 +109,15 @@ def test_a_fault_acts_on_all_hosts_of_a_large_slice_at_once(api: Any) -> None:
     together = threading.Barrier(len(api.ready(acceleratorType="v4-256").hosts))
     hosts = Mock(kill=lambda host: together.wait(timeout=5))
     Server.inject(Mock(store=Store(api.state, None), hosts=hosts), {"fault": "preempt", "node": "pod"})
+
+
+def test_a_slice_that_the_stock_loses_loses_all_its_hosts_although_the_engine_refuses_one(api: Any) -> None:
+    api.ready(schedulingConfig={"spot": True})
+    api.state.stock, hosts = {"stock": []}, Mock()
+    hosts.kill.side_effect = [EngineError(500, ""), None]
+    with pytest.raises(EngineError):
+        Server._advance_queue(Mock(store=Store(api.state, None), hosts=hosts))
+    assert hosts.kill.call_count == 2
 
 
 def test_a_registry_that_is_down_for_one_host_serves_the_others(api: Any) -> None:
