@@ -282,5 +282,4 @@ def test_the_command_prints_a_table_and_plan_one_line(folder: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert "v4-16" in shown.stdout
     assert "first to finish: v6e-8" in shown.stdout
-    planned = launch(folder, "plan", "-f", "run.yaml").stdout
-    assert "# estimate: v4-16: " in planned
+    assert "# estimate: v4-16: " in launch(folder, "plan", "-f", "run.yaml").stdout

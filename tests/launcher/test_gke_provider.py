@@ -80,8 +80,7 @@ class Cluster:
             phase = "Running" if node and started else "Pending"
             status: dict[str, Any] = {"phase": phase, "conditions": [lost] * (worker in taken) if node else [waits]}
             if node:
-                state = over if worker in ended else running
-                status["containerStatuses"] = [{"name": "trainer", "state": state}]
+                status["containerStatuses"] = [{"name": "trainer", "state": over if worker in ended else running}]
             metadata = {"name": f"pod-{worker}", "uid": str(worker), "labels": {INDEX: str(worker)}}
             pods.append({"metadata": metadata, "spec": {"nodeName": node} if node else {}, "status": status})
         self.write("pods.new", json.dumps({"items": pods}))

@@ -306,8 +306,7 @@ def work(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> Workstation:
 
 
 def test_a_run_that_hangs_ends_with_the_host_and_the_line(work: Workstation) -> None:
-    config = work.config("run.stall_minutes=0.02", "run.secrets=[TOKEN]")
-    outcome = work.run(config, {"TOKEN": "s3cret"})
+    outcome = work.run(work.config("run.stall_minutes=0.02", "run.secrets=[TOKEN]"), {"TOKEN": "s3cret"})
     assert outcome.verdict.kind is Kind.STALLED
     cause = outcome.verdict.cause
     assert cause.worker == 1

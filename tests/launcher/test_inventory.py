@@ -28,8 +28,7 @@ def node(**changes: Any) -> dict[str, Any]:
 
 
 def queued(state: str) -> dict[str, Any]:
-    spec = {"nodeId": "n", "node": {"acceleratorType": "v4-8", "labels": OURS}}
-    kind = {"spot": {}, "tpu": {"nodeSpec": [spec]}}
+    kind = {"spot": {}, "tpu": {"nodeSpec": [{"nodeId": "n", "node": {"acceleratorType": "v4-8", "labels": OURS}}]}}
     return {"name": f"{PARENT}/queuedResources/n", "state": {"state": state}, "createTime": CREATED, **kind}
 
 
@@ -38,8 +37,7 @@ def test_an_entry_says_whose_it_is_how_old_and_what_it_cost() -> None:
     assert found.owner == "ann"
     for key, capacity in ("preemptible", "spot"), ("reserved", "reserved"), ("other", "on-demand"):
         assert inventory.parse_node(node(schedulingConfig={key: True})).capacity == capacity
-    shown = found.as_json(NOW)
-    assert [shown[key] for key in ("age_seconds", "cost", "leftover")] == [3600, 3.69, ""]
+    assert [found.as_json(NOW)[key] for key in ("age_seconds", "cost", "leftover")] == [3600, 3.69, ""]
     assert dict(zip(inventory.COLUMNS, found.row(NOW), strict=True)) == {
         "slice": "n", "zone": "us-central2-b", "state": "READY", "type": "v4-8 spot", "owner": "ann", "run": "bert",
         "age": "1 h 0 min", "cost": "$3.69", "expires": "never",

@@ -58,8 +58,7 @@ def begin(work: Workstation, run_id: str, *recorded: RunEvent, url: str = RUNS, 
 
 def take_over(work: Workstation, run_id: str = "r", **secrets: str) -> Any:
     """Supervises a run of the bucket on a machine that may have nothing of it."""
-    ledger = import_run(work.home, this_machine(), f"{RUNS}/{run_id}")
-    return supervisor.take_over(ledger, work.context(**secrets))
+    return supervisor.take_over(import_run(work.home, this_machine(), f"{RUNS}/{run_id}"), work.context(**secrets))
 
 
 def set_container(work: Workstation, run_id: str, *state: Any) -> None:
@@ -169,8 +168,7 @@ def test_down_deletes_the_slice_although_the_run_s_bucket_refuses(work: Workstat
     ledger = begin(work, "r", BEGAN, RUNS_NOW)
     set_container(work, "r", "exited", 75)
     server.fault = lambda request: HttpResponse(403)
-    laptop = replace(work.context(), home=work.folder / "laptop")
-    delete_slice(specification.read(ledger.folder).config(), laptop)
+    delete_slice(specification.read(ledger.folder).config(), replace(work.context(), home=work.folder / "laptop"))
     assert work.hosts.calls == ["stop", "delete"]
     assert any("run r: its stop can't be recorded" in text for text in work.messages)
 

@@ -47,6 +47,5 @@ def test_a_program_that_sets_no_variable_finds_its_tpu(emulator: Workstation, ki
     (emulator.folder / "sharded").mkdir(exist_ok=True)
     emulator.file("sharded/train.py", PROGRAM)
     zone = accelerator(kind).zones(Api.CLOUD_TPU)[0]
-    name = emulator.file("sharded.yaml", FILE.replace("ZONE", zone).replace("TYPE", kind))
-    with emulator.slice_of(name) as made:
+    with emulator.slice_of(emulator.file("sharded.yaml", FILE.replace("ZONE", zone).replace("TYPE", kind))) as made:
         made.on_slice("run").require(0, f"TPU of {accelerator(kind).devices} devices: True")

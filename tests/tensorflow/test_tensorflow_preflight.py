@@ -23,8 +23,7 @@ SUMS = 3
 def test_the_step_is_one_program_that_sums_gradients_over_the_slice(tmp_path: Path) -> None:
     (path := tmp_path / "run.yaml").write_text(FILE)
     shapes = ["--accelerator", "v4-16", "--vocabulary", "200", "--sequence-length", "32"]
-    command = ["preflight", str(path), *shapes, "--json"]
-    ended = CliRunner().invoke(tpu_train, command)
+    ended = CliRunner().invoke(tpu_train, ["preflight", str(path), *shapes, "--json"])
     assert ended.exit_code == 0, ended.output
     [found] = json.loads(ended.stdout)["accelerators"]
     assert (found["devices"], found["fits"], found["distinct_graphs"]) == (8, True, 1)

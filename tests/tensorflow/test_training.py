@@ -106,8 +106,7 @@ def test_a_resumed_run_gives_the_same_bits(undisturbed: dict[str, Any], folder: 
     config = document(folder, evaluation__every=5)
     with pytest.raises(StopRequested, match="committed"):
         small_runs.train_here(config, "stopped", small_runs.StopAfter(7))
-    resumed = small_runs.train_here(config, "stopped", attempt=1)
-    small_runs.require_same_bits(resumed, undisturbed)
+    small_runs.require_same_bits(small_runs.train_here(config, "stopped", attempt=1), undisturbed)
 
 
 def evaluations(folder: Path, run_id: str) -> dict[int, float]:

@@ -73,8 +73,7 @@ def test_a_manifest_with_a_right_checksum_and_wrong_values_is_damaged(key: str, 
 
 @given(tensors, st.integers(1, 9))
 def test_every_tensor_is_written_by_one_host_and_hosts_share_bytes(sizes: dict[str, TensorSpec], hosts: int) -> None:
-    stored = form.assign_slices(sizes, {}, hosts)
-    shares = form.slices_by_part(stored, hosts)
+    shares = form.slices_by_part(form.assign_slices(sizes, {}, hosts), hosts)
     assert sorted(entry.key for share in shares for entry in share) == sorted(sizes)
     loads = [sum(entry.spec.size for entry in share) for share in shares]
     assert max(loads) - min(loads) <= max((info.size for info in sizes.values()), default=0)

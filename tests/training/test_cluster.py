@@ -124,8 +124,7 @@ def test_contradictions_are_bad_input(environment: dict[str, str], message: str)
 
 
 def test_a_tpu_process_never_asks_the_metadata_server() -> None:
-    cluster = Cluster(3, tuple(f"10.0.0.{number}" for number in range(4)), "v4-32")
-    assert tpu_environment(cluster) == {
+    assert tpu_environment(Cluster(3, tuple(f"10.0.0.{number}" for number in range(4)), "v4-32")) == {
         "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v4-32", "TPU_PROCESS_BOUNDS": "1,1,4",
         "TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1", "TPU_WORKER_ID": "3", "CLOUD_TPU_TASK_ID": "3",
         "TPU_WORKER_HOSTNAMES": "10.0.0.0,10.0.0.1,10.0.0.2,10.0.0.3", "TPU_TOPOLOGY_WRAP": "false,false,false",

@@ -205,8 +205,7 @@ def test_all_hosts_sum_and_meet_in_worker_order(hosts: Hosts, numbers: tuple[flo
     """In single precision 1e8 + 1 is 1e8: the order shows."""
     processes = []
     for worker, number in reversed(list(enumerate(numbers))):
-        lines = (CONNECT, SUM % f"{number}, {worker}, 2.5", SUM % 1, MEET_END)
-        processes.append(hosts.start(worker, 3, *lines))
+        processes.append(hosts.start(worker, 3, *(CONNECT, SUM % f"{number}, {worker}, 2.5", SUM % 1, MEET_END)))
     payloads = [{"from": str(worker)} for worker in range(3)]
     for process in processes:
         assert [json.loads(line) for line in end(process).splitlines()] == [[total, 3, 7.5], [3], payloads]

@@ -106,8 +106,7 @@ def elements(svg: str, kind: str) -> list[dict[str, str]]:
 
 
 def test_a_curve_is_between_the_corners_of_its_axes() -> None:
-    curves = {"a": [(0, 0.0), (5, math.nan), (10, 1.0)], "b": [(0, 0.5), (10, 0.5)]}
-    chart = line_chart("loss", curves)
+    chart = line_chart("loss", {"a": [(0, 0.0), (5, math.nan), (10, 1.0)], "b": [(0, 0.5), (10, 0.5)]})
     assert [(dot["cx"], dot["cy"]) for dot in elements(chart, "circle")] == [
         ("64.0", "210.0"), ("544.0", "34.0"), ("64.0", "122.0"), ("544.0", "122.0")
     ]  # fmt: skip

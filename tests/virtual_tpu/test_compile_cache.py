@@ -49,8 +49,7 @@ def test_a_program_that_does_not_run_after_it_was_loaded_is_met_once(fault: str,
     environment = {"TPU_LAUNCH_COMPILE_CACHE": str(programs), "TPU_ACCELERATOR_TYPE": "v5litepod-1"}
     first = small_runs.trained(folder, "first", config, seconds=SECONDS, **environment)
     (entry,) = programs.iterdir()
-    proved = small_runs.trained(folder, "proved", config, seconds=SECONDS, **environment)
-    assert proved["programs_from_cache"] == 1
+    assert small_runs.trained(folder, "proved", config, seconds=SECONDS, **environment)["programs_from_cache"] == 1
     assert list(programs.iterdir()) == [entry]
 
     (host,) = small_runs.start(folder, "faulty", config, **environment, VIRTUAL_TPU_FAULT=fault)

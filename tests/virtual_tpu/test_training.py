@@ -116,8 +116,7 @@ def test_every_device_holds_all_of_the_state_and_few_calls_copy_it(folder: Path)
     # Of 42 parameters with two moments each, 16 are matrices: 48 buffers. The others are three packed buffers a kind.
     # The dropouts' table and an empty array go to the devices too.
     few = {"tensors": 126, "buffers": 57, "upload": 59, "snapshot": 1, "checksum": 1, "unplanned": 0}
-    found = json.loads(printed.splitlines()[-1])
-    assert found == {"fresh": whole | few, "resumed": whole | few, "jax": False}
+    assert json.loads(printed.splitlines()[-1]) == {"fresh": whole | few, "resumed": whole | few, "jax": False}
 
 
 ONE_HOST = [slice_.name for slice_ in ACCELERATORS.values() if slice_.hosts == 1]
