@@ -194,7 +194,7 @@ def test_a_text_is_cut_where_the_familys_positions_end(family: str, tokens: int)
     assert usable_positions(family, 514, 1) == tokens
 
 
-def test_a_prediction_takes_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prediction_takes_a_name_on_the_hub_or_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
     monkeypatch.setitem(sys.modules, "huggingface_hub", Mock(snapshot_download=lambda name, **_: str(tmp_path)))
@@ -202,6 +202,10 @@ def test_a_prediction_takes_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "model.safetensors").rename(tmp_path / "adapter_config.json")
     with pytest.raises(BadInput, match=r"of-predict has a LoRA adapter alone: set lora\.merge"):
         pipeline_of("organisation/of-predict")
+    broken = Mock(snapshot_download=Mock(side_effect=RuntimeError("CAS service error")))  # as hf_xet's
+    monkeypatch.setitem(sys.modules, "huggingface_hub", broken)
+    with pytest.raises(BadInput, match="the Hub did not give a model of that name: CAS service"):
+        pipeline_of("organisation/of-another")
 
 
 def test_a_classifiers_config_names_its_labels_in_order() -> None:

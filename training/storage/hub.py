@@ -71,7 +71,7 @@ def _folder(path: str, setting: str, kind: str, files: tuple[str, ...]) -> str:
 
     try:
         folder: str = snapshot_download(path, allow_patterns=list(files))
-    except (OSError, ValueError) as error:  # the library's own errors are OSErrors
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeErrors are of its hf_xet
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise BadInput(
             f"{setting} {path}: there is no such folder, and the Hub did not give a {kind} of that name: "
