@@ -212,15 +212,11 @@ def trickle(connection: socket.socket) -> None:
 def test_a_lasting_failure_names_the_object_and_ends_at_the_deadline(gcs: Any, failure: str, why: str) -> None:
     storage.write("gs://bucket/x", DATA)
     released, began = threading.Event(), time.monotonic()
-
-    def stay_silent(_request: Any) -> None:
-        released.wait(20)
-
     if failure == "trickling":
         gcs.serve = trickle
         bucket._clients.clear()  # whose connections were accepted before
     else:
-        gcs.fault = stay_silent if failure == "silent" else lambda _: HttpResponse(503, b"busy")
+        gcs.fault = lambda _: released.wait(20) and None if failure == "silent" else HttpResponse(503, b"busy")
     with pytest.raises(storage.StorageError, match=f"gs://bucket/x: {why}"):
         storage.read("gs://bucket/x", 5, 9)
     assert time.monotonic() - began < 20
@@ -231,12 +227,7 @@ def test_a_server_that_says_nothing_is_asked_again(gcs: Any, monkeypatch: pytest
     storage.write("gs://bucket/x", b"data")
     monkeypatch.setattr(bucket, "timeouts", bucket.Timeouts(silence=0.2, deadline=5, first_delay=0.01))
     released, silent = threading.Event(), [20, 20]
-
-    def stay_silent_twice(_request: Any) -> None:
-        if silent:
-            released.wait(silent.pop())
-
-    gcs.fault = stay_silent_twice
+    gcs.fault = lambda _: released.wait(silent.pop()) and None if silent else None
     assert storage.read("gs://bucket/x") == b"data"
     released.set()
 
