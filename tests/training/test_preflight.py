@@ -17,9 +17,9 @@ from training.config import TrainerConfig
 from training.errors import BadInput
 from training.preflight import programs, report, search
 from training.preflight.checked_programs import CheckedPrograms
-from training.preflight.compiler import CompilerUnavailable, Program, hash_hlo, require_versions
+from training.preflight.compiler import CompilerUnavailable, Memory, Program, hash_hlo, require_versions
 from training.preflight.hlo import Module, Work, find_origin, read_work
-from training.preflight.programs import Graph, TracedProgram, assume_facts, empty_batch, list_graphs
+from training.preflight.programs import DataFacts, Graph, TracedProgram, assume_facts, empty_batch, list_graphs
 from training.preflight.report import GIB, GraphResult, describe, explain_refusal, roofline
 from training.preflight.search import bisect, estimate_edge
 
@@ -124,6 +124,21 @@ def test_a_program_that_does_not_fit_is_reported_with_advice(monkeypatch: pytest
     assert advise(replace(less, fits=True)) == [f"{remat} and fit", f"{mesh} and fit"]
 
 
+def test_the_largest_batch_fits_beside_the_code_of_all_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trace(_config: object, _facts: object, graphs: list[Graph], _target: object) -> list[TracedProgram]:
+        return [TracedProgram(graph, Program(str(graph.rows // V3.devices)), 0, 0.0) for graph in graphs]
+
+    def compile_program(program: Program, *_: object) -> Mock:
+        memory = Memory(0, 0, 0, int(program.stablehlo) * GIB, 2 * GIB)  # 1 GiB a row, and 2 GiB of code
+        return Mock(memory=memory, seconds=1.0, flops=1.0, bytes_accessed=1.0, cycles=1)
+
+    monkeypatch.setattr(search, "trace_programs", trace)
+    monkeypatch.setattr(search, "compiler", Mock(compile_program=compile_program, DEEP_STACKS="-"))
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0")
+    found = search.run_preflight(CONFIG, DataFacts(9, 0, (512,), (512,), None), [V3], search_batch=True, show=print)
+    assert found.accelerators[0].max_batch.rows_per_device == 11
+
+
 def test_tracing_needs_torch_xla_with_torch_tpus_compiler_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.distributions", lambda name: [Mock(version="0.0.52")] * (name == "libtpu"))
     with pytest.raises(CompilerUnavailable, match=": torch_xla is not installed"):
@@ -155,9 +170,7 @@ def test_the_edge_is_estimated_from_the_nearest_two_results(needed: dict[int, fl
 
 def tries(edge: int, start: int, estimate: Callable[[list[int]], float | None]) -> int:
     """Searches where rows up to `edge` fit, checks that the result is next to the edge, and returns how many tries.
-
-    `estimate` gets the numbers tried so far, `start` included.
-    """
+    `estimate` gets the numbers tried so far, `start` included."""
     tried = [start]
 
     def fits(rows: int) -> bool:

@@ -50,6 +50,7 @@ def run_preflight(
         trial = Trial(config, facts, target, show)
         result = compile_all(traced[kind], target, show, trial.flags)
         longest, *others = result.graphs
+        trial = replace(trial, other_programs=sum(each.memory.code for each in others if each.memory))
         if config.backend == "torch-xla" and not longest.fits:
             advice = [str(longest.reason), *trial.advise_remat(longest), *trial.advise_mesh(longest)]
             longest = replace(longest, reason="; ".join(advice))
@@ -63,9 +64,11 @@ def compile_all(
     target: Accelerator,
     show: ShowProgress,
     flags: Mapping[str, str] = MappingProxyType({}),
+    other_programs: int = 0,
 ) -> AcceleratorResult:
     """Compiles a run's programs for one accelerator, two at a time, with `flags` beside LIBTPU_INIT_ARGS. A refused
-    program is a result that does not fit. Raises CompilerUnavailable if there is no compiler that knows the slice."""
+    program is a result that does not fit. `other_programs`: bytes of the code of the run's programs that are not
+    among them. Raises CompilerUnavailable if there is no compiler that knows the slice."""
 
     def compile_one(traced: TracedProgram) -> tuple[CompiledProgram | str, float]:
         """Returns (the executable's facts or the refusal's message, seconds of the compilation)."""
@@ -82,7 +85,7 @@ def compile_all(
         outcomes = list(pool.map(compile_one, programs))
     sizes = [0 if isinstance(outcome, str) else outcome.memory.code for outcome, _ in outcomes]
     graphs = [
-        report.describe(traced, outcome, seconds, target, sum(sizes) - size)
+        report.describe(traced, outcome, seconds, target, other_programs + sum(sizes) - size)
         for traced, (outcome, seconds), size in zip(programs, outcomes, sizes, strict=True)
     ]
     capacity = target.generation.usable_hbm_bytes_per_device
@@ -98,6 +101,7 @@ class Trial:
     facts: DataFacts
     target: Accelerator
     show: ShowProgress
+    other_programs: int = 0  # bytes of the code of the run's programs but the one that is compiled
 
     @property
     def flags(self) -> dict[str, str]:
@@ -108,10 +112,9 @@ class Trial:
         return flags
 
     def compile(self, graph: Graph, **settings: Any) -> GraphResult:
-        """Traces and compiles a program with other `settings` of the section `train`, without memory for the code of
-        the run's other programs. Raises as `run_preflight`."""
+        """Traces and compiles a program with other `settings` of the section `train`. Raises as `run_preflight`."""
         programs = trace_programs(self.config.with_train(**settings), self.facts, [graph], self.target)
-        return compile_all(programs, self.target, self.show, self.flags).graphs[0]
+        return compile_all(programs, self.target, self.show, self.flags, self.other_programs).graphs[0]
 
     def advise_remat(self, longest: GraphResult) -> Iterator[str]:
         """Yields a sentence: what a program that does not fit needs with train.remat: layers, and whether it fits then;
