@@ -120,8 +120,7 @@ def test_hosts_are_waited_for_while_their_slice_is_there(tmp_path: Path, state: 
 def test_a_host_key_is_the_one_that_gcloud_keeps_under_the_alias() -> None:
     key, other = paramiko.ECDSAKey.generate(), paramiko.ECDSAKey.generate()
     kept = paramiko.HostKeys()
-    address = Address(0, "10.0.0.1", "me", "key", "known", "TPU.1-0")
-    policy = ssh._AliasKeys(address, lambda file: kept)
+    policy = ssh._AliasKeys(Address(0, "10.0.0.1", "me", "key", "known", "TPU.1-0"), lambda file: kept)
     kept.add("10.0.0.1", key.get_name(), key)
     with pytest.raises(ssh.HostKeyUnknown):
         policy.missing_host_key(paramiko.SSHClient(), "10.0.0.1", key)

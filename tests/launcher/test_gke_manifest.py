@@ -233,8 +233,7 @@ def test_commands_without_a_cluster_say_so(words: list[str], message: str) -> No
 
 
 def secret_entry(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    entries = pod_of(objects)["containers"][0]["env"]
-    [entry] = [entry for entry in entries if entry["name"] == "TPU_LAUNCH_SECRET"]
+    [entry] = [entry for entry in pod_of(objects)["containers"][0]["env"] if entry["name"] == "TPU_LAUNCH_SECRET"]
     return entry["valueFrom"]["secretKeyRef"]
 
 

@@ -161,8 +161,7 @@ def test_a_node_and_a_dead_request_hide_each_other_never(cloud: Cloud, state: st
     cloud.state.queued |= {request.name: request, f"{request.name}s": several}
     for came_from, states in ("", kept), (request.name, kept[:1]):  # both cost: a node money, a request quota
         cloud.node().resource["queuedResource"] = came_from
-        listed = inventory.list_owned("p", ["us-central2-b"], cloud.machine()).slices
-        assert [each.state for each in listed] == states
+        assert [each.state for each in inventory.list_owned("p", ["us-central2-b"], cloud.machine()).slices] == states
 
 
 def test_gc_deletes_nothing_without_an_account(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,8 +104,7 @@ def cloud() -> Cloud:
 
 def create(config: Config, cloud: Cloud, seed: int = 1) -> tuple[SliceState, list[str]]:
     said: list[str] = []
-    machine = replace(cloud.machine(), random=random.Random(seed))
-    return creation.create(config, said.append, machine), said
+    return creation.create(config, said.append, replace(cloud.machine(), random=random.Random(seed))), said
 
 
 def make_request(config: Config, cloud: Cloud, owner: Owner = ANN) -> None:
