@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import click
 import google_crc32c
@@ -199,7 +200,8 @@ def test_closing_a_reader_cancels_the_requests_that_have_not_begun() -> None:
     workers.close()
     release.set()
     assert first.result(10) == (None, True)
-    for not_begun in (second, workers.submit(lambda: None)):
+    (late := DaemonPool(0, "reader"))._tasks = Mock(put=lambda _: setattr(late, "_is_closed", True))
+    for not_begun in (second, workers.submit(lambda: None), late.submit(lambda: None)):
         with pytest.raises(CancelledError):
             not_begun.result(10)
 

@@ -224,10 +224,9 @@ class DaemonPool:
             except BaseException as error:
                 future.set_exception(error)
 
-        if self._is_closed:
-            task()  # no thread takes it any more
-        else:
-            self._tasks.put(task)
+        self._tasks.put(task)
+        if self._is_closed:  # maybe no thread takes it any more
+            future.cancel()
         return future
 
     def close(self) -> None:
