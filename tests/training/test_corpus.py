@@ -45,6 +45,11 @@ def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:
     assert documents(tmp_path) == ["first", "second", "third"]
 
 
+def test_a_word_of_a_column_may_hold_a_no_break_space(tmp_path: Path) -> None:
+    (tmp_path / "a.conll").write_text("10\u00a0000\tB-X\n")
+    assert [*Corpus(str(tmp_path), label="tag").rows()] == [{"text": ["10\u00a0000"], "tag": ["B-X"]}]
+
+
 def test_a_bucket_is_a_folder_too(gcs: object) -> None:
     storage.write("gs://bucket/corpus/a.txt", "zwei größere\n\nAbsätze".encode())
     assert documents("gs://bucket/corpus") == documents("gs://bucket/corpus/a.txt") == ["zwei größere", "Absätze"]

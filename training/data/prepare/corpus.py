@@ -25,6 +25,7 @@ import csv
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -260,10 +261,12 @@ def _file_rows(url: str, field: str, label: str = "label") -> Iterator[dict[str,
 
 
 def _columns(url: str, field: str, label: str) -> Iterator[dict[str, Any]]:
-    """Yields {field: words, label: labels} of each text of a file in CoNLL's columns: the first is the word, the last
-    its label, and a blank line ends a text. Skips -DOCSTART- lines. Raises BadInput for a line of one column, and as
-    `lines`."""
-    numbered = ((number, line, line.split()) for number, line in enumerate(lines(url), 1))
+    """Yields {field: words, label: labels} of each text of a file in CoNLL's columns, between spaces or tabs: the first
+    is the word, the last its label, and a blank line ends a text. Skips -DOCSTART- lines. Raises BadInput for a line of
+    one column, and as `lines`."""
+    # A word may hold other white space, such as the no-break space of a French number.
+    columns_of = partial(re.findall, "[^ \t]+")
+    numbered = ((number, line, columns_of(line) if line.strip() else []) for number, line in enumerate(lines(url), 1))
     for has_columns, group in itertools.groupby(numbered, key=lambda entry: bool(entry[2])):
         text: list[list[str]] = []
         for number, line, columns in group if has_columns else ():
