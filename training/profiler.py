@@ -141,18 +141,22 @@ class Profiler(contextlib.AbstractContextManager["Profiler"]):
                 path.unlink()
             self._warn(f"the request for a profile in {path} is not readable: {error}")
             return
-        with self._answering(name, "the profiler does not start"):
-            local = tempfile.mkdtemp(prefix="profile-")
-            tracer = self._open_tracer()
+        with self._answering(name, "the profiler does not start"), contextlib.ExitStack() as on_error:
+            tracer, local = self._open_tracer(), tempfile.mkdtemp(prefix="profile-")
+            on_error.callback(shutil.rmtree, local, ignore_errors=True)
             tracer.start(local)
             self._recording = _Recording(name, number + 1, number + steps, tracer, Path(local))
+            on_error.pop_all()
 
     def _end(self, recording: _Recording, last: int) -> None:
-        """Stops recording; a thread then copies the profile up to step `last`, and answers. A failure is the answer."""
+        """Stops recording; a thread then copies the profile up to step `last`, and answers. A failure is the answer,
+        and deletes the local profile."""
         self._recording = None
-        with self._answering(recording.name, "the profiler has failed"):
+        with self._answering(recording.name, "the profiler has failed"), contextlib.ExitStack() as on_error:
+            on_error.callback(shutil.rmtree, recording.folder, ignore_errors=True)
             recording.tracer.stop()
             self._delivery = self._machine.threads.start(self._deliver, recording, last, name="profile")
+            on_error.pop_all()
 
     def _deliver(self, recording: _Recording, last: int) -> None:
         """Copies a profile to the run's folder, deletes the local one, even after an error, and answers. An error
