@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import click
 import pytest
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 
 from tests.processes import run_module, run_python
 from training.cli.main import tpu_train
+from training.cli.preflight import check_user_module
 from training.cli.processes import chip_process_environment, gloo_environment
 from training.distributed.cluster import Cluster
 from training.errors import BadInput, Exit
@@ -164,6 +166,16 @@ def test_signals_are_forwarded_and_every_process_ends_in_its_own_time() -> None:
     assert process.returncode == 75
     assert "tpu-train: stopped: rank" in errors
     assert sorted(out.splitlines()) == [f"rank {rank}: saved" for rank in range(3)]
+
+
+def test_a_checked_file_that_ends_the_process_is_not_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "training.backends.torch_xla.lint", Mock())
+    monkeypatch.setattr("training.run_setup.prepare_framework", Mock())
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    (file := tmp_path / "own.py").write_text("import sys\nsys.exit(0)")
+    with pytest.raises(BadInput, match=r"own.py:2: SystemExit: 0"):
+        check_user_module(f"{file}:build", f"{file}:batches", 2, 1)
 
 
 def test_several_cpu_hosts_get_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def check(module: str, inputs: str, steps: int, shapes: int, as_json: bool) -> N
 def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list[LintFinding]:
     """Runs `steps` training steps of a user's own PyTorch module on the CPU; returns the findings. Sets PJRT_DEVICE.
     `module` and `inputs`: FILE:FUNCTION; the functions return the module, and its batches of `shapes` different shapes
-    or fewer. Raises BadInput if one does not exist or fails (naming the line), or torch_xla is not installed."""
+    or fewer. Raises BadInput if one does not exist, fails or exits (naming the line), or torch_xla is not installed."""
     os.environ["PJRT_DEVICE"] = "CPU"
     from training.run_setup import prepare_framework
 
@@ -165,7 +165,7 @@ def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list
         return check_module(build, batches, steps, shapes)
     except TrainError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a program without a guard may end itself, and nothing was checked
         folders = tuple(f"{Path(each.rpartition(':')[0]).resolve().parent}/" for each in (module, inputs))
         frames = traceback.extract_tb(error.__traceback__)
         place = [frame for frame in frames if frame.filename.startswith(folders)] or frames
