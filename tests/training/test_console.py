@@ -85,9 +85,8 @@ def test_a_progress_line_shows_step_loss_rate_data_wait_and_time_left() -> None:
     assert line == "step   7/100  loss 5.04760  1,812.3 examples/s  7% data wait  1:07 left"
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(0.4, "0:00"), (67, "1:07"), (7503, "2:05:03"), (-3, "0:00")])
-def test_remaining_time(seconds: float, expected: str) -> None:
-    assert text.format_remaining(seconds) == expected
+def test_remaining_time() -> None:
+    assert list(map(text.format_remaining, (0.4, 67, 7503, -3))) == ["0:00", "1:07", "2:05:03", "0:00"]
 
 
 def test_the_summary_has_the_main_figures() -> None:

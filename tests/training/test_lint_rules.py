@@ -29,14 +29,11 @@ def test_a_changing_number_is_reported_once_with_its_line() -> None:
     assert finding.message.endswith("(3 times)")
 
 
-def test_a_new_or_missing_operation_is_reported() -> None:
+def test_a_recompilation_names_a_new_or_missing_operation_if_there_is_one() -> None:
     [finding] = check_steps((FOUR, step(1)), (FOUR, step(1, numbers=(1, 2))))
     assert "roll([4, 8], 2) where nothing was before; every step must do the same" in finding.message
     [finding] = check_steps((FOUR, step(1)), (FOUR, step(1, numbers=())))
     assert str(finding).startswith("m.py:2: another program: step 1 compiled again: roll is missing; every step")
-
-
-def test_a_recompilation_of_the_same_operations_is_reported() -> None:
     [finding] = check_steps((FOUR, step(1)), (FOUR, step(1)))
     assert (finding.rule, finding.place) == (PROGRAM, "")
 

@@ -77,8 +77,7 @@ def test_values_arrive_once_under_tensorboards_names(service: Service, failed: b
     assert service.failed is None
     service.tracker.finish(failed)
     assert service.lines == [(10, {"train/loss": 2.0, "evaluation/loss": 1.5})]
-    assert service.failed is failed
-    assert service.warnings == []
+    assert (service.failed, service.warnings) == (failed, [])
 
 
 def test_a_service_that_recovers_gets_all_values_after_one_warning(service: Service) -> None:
