@@ -34,8 +34,7 @@ tensors = st.dictionaries(
 @given(st.data())
 def test_any_changed_byte_of_a_manifest_is_noticed(data: st.DataObject) -> None:
     text = bytearray(form.dump_manifest(MANIFEST))
-    at = data.draw(st.integers(0, len(text) - 1))
-    text[at] ^= data.draw(st.integers(1, 255))
+    text[data.draw(st.integers(0, len(text) - 1))] ^= data.draw(st.integers(1, 255))
     try:
         loaded = form.load_manifest(bytes(text))
     except Damaged:
@@ -102,8 +101,7 @@ def test_what_is_no_safetensors_file_is_damaged(data: bytes) -> None:
 @given(st.sets(st.integers(1, 100)), st.integers(1, 5), st.none() | st.integers(1, 20))
 def test_keeping_never_gives_up_the_newest_nor_the_multiples(steps: set[int], last: int, every: int | None) -> None:
     gone = CheckpointSection(keep_last=last, keep_every=every).deletable(steps)
-    kept = steps - set(gone)
-    assert sorted(steps)[-last:] == sorted(kept)[-min(last, len(steps)) :] if steps else not gone
+    assert sorted(steps)[-last:] == sorted(steps - set(gone))[-min(last, len(steps)) :] if steps else not gone
     assert all(not (every and step % every == 0) for step in gone)
 
 

@@ -187,6 +187,7 @@ def tries(edge: int, start: int, estimate: Callable[[list[int]], float | None]) 
 def test_the_search_ends_next_to_the_edge_and_soon_if_the_estimate_is_good(edge: int, start: int, error: float) -> None:
     assert tries(edge, start, lambda _: None) <= 2 * 13
     assert tries(edge, start, lambda _: edge * error) <= 4
+    assert bisect(lambda _: False, start, False) == (None, 1), "nothing fits"
 
 
 @given(st.integers(1, 5000), st.floats(1.0, 3.0))
@@ -195,10 +196,6 @@ def test_the_search_is_short_if_the_compiler_rematerializes_at_the_edge(full: in
     """Even where memory is full and yet more rows fit, an edge up to three times `full` takes at most 10 tries."""
     edge = int(full * further)
     assert tries(edge, full, lambda tried: max(rows for rows in tried if rows <= edge) * 1.001) <= 10
-
-
-def test_the_search_ends_when_nothing_fits() -> None:
-    assert bisect(lambda _: False, 16, False) == (None, 1)
 
 
 def test_the_bound_is_the_slower_of_arithmetic_and_memory() -> None:
