@@ -125,7 +125,7 @@ class CheckedHosts(FakeProvider):
 
 def checked(work: Workstation, provider: type[FakeProvider] = CheckedHosts) -> list[DeviceReport]:
     context = replace(work.context(), make_provider=lambda config: provider(config, work.hosts))
-    return check_devices(work.config(), context, seconds=1)
+    return check_devices(work.config(), context, seconds=60)
 
 
 def test_the_container_runs_once_on_every_host_and_is_removed(work: Workstation) -> None:
