@@ -45,6 +45,7 @@ _PRIVATE_KEY = re.compile(
     rb'-----BEGIN [A-Z ]*PRIVATE KEY-----(?:\s|\\[rn])+(?:[\w+/]{16}|Proc-Type:)|"private_key"\s*:\s*"[^"]{16}'
 )
 _SEARCHED_BYTES = 64 * 2**10  # the largest file that is searched for a private key
+_BLOCK_BYTES = 2**20  # of a file that is hashed
 _SHOWN = 8
 
 # The parts of a .dockerignore pattern: wildcards, sets of characters, escaped characters, characters.
@@ -136,9 +137,23 @@ def _holds_private_key(path: Path) -> bool:
 
 
 def hash_files(entries: Iterable[Entry]) -> dict[str, str]:
-    """Reads each entry once, and returns `hash_file` of each by path, sorted. Raises BadInput for one that can't be
-    read."""
-    return {path: hash_file(*read_entry(source)) for path, source in sorted(entries)}
+    """Reads each entry once, in blocks, and returns `hash_file` of each by path, sorted. Raises BadInput for one that
+    can't be read."""
+    return {path: _hash_entry(source) for path, source in sorted(entries)}
+
+
+def _hash_entry(source: Path) -> str:
+    """Returns `hash_file` of a file, which may be larger than memory. Raises BadInput if it can't be read."""
+    if source.is_symlink():
+        return hash_file(*read_entry(source))
+    try:
+        digest = hashlib.sha256((b"program" if is_executable(source) else b"file") + b"\0")
+        with open(source, "rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+        return digest.hexdigest()
+    except OSError as error:
+        raise BadInput(f"{source}: can't be read for the image: {error.strerror}") from None
 
 
 def hash_file(kind: bytes, content: bytes) -> str:

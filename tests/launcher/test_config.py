@@ -237,8 +237,7 @@ def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
     for wrong, why in ((path, "not overwr"), (path / "x", "can't be wr"), (tmp_path / ("x" * 256), "can't be wr")):
         with pytest.raises(BadInput, match=why):
             init.write(wrong, MINE)
-    assert path.read_text() == "mine"
-    assert list(tmp_path.iterdir()) == [path]
+    assert {file: file.read_text() for file in tmp_path.iterdir()} == {path: "mine"}
 
 
 def test_flags_alone_write_a_file_and_a_missing_one_is_named_without_a_terminal(tmp_path: Path) -> None:

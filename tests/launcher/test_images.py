@@ -213,10 +213,14 @@ def test_dockerignore_leaves_out_what_docker_leaves_out(tmp_path: Path, lines: l
     assert sent(tmp_path) == left.split()
 
 
+def test_a_file_is_not_read_at_once(spec: ImageSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=MemoryError))
+    assert spec.hashes["code.py"] == build_context.hash_file(b"file", b"print(1)\n")
+
+
 def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_folder(tmp_path, "a.py", "data/b.py")
-    list_folder = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: list_folder(str(path).replace("/data", "/a.py")))
+    monkeypatch.setattr(os, "scandir", lambda path, scan=os.scandir: scan(str(path).replace("/data", "/a.py")))
     with pytest.raises(BadInput, match=r"a\.py: can't be read"):
         sent(tmp_path)
 

@@ -129,8 +129,7 @@ def test_other_authorities_are_refused(registry: RegistryServer, monkeypatch: py
     ],
 )
 def test_the_advice_fits_what_is_wrong_with_a_certificate(reason: str, advice: str) -> None:
-    """In OpenSSL's words."""
-    text = f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {reason} (_ssl.c:1020)"
+    text = f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {reason} (_ssl.c:1020)"  # as OpenSSL says
     with pytest.raises(BadInput, match=advice):
         _network_reason(HOST, ssl.SSLCertVerificationError(1, text))
 
@@ -171,8 +170,7 @@ def test_names_of_images_are_parsed_and_malformed_ones_refused() -> None:
         "debian:bookworm": ("registry-1.docker.io", "library/debian", "bookworm", ""),
         "docker.io/a/b": ("registry-1.docker.io", "a/b", "", ""),
     }.items():
-        parsed = repositories.parse_reference(name)
-        assert (parsed.host, parsed.path, parsed.tag, parsed.digest) == parts
+        assert repositories.parse_reference(name) == repositories.Reference(*parts)
     for name in ("gcr.io/P/i", "gcr.io/p/i:", "gcr.io/p@sha256:1", "gcr.io/", "", "gcr.io/p/../q", "h:65536/p"):
         with pytest.raises(BadInput, match="not the name of an image"):
             repositories.parse_reference(name)
