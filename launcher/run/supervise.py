@@ -485,9 +485,15 @@ class _Supervision:
                 continue
             page = next_page(observation)
             if page and self.clock.monotonic() - begun > _LAST_SECONDS:
-                end = self.provider.look(worker, self.container, lines=_END_LINES)
+                missing = f"lines before its last {_END_LINES} may be missing: it wrote too many"
+                try:
+                    end = self.provider.look(worker, self.container, lines=_END_LINES)
+                except LaunchError as error:  # the attempt's end must be recorded all the same
+                    end = Observation(worker, None, problem=str(error).splitlines()[0])
+                if end.container is None:
+                    missing = f"its last lines may be missing: {end.problem}"
                 with self.turn:
-                    self.say(f"host {worker}: lines before its last {_END_LINES} may be missing: it wrote too many")
+                    self.say(f"host {worker}: {missing}")
                     self._deliver(end)
                 return
             if not page:

@@ -1,6 +1,7 @@
 """`logs` prints every line of an unwatched run and ends; an attempt that ended delivers its last lines."""
 
 from dataclasses import dataclass, replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -77,10 +78,8 @@ def test_following_without_a_supervisor_ends_with_the_containers_and_says_what_i
 
 def test_a_host_that_can_not_be_asked_is_named_once_and_asked_again(work: Workstation) -> None:
     print_logs(work, 1, AWAY, RUNNING, AWAY, RUNNING, EXITED)
-    assert [text for text in work.messages if "answer" in text] == [
-        "host 0 does not answer: ssh: connection refused",
-        "host 0 answers again",
-    ]
+    told = ["host 0 does not answer: ssh: connection refused", "host 0 answers again"]
+    assert [text for text in work.messages if "answer" in text] == told
 
 
 def test_following_ends_where_one_host_has_ended_and_the_other_does_not_answer(work: Workstation) -> None:
@@ -129,8 +128,11 @@ def test_the_rest_of_a_host_that_does_not_answer_for_a_moment_is_not_lost(work: 
         assert read_from(log.path, 0)[0] == write_lines(1200)
 
 
-def test_hosts_whose_rest_can_not_be_had_are_named(work: Workstation) -> None:
-    fetch_rest(work, AWAY)
+@pytest.mark.parametrize("answer", [AWAY, EXITED])
+def test_hosts_whose_rest_is_lost_are_named(work: Workstation, monkeypatch: pytest.MonkeyPatch, answer: Answer) -> None:
+    monkeypatch.setattr("launcher.run.supervise._LAST_SECONDS", -1.0)  # after which only a huge log's end is read
+    monkeypatch.setattr(FakeProvider, "look", Mock(side_effect=AWAY))
+    fetch_rest(work, answer)
     lost = "its last lines may be missing: ssh: connection refused"
     assert {f"host {worker}: {lost}" for worker in (0, 1)} <= {*work.messages}
 
