@@ -521,8 +521,7 @@ def test_a_stop_is_repeated_until_every_host_has_stopped(work: Workstation, monk
     monkeypatch.setattr(FakeProvider, "stop", lambda *words, **options: answers.pop(0)(*words, **options))
     monkeypatch.setattr("launcher.run.supervise._STOP_AGAIN_SECONDS", 0.05)
     work.hosts.exits[0] = None
-    request = events.RunStopRequested(0)
-    work.hosts.hooks["observe"] = [lambda: None] * 3 + [lambda: work.ledger.append(request)]
+    work.hosts.hooks["observe"] = [lambda: None] * 3 + [lambda: work.ledger.append(events.RunStopRequested(0))]
     work.hosts.hooks["observe"] += [lambda: None] * 20 + [lambda: work.hosts.end(75)]
     assert work.run(work.config()).verdict.kind is Kind.SAVED
     assert len(answers) <= 8, "the first stop missed a host"

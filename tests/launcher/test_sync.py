@@ -121,8 +121,7 @@ def test_the_attempt_of_another_terminal_is_stopped_and_the_next_has_the_files(w
     assert (first.run_id, first.image) == (second.run_id, second.image)
     assert contents(second.overlay) == {"train.py": "one\n", "part/model.py": "model\n"}
     assert sum("as credentials: token.json;" in line or "removed here" in line for line in work.messages) == 1
-    ends = [event.outcome for event in work.ledger.events() if isinstance(event, events.Ended)]
-    assert ends == ["saved", "finished"]
+    assert [event.outcome for event in work.ledger.events() if isinstance(event, events.Ended)] == ["saved", "finished"]
 
 
 def test_no_files_are_sent_while_hosts_or_the_process_of_the_attempt_go_on(work: Workstation, code: Path) -> None:
