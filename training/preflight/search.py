@@ -67,8 +67,8 @@ def compile_all(
     other_programs: int = 0,
 ) -> AcceleratorResult:
     """Compiles a run's programs for one accelerator, two at a time, with `flags` beside LIBTPU_INIT_ARGS. A refused
-    program is a result that does not fit. `other_programs`: bytes of the code of the run's programs that are not
-    among them. Raises CompilerUnavailable if there is no compiler that knows the slice."""
+    program is a result that does not fit. `other_programs`: bytes of the code of the run's programs that are not in
+    `programs`. Raises CompilerUnavailable if there is no compiler that knows the slice."""
 
     def compile_one(traced: TracedProgram) -> tuple[CompiledProgram | str, float]:
         """Returns (the executable's facts or the refusal's message, seconds of the compilation)."""
