@@ -6,6 +6,7 @@ when it is called, so that `--help` is quick.
 
 import contextlib
 import faulthandler
+import sys
 import time
 
 import click
@@ -56,7 +57,7 @@ def main() -> None:
             error.show()
         exit_at_once(Exit.BAD_INPUT)
     except (click.Abort, KeyboardInterrupt):
-        exit_at_once(130)
+        sys.exit(130)
     except TrainError as error:
         print_error(error)
         exit_at_once(error.exit_code)
