@@ -17,7 +17,7 @@ import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from launcher.errors import BadInput
 from launcher.home import write_private
 from launcher.images import build_context
 from launcher.images.build import CODE_FOLDER, Image
+from launcher.images.build_context import Entry
 from launcher.provider import Overlay
 
 _LARGEST_BYTES = 32 * 2**20  # a larger overlay is more than code: build an image
@@ -52,8 +53,8 @@ def pack(option: str) -> Overlay:
     root = Path(folder)
     if not root.is_dir():
         raise BadInput(f"--overlay {option}: {root} is not a folder")
-    files = build_context.folder(root)
-    return _pack_files(f"--overlay {option}", target, root, [path for _, path in files if path.is_file()])
+    files = _files_of(root, build_context.folder(root))
+    return _pack_files(f"--overlay {option}", target, root, [*files.values()])
 
 
 def report_credentials(option: str, say: Callable[[str], None]) -> None:
@@ -83,13 +84,25 @@ def find_changes(option: str, config: Config, home: Path, image: str | None) -> 
     if (separator and not name) or not root.is_dir():
         raise BadInput(f"--sync {option}: {name or option} is not a folder")
     entries = build_context.folder(root)
-    files = {path: file for path, file in entries if file.is_file()}
+    files = _files_of(root, entries)
     recorded = known.code if known and known.folder == target else {}
     hashes = build_context.hash_files(entries)
     changed = [path for path in files if recorded.get(path) != hashes[path]]
     # Without a change all files go: an overlay of an earlier sync must not stay in effect.
     overlay = _pack_files(f"--sync {option}", target, root, [files[path] for path in changed or files])
     return Changes(overlay, tuple(changed), tuple(sorted(set(recorded) - set(hashes))))
+
+
+def _files_of(root: Path, entries: Sequence[Entry]) -> dict[str, Path]:
+    """Returns the files of a folder's `entries` by path, and links to files, but those to files that were left out: an
+    overlay has a link's file in its place."""
+    here, links = root.resolve(), {path for path, file in entries if file.is_symlink()}
+    kept = {here / path for path, _ in entries if path not in links}
+
+    def is_sent(path: str, file: Path) -> bool:
+        return file.is_file() and (path not in links or (end := file.resolve()) in kept or here not in end.parents)
+
+    return {path: file for path, file in entries if is_sent(path, file)}
 
 
 def record_code(home: Path, image: Image) -> None:

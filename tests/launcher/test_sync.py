@@ -164,7 +164,9 @@ def test_an_overlay_holds_no_secrets_of_the_folder(tmp_path: Path) -> None:
     for name in ("train.py", ".env", "sub/id_rsa", ".git/config", "account"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"private_key": "0123456789abcdef"}' if name == "account" else name)
-    assert [*contents(overlays.pack(f"{tmp_path}=/app"))] == ["train.py"]
+    (tmp_path / "same.py").symlink_to("train.py")
+    (tmp_path / "settings").symlink_to(".env")
+    assert [*contents(overlays.pack(f"{tmp_path}=/app"))] == ["same.py", "train.py"]
 
 
 @pytest.mark.parametrize(
