@@ -123,7 +123,8 @@ def _import(url: str, overrides: tuple[str, ...]) -> tuple[Config, str]:
 @contextlib.contextmanager
 def emulation(emulated: bool) -> Iterator[None]:
     """With `emulated`, points this process to an emulator in the block, by environment variables: starts one unless it
-    runs; afterwards, if no slice is left, stops one that a block started and keeps its buckets."""
+    runs; afterwards, if no slice is left and no other command uses it, stops one that a block started and keeps its
+    buckets."""
     if not emulated:
         yield
         return
