@@ -31,6 +31,8 @@ from tests.launcher.test_runs import Workstation, detach
 from tests.processes import wait_until
 from training.machine import Clock
 
+LONG = 100_000 + os.getpid()  # seconds of commands that are found by them: other test processes have others
+
 # Runs what `docker exec` is given as a process of its own; the environment is that of `--env`.
 DOCKER = """
 case $1 in
@@ -93,7 +95,7 @@ def run(host: ScriptHost, *command: str, seconds: float = 20, shell: str = "sh")
 def wait_until_gone(word: str) -> None:
     """Waits until no process whose command begins with `word` is left."""
     ps = ["ps", "-eo", "args"]
-    wait_until(lambda: f"\n{word}" not in subprocess.run(ps, capture_output=True, text=True, check=True).stdout, 8)
+    wait_until(lambda: f"\n{word}" not in subprocess.run(ps, capture_output=True, text=True, check=True).stdout, 60)
 
 
 def test_lines_and_the_exit_code_come_as_the_command_wrote_them(host: ScriptHost, shell: str) -> None:
@@ -102,17 +104,18 @@ def test_lines_and_the_exit_code_come_as_the_command_wrote_them(host: ScriptHost
     assert run(host, "sh", "-c", script, "sh", word, shell=shell) == ([word, "error", "no end"], 255, "")
 
 
-@pytest.mark.parametrize("begin", ["setsid sleep 5432.1 & sleep 5432.2 & echo cut; wait",
-                                   "trap '' TERM; echo cut; sleep 5432.1; sleep 5432.2"])  # fmt: skip
+@pytest.mark.parametrize("begin", [f"setsid sleep {LONG}.1 & sleep {LONG}.2 & echo cut; wait",
+                                   f"trap '' TERM; echo cut; sleep {LONG}.1; sleep {LONG}.2"],
+                         ids=["in the background", "without SIGTERM"])  # fmt: skip
 def test_a_command_ends_with_its_connection_whatever_it_has_started(host: ScriptHost, shell: str, begin: str) -> None:
     assert run(host, "sh", "-c", begin, shell=shell) == (["cut"], None, "the cable was pulled")
-    wait_until_gone("sleep 5432.")  # by SIGKILL after 3 s, if it ignores SIGTERM
+    wait_until_gone(f"sleep {LONG}.")  # by SIGKILL after 3 s, if it ignores SIGTERM
 
 
 def test_a_command_is_ended_after_its_time_and_that_is_told(host: ScriptHost) -> None:
-    ended = run(host, "sh", "-c", "echo begun; sleep 5434.1", seconds=1)
+    ended = run(host, "sh", "-c", f"echo begun; sleep {LONG}.3", seconds=1)
     assert ended == (["begun"], None, "not done within 1 s: it was ended")
-    wait_until_gone("sleep 5434.")
+    wait_until_gone(f"sleep {LONG}.")
     assert run(host, "sh", "-c", "exit 124")[1] == 124, "it ended by itself"
 
 
