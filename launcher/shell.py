@@ -131,8 +131,8 @@ def attached(argv: Sequence[str]) -> int:
 
 
 def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[Any]:
-    """Starts and returns a process that outlives this one. Appends its output to `log` (mode 0600). Raises
-    CommandMissing."""
+    """Starts and returns a process that outlives this one, with the variables `env` beside those of this process.
+    Appends its output, stderr too, to `log` (mode 0600). Raises CommandMissing."""
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as sink:
         return subprocess.Popen(list(argv), stdout=sink, **_prepare(argv, env, stderr=subprocess.STDOUT))
 

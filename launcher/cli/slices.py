@@ -79,7 +79,8 @@ def _print_finding(where: str, message: str, fix: str) -> None:
 
 def _show_devices(config: Config, as_json: bool) -> None:
     """Checks devices in a container on each host of a READY slice without a run, whose image is made if needed; prints
-    a row a host and the findings, or JSON. Ends the process with Exit.DEVICES if a check fails."""
+    a row a host and the findings, or JSON. Ends the process with Exit.DEVICES if a check fails; raises as
+    `check_devices`, for a slice with a run too."""
     from launcher.device_check import COLUMNS, check_devices
 
     results = check_devices(config, run_context())

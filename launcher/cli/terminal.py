@@ -76,7 +76,8 @@ def dump(value: Any) -> None:
 
 
 def table(columns: list[str], rows: list[list[str]]) -> None:
-    """Prints a plain table on standard output, without control characters; unless that is a terminal, a line a row."""
+    """Prints a plain table on standard output, without control characters. Folds cells to the width of a terminal;
+    otherwise prints a line a row, and folds only what exceeds 1000 characters."""
     grid = Table(box=None, pad_edge=False)
     for column in columns:
         grid.add_column(column, overflow="fold")

@@ -96,7 +96,7 @@ class Config:
 
     @property
     def node(self) -> str:
-        """Returns the node's name in Google's API."""
+        """Returns the node's ID in Google's API, without project and zone: slice.name, unless `placed` gave another."""
         return self.node_name or self.slice.name
 
     @property

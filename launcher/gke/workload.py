@@ -51,7 +51,8 @@ def jobset_name(container: str) -> str:
 
 
 def needs_secret(config: Config) -> bool:
-    """Returns whether the workload has a Secret of its own: there are several hosts, and gke.secrets names no other."""
+    """Returns whether the workload has a Secret of its own, with SECRET_VARIABLE: there are several hosts, and
+    gke.secrets does not have that variable."""
     return config.accelerator.hosts > 1 and SECRET_VARIABLE not in config.gke.secrets
 
 

@@ -105,7 +105,8 @@ class RunBucket:
 
     def judge_lease(self, clock: Clock, seen: int = 0) -> LeaseState | None:
         """Returns the run's lease; None before the first, or if its generation is `seen`. If it looks live and the
-        bucket tells no time, waits 30 s and reads again; if not renewed by then, its age says that it has expired."""
+        bucket tells no time, waits 30 s and reads again; if not renewed by then, its age says that it has expired.
+        Raises as `read_lease`."""
         lease = self.read_lease(seen)
         if lease is None or lease.age is not None or not lease.is_live:
             return lease
@@ -115,7 +116,7 @@ class RunBucket:
 
     def read_lease(self, seen: int = 0) -> LeaseState | None:
         """Returns the run's lease; None before the first, and if its generation is `seen`. Does not wait: a lease
-        without an age counts as live."""
+        without an age counts as live. Raises StorageError, for a damaged lease too."""
         url = storage.join(self.url, "lease.json")
         while (found := storage.stat(url)) is not None and found.generation != seen:
             with contextlib.suppress(storage.Changed):

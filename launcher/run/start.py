@@ -212,8 +212,9 @@ def end_interrupted_start(session: Session) -> None:
 
 
 def observe_open_attempt(session: Session) -> Phase | None:
-    """Returns the phase of the attempt whose end is not recorded, as its hosts answer. Returns None after it recorded
-    an end: the containers are gone, the slice is (after a failed round), or the start was interrupted and is ended."""
+    """Returns the phase of the attempt whose end is not recorded, as its hosts answer (`observe_phase`); the recorded
+    phase if one gives no answer. Returns None after it recorded an end: the containers are gone, the slice is (after a
+    failed round), or the start was interrupted and is ended."""
     ledger = session.ledger
     number = ledger.state.attempt
     if ledger.state.recovering and (lost := judge_slice(session)):  # a round of that recovery has failed

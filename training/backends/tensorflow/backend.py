@@ -113,7 +113,8 @@ class TensorFlow(Backend):
     @translate_failures()
     def step(self, number: int, batch: Arrays, signals: Signals) -> PendingReport:
         """Queues the step in `StepCalls` if its rows are upcoming and calls may take several steps, else runs it; with
-        other CPU hosts waits for the sum of all gradients."""
+        other CPU hosts waits for the sum of all gradients. `signals`: this host's; the report has those of all hosts.
+        Raises OutOfMemory and LostPeer, as reading the report does, and as `TcpAllReduce.sum`."""
         rows = self._replicas.send_rows(batch)
         upcoming = isinstance(next(iter(batch.values())), Upcoming)
         if upcoming and self._config.train.steps_per_call != 1:
@@ -133,7 +134,8 @@ class TensorFlow(Backend):
 
     @translate_failures()
     def evaluate(self, batch: Arrays, signals: Signals) -> PendingReport:
-        """Starts queued training steps, then an evaluation; with other CPU hosts, waits for the sums of all."""
+        """Starts queued training steps, then an evaluation; with other CPU hosts, waits for the sums of all. Raises
+        as `step`."""
         self._calls.flush()
         sums = self._call("evaluate", self._replicas.send_rows(batch))
         if not self._exchange:

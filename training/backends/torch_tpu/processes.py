@@ -179,7 +179,8 @@ class TorchTpuDevices:
         return None  # no documented call of torch_tpu tells it
 
     def wrong_products(self) -> int:
-        """Returns the number of wrong elements in matrix products, added up over all chips; all processes call it."""
+        """Returns the number of wrong elements in matrix products, added up over all chips; all processes call it.
+        Raises as `Chip.read`."""
         # Factors of -1, 0 and 1: the products are integers up to 256, which bfloat16 represents exactly.
         random = np.random.default_rng(0)
         shapes = ((_ROWS, _INNER), (_INNER, _COLUMNS))
@@ -189,7 +190,7 @@ class TorchTpuDevices:
         return int(self._add_up(wrong.to(torch.float32).sum()))
 
     def sum_ones(self) -> float:
-        """Returns the sum of a 1 from each chip; all processes call it."""
+        """Returns the sum of a 1 from each chip; all processes call it. Raises as `Chip.read`."""
         return self._add_up(torch.ones((), device=self._chip.device))
 
     def _add_up(self, value: torch.Tensor) -> float:
