@@ -73,7 +73,7 @@ def tree(folder: Path, *, ignore: Sequence[str] = (), search_keys: bool = False)
 
     for root, folders, files in os.walk(folder, onerror=refuse):
         here = Path(root)
-        links = [name for name in folders if (here / name).is_symlink()]
+        links = [name for name in folders if os.path.islink(here / name)]  # False for what can't be looked at
         for name in (*files, *links):
             path = (here / name).relative_to(folder).as_posix()
             try:

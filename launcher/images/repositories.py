@@ -64,7 +64,7 @@ def parse_reference(name: str) -> Reference:
     if not host or host in ("docker.io", "index.docker.io"):
         host, path = DOCKER_HUB, path if "/" in path else f"library/{path}"
     bad_tag, bad_digest = colon and not _TAG.fullmatch(tag), at and not _DIGEST.fullmatch(digest)
-    _, colon, port = host.rpartition(":")
+    _, colon, port = host.rpartition("]")[2].partition(":")  # an IPv6 address is in brackets
     bad_port = colon and not (re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65536)
     if not _PATH.fullmatch(path) or bad_tag or bad_digest or bad_port:
         raise BadInput(f"{name}: not the name of an image in a registry: HOST/PATH:TAG or HOST/PATH@sha256:...")

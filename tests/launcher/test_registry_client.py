@@ -163,10 +163,10 @@ def test_a_manifest_sent_under_another_digest_is_not_kept(client: Registry) -> N
 
 
 def test_names_of_images_are_parsed_and_malformed_ones_refused() -> None:
-    digest = "sha256:" + "1" * 64
     for name, parts in {
         "eu.gcr.io/p/i:t": ("eu.gcr.io", "p/i", "t", ""),
-        f"localhost:5000/a@{digest}": ("localhost:5000", "a", "", digest),
+        f"localhost:5000/a@{NO_DIGEST}": ("localhost:5000", "a", "", NO_DIGEST),
+        "[::1]/a/b": ("[::1]", "a/b", "", ""),
         "debian:bookworm": ("registry-1.docker.io", "library/debian", "bookworm", ""),
         "docker.io/a/b": ("registry-1.docker.io", "a/b", "", ""),
     }.items():
