@@ -90,7 +90,8 @@ COMPILE_CACHE_FOLDER = "/var/cache/tpu-launch"  # in the container; our images h
 
 
 def compile_cache_environment(gigabytes: float) -> dict[str, str]:
-    """Returns the variables that tell the trainer to keep at most so many GB of compiled programs; {} for 0."""
+    """Returns the variables that tell the trainer to keep compiled programs in COMPILE_CACHE_FOLDER, at most so many
+    GB; {} for 0. The caller mounts the folder."""
     folder = {"TPU_LAUNCH_COMPILE_CACHE": COMPILE_CACHE_FOLDER, "TPU_LAUNCH_COMPILE_CACHE_GB": f"{gigabytes:g}"}
     return folder if gigabytes else {}
 

@@ -191,9 +191,9 @@ def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
 
 
 def _make(plan: ImagePlan, log: IO[str], say: Callable[[str], None]) -> str:
-    """Builds the image unless the engine has it, pushes it to its repository, and returns its name for hosts: that of
-    an earlier push if this one fails, the image's id without a repository. Raises as `ensure_image`; the caller holds
-    the lock of the log."""
+    """Builds the image unless the engine has it, pushes it to its repository (created if configured), and returns its
+    name for hosts: that of an earlier push if this one fails, the image's id without a repository. Raises as
+    `ensure_image`; the caller holds the lock of the log."""
     image_id = engine.find_image_id(plan.docker, plan.local)
     if image_id is None:
         _build(plan, log, say)

@@ -110,7 +110,8 @@ def folder(path: Path, dockerfile: Path | None = None, *, with_credentials: bool
 
 
 def report_credentials(path: Path, dockerfile: Path | None, say: Callable[[str], None]) -> None:
-    """Says in one line which files `folder` leaves out because they hold credentials; nothing if there are none."""
+    """Says in one line which files the function `folder` leaves out of `path` only because they hold credentials;
+    nothing if there are none. Raises as `folder`."""
     wanted = folder(path, dockerfile, with_credentials=True)
     if names := [name for name, _ in sorted(set(wanted) - set(folder(path, dockerfile)))]:
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

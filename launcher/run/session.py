@@ -155,11 +155,13 @@ class Session:
                 self.provider.delete()
 
     def secret_values(self) -> dict[str, str]:
-        """Returns the values of the run's secrets that this process knows, by name; {} where the platform has them."""
+        """Returns the values of the run's secrets that this process knows, by name; {} where the platform has them.
+        May read the run's env file; raises BadInput if that can't be read."""
         return self.secrets.values(self.specification) if self.provider.capabilities.sends_secrets else {}
 
     def unknown_secrets(self) -> list[str]:
-        """Returns the names of secrets whose values this process does not know, and so can't mask; on GKE, all."""
+        """Returns the names of secrets whose values this process does not know, and so can't mask; on GKE, all. Raises
+        as `secret_values`."""
         if not self.provider.capabilities.sends_secrets:
             return list(self.config.gke.secrets)
         known = self.secret_values()

@@ -308,8 +308,9 @@ class TpuVm:
     def _report_all(
         self, script: str, word: str, stdin: str | None = None, workers: Sequence[int] | None = None, *, timeout: float
     ) -> list[HostReport]:
-        """Runs a script on `workers` (None: all hosts), again where not reached. Returns reports, ok where it printed
-        `word`. Raises LaunchError if gcloud gives no addresses."""
+        """Runs a script (it must be safe to run again) on `workers` (None: all hosts), again where not reached.
+        `timeout`: seconds of each try. Returns reports in worker order, ok where it printed "tpu-launch WORKER `word`".
+        Raises LaunchError if gcloud gives no addresses."""
         chosen = range(self.host_count) if workers is None else workers
         return [
             host_scripts.parse_reports(result.stdout, word, [result.worker])[0]

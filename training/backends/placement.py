@@ -57,7 +57,8 @@ def slices(name: str, shape: tuple[int, ...], mesh: MeshShape, hosts: int) -> li
 
 
 def bytes_on_device(name: str, shape: tuple[int, ...], mesh: MeshShape) -> int:
-    """Returns the bytes of an fp32 tensor of the state on each device."""
+    """Returns the bytes that an fp32 tensor of the state takes on each device: a share if `place` splits it (without
+    padding), else all. `name`, `shape` (of the whole tensor): as there."""
     size = 4
     for length, axis in zip(shape, place(name, shape, mesh), strict=True):
         size *= length // mesh[axis] if axis else length

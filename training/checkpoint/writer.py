@@ -278,7 +278,7 @@ class CheckpointWriter:
         return all(self._storage.stat(join(folder, part.name)) is not None for part in manifest.parts)
 
     def _write_part(self, folder: str, name: str, data: memoryview) -> Part:
-        """Writes a part. Raises TrainError unless the stored size and checksum are those of `data`."""
+        """Writes a part. Raises TrainError unless the stored size and checksum are those of `data`; StorageError."""
         url = join(folder, name)
         written = self._storage.write(url, data)
         # For a file, `write` computes the checksum on the way to the disk; a bucket computes its own.

@@ -262,7 +262,8 @@ def verify(url: str, tokenizer_url: str | None) -> None:
 @option("--seed", type=int, default=0, help="As in the run.")
 @option("--percent", type=click.IntRange(1, 100), default=15, help="How many tokens are to be predicted.")
 def preview(url: str, tokenizer_url: str, count: int, step: int, global_batch_size: int, **options: int) -> None:
-    """Show the first rows of a step's batch as text, with masks or labels, as a run with these values gets them."""
+    """Show the first rows of a step's batch as text, with masks or labels, as a run with this batch size, seed and
+    percentage of masks gets them."""
     from training.data.loading.preview import preview_batch
     from training.data.loading.record_source import HostSlice
 

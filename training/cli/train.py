@@ -167,8 +167,8 @@ def exec_script(script: str, arguments: tuple[str, ...], runtime: str) -> None:
 
     As a run's command it starts on every host of a slice; Hugging Face's Trainer and Accelerate then train over all
     hosts. With torch-xla, CPU hosts and virtual TPUs have one process a host; gloo sums the gradients of CPU hosts.
-    torch-tpu needs TPUs, also virtual ones; the first process that fails ends the others, and the command has its exit
-    code.
+    With torch-tpu, which needs TPUs, also virtual ones, the first process that fails ends the others, and the command
+    has its exit code.
     """
     from training.cli.processes import run_chip_processes, run_on_host
 

@@ -88,8 +88,8 @@ FROM_SERVER: Kinds = {
 
 
 def decode(line: bytes | bytearray, kinds: Kinds) -> tuple[str, Message]:
-    """Parses a line as a message with just the fields of one of `kinds`; returns kind and message, or raises
-    Malformed."""
+    """Parses a line as a message with just the fields of one of `kinds`, whose checks their values pass; returns kind
+    and message, or raises Malformed."""
     try:
         message = json.loads(line.decode())
         # Raises for NaN, infinities and lone surrogates, anywhere in it; for nesting, before host 0's later encoding.

@@ -66,7 +66,7 @@ class Work:
 
 def read_work(module: bytes) -> Work:
     """Returns a step's cycles, as libtpu estimates them, and collectives, from a compiled program, a serialized
-    HloModuleProto. Counts no FLOPs."""
+    HloModuleProto. Counts a loop's operations once for each of its runs; none in branches of conditionals; no FLOPs."""
     operations = list(_find_operations(Module.FromString(module)))
     estimated = [(cycles, each.runs) for each in operations if (cycles := _estimate_cycles(each))]
     cycles, once = sum(cycles * runs for cycles, runs in estimated), sum(cycles for cycles, _ in estimated)

@@ -89,7 +89,7 @@ def bad_request(text: str, code: int = INVALID_ARGUMENT) -> ApiError:
 
 
 def accelerators_in(zone: str) -> list[str]:
-    """Returns the names of the accelerator types that a zone has."""
+    """Returns the names of the accelerator types that Cloud TPU's API creates in a zone; [] for an unknown zone."""
     return [name for name, accelerator in ACCELERATORS.items() if zone in accelerator.zones(Api.CLOUD_TPU)]
 
 
