@@ -109,9 +109,9 @@ def withdraw_unused(config: Config, say: Say, machine: Workstation) -> None:
 def _require_candidates(config: Config, record: RequestRecord, machine: Workstation) -> None:
     """Raises Conflict if our slice of a granted request is there, which the file, or the run after preflight, does not
     name: it would not be found, a second one created, and both billed. Raises LaunchError if Google does not answer."""
-    known = {(candidate, config.placed(candidate).node) for candidate in config.candidates}
+    known = {(candidate.zone, config.placed(candidate).node) for candidate in config.candidates}
     for request in record.open():
-        if request.granted is None or (request.candidate, request.node) in known:
+        if request.granted is None or (request.candidate.zone, request.node) in known:
             continue
         found = slices.describe_node(config.placed(request.candidate, request.node), machine)
         if found is not None and not slices.why_not_ours(found.labels, machine.owner):

@@ -322,6 +322,8 @@ def test_the_slice_of_a_killed_command_is_used_alone(cloud: Cloud, config: Confi
     assert create(cloud, config) == "v4-16"
     assert history(config) == [("v4-16", ""), ("v3-8", requests.WITHDRAWN)]
     assert record.open()[0].granted is not None
+    edited = config.slice.model_copy(update={"capacity": "on-demand", "candidates": []})
+    assert create(cloud, replace(config, slice=edited)) == "v4-16", "the edited file names the same node"
     record.end(record.open(), requests.TAKEN, 3.0)
     record.grant(record.ask(V3, "demo", 4.0), 5.0)
     candidates.withdraw_unused(config, print, cloud.machine())
@@ -378,14 +380,12 @@ def test_a_candidate_whose_name_another_user_has_is_not_waited_for(cloud: Cloud,
 
 def test_down_alone_deletes_a_slice_that_the_file_does_not_name_any_more(cloud: Cloud, config: Config) -> None:
     cloud.made_by(OURS, name="demo-9")
-    record = RequestRecord(config)
-    record.grant(record.ask(Candidate("v4-32", V4.zone, "spot"), "demo-9", cloud.clock.time()), cloud.clock.time())
+    (record := RequestRecord(config)).grant(record.ask(Candidate("v4-32", V4.zone, "spot"), "demo-9", 1.0), 2.0)
     for file in config, replace(config, slice=config.slice.model_copy(update={"candidates": []})):
         with pytest.raises(Conflict, match=r"as v4-32 .*, node demo-9, .*: `tpu-launch down` deletes it"):
             create(cloud, file)
     assert deletion.delete(config, print, cloud.machine())
-    assert nodes(cloud) == []
-    assert not RequestRecord(config).open()
+    assert (nodes(cloud), RequestRecord(config).open()) == ([], [])
 
 
 def test_the_time_to_a_grant_leaves_out_what_was_not_granted() -> None:
