@@ -87,7 +87,7 @@ def test_a_stuck_creation_has_no_end_in_sight(api: Any) -> None:
     assert api.operation(api.create("other")).ends_at < api.now + 60
 
 
-@pytest.mark.parametrize(("state", "starts"), [("REPAIRING", True), ("PREEMPTED", False)])
+@pytest.mark.parametrize(("state", "starts"), [("REPAIRING", True), ("PREEMPTED", False), ("DELETING", False)])
 def test_a_host_whose_fault_ends_starts_again_unless_its_node_is_lost(api: Any, state: str, starts: bool) -> None:
     node, engine = api.ready(), Mock()
     node.resource["state"], node.hosts[0].killed, node.hosts[0].restore_at = state, True, 1.0

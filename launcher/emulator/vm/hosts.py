@@ -216,7 +216,7 @@ class Hosts:
 
     def restore(self, host: Host) -> None:
         """Undoes kill, cut and hang; starts a host that is down, or raises EngineError. Its node's outage stays. The
-        host of a node that is gone, preempted, or stopped is not started."""
+        host of a node that is gone or going, preempted, or stopped is not started."""
         with self.store.change() as state:
             entry = state.find_host(host.hostname)
             cut, hung = host.cut, host.hung
@@ -225,7 +225,7 @@ class Hosts:
             self.wake(host)
         if cut:
             self.join(host)
-        if entry is not None and entry[0].state not in ("PREEMPTED", "STOPPING", "STOPPED"):
+        if entry is not None and entry[0].state not in ("PREEMPTED", "STOPPING", "STOPPED", "DELETING"):
             self.start(host)
 
     def resume(self) -> None:
