@@ -76,7 +76,8 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
     (r"gke-gcloud-auth-plugin.*(?:not found|no such file)", Exit.BAD_INPUT,
      "kubectl lacks GKE's login: install gke-gcloud-auth-plugin (`gcloud components install "
      "gke-gcloud-auth-plugin`)"),
-    (r"Max retries exceeded|NewConnectionError|NameResolutionError|name resolution", Exit.CLOUD_ERROR,
+    (r"(Max retries exceeded|NewConnectionError|NameResolutionError|name resolution)[\s\S]*getting credentials:",
+     Exit.CLOUD_ERROR,
      "Google does not answer kubectl's login ({0}): can your network reach it?"),  # of gcloud, in the plugin's message
     (r"\(Unauthorized\)|You must be logged in to the server|getting credentials: (.*)", Exit.PERMISSION,
      "the cluster does not accept your login: `gcloud auth login`, then `gcloud container clusters get-credentials "
