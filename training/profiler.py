@@ -99,7 +99,8 @@ class Profiler(contextlib.AbstractContextManager["Profiler"]):
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Begins a requested profile; runs the block, step `number` (from 0 on) with its data wait, as a part of it."""
+        """Begins a requested profile, which `check` ends; runs the block, step `number` (from 0 on) with its data wait,
+        as a part of it. If the request is bad or the profiler does not start, warns, and runs the block alone."""
         if self._folder and self._recording is None and (self._folder / "request.json").exists():
             self._begin(number)
         if self._recording is None:

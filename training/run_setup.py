@@ -140,7 +140,8 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 def open_task(config: TrainerConfig, cluster: Cluster) -> Task:
-    """Opens the data of the task that the configuration names. Raises BadInput if the data does not fit together."""
+    """Opens the data of the task that the configuration names, and starts the threads that read it, which the task's
+    `source.close()` ends. Raises BadInput if data is absent, damaged or does not fit together; StorageError."""
     return task_class(config.task)(config, cluster)
 
 

@@ -34,7 +34,8 @@ def execute(
 ) -> list[CommandReport]:
     """Runs a command in the live containers of the run (None: the slice's newest), on one host or all (None), and ends
     it after `seconds`. Emits its lines, secrets masked, as they come (through gcloud at its end). Returns each host's
-    exit code, or None and why its end was not seen. Raises BadInput if the run is not running, or has no such host."""
+    exit code, or None and why its end was not seen. Raises BadInput if the run is not running or has no such host, and
+    always on GKE; LaunchError if gcloud does not give the hosts' addresses."""
     with live_session(config, context, run_id) as session:
         workers = session.choose_workers(host)
         container = session.container(session.ledger.state.attempt)
@@ -61,9 +62,9 @@ def live_session(config: Config, context: Context, run_id: str | None) -> Iterat
 
 
 def explain_run(session: Session) -> tuple[str | None, str]:
-    """Takes the stacks of all hosts of a live run twice (10 to 60 s) and writes them, masked, into the run's folder.
-    Returns what the run waits for, in words (None if no stacks could be taken), and the folder's path. Raises
-    OSError."""
+    """Takes the stacks of all hosts of a live run twice (10 to 60 s) and writes them into the run's folder; masks
+    secrets whose values this process knows: on GKE, none. Returns what the run waits for, in words (None if no stacks
+    could be taken), and the folder's path. Raises OSError."""
     number, machine = session.ledger.state.attempt, session.machine
 
     def read(worker: int) -> Observation:
@@ -112,8 +113,9 @@ class Jupyter:
 
 def start_jupyter(session: Session, host: int, port: int) -> Jupyter:
     """Starts Jupyter in a host's container, at `port` of its loopback address or the next free one; returns when it has
-    printed its address. A thread lets it run for a week at most. Raises BadInput if the image has no Jupyter or the
-    slice is reached through gcloud alone; LaunchError if Jupyter ended, or printed no address within two minutes."""
+    printed its address. A thread lets it run for a week at most. Raises BadInput on GKE, if the image has no
+    Jupyter or the slice is reached through gcloud alone; LaunchError if Jupyter ended, or printed no address within two
+    minutes."""
     if session.config.run.transport == "gcloud" or session.config.slice.iap:  # lines come when a command has ended
         raise BadInput(
             "notebook: the address of Jupyter comes over our own ssh connections, and this slice is reached through "

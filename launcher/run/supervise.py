@@ -299,8 +299,8 @@ class _Supervision:
             self.last_line = now  # counts as output too, for when hosts that tell their progress have ended
 
     def _deliver(self, observation: Observation) -> bool:
-        """Writes new lines to the host's log and emits them; returns whether there were any. On a full disk says so
-        once and returns True: the lines are fetched again."""
+        """Writes new lines to the host's log and emits them; returns whether there were any. On a full,
+        read-only or broken disk says so once and returns True: the lines are fetched again. Raises other OSErrors."""
         try:
             fresh = self.logs[observation.worker].append_new(observation.lines, observation.since, observation.open)
         except OSError as error:

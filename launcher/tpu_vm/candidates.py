@@ -246,7 +246,8 @@ class Race:
         return limit - sum(_price(request.candidate) for request in self._open().values())
 
     def _open(self) -> dict[int, Recorded]:
-        """Returns the open requests by number, also entries that a `down` has just ended: their slices may be there."""
+        """Returns the open requests by number, also entries that a `down` has just ended: their slices may be there.
+        Raises LaunchError if the record's bucket does not answer; OSError."""
         return {item.number: item for item in (*self.record.open(), *(each.request for each in self.entries.values()))}
 
     def _ask(self) -> None:

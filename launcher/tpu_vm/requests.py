@@ -96,7 +96,7 @@ class RequestRecord:
 
     def open(self) -> list[Recorded]:
         """Returns the requests that have not ended, oldest first, after finishing a `share` that was killed. Raises
-        LaunchError if the bucket does not answer for that."""
+        LaunchError if the bucket does not answer for that; OSError."""
         if (self._folder / _MOVING).exists():
             try:
                 self.share(json.loads((self._folder / _MOVING).read_text())["url"])

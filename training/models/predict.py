@@ -74,9 +74,9 @@ def classify(folder: str, text: str, top: int, pair: str | None = None) -> list[
 
 
 def label_words(folder: str, text: str) -> list[ClassPrediction]:
-    """Returns the parts of `text` that have a label other than O, in order, with the label of each one's first token;
-    neighbours of one entity are one part. Raises as `go_on`, and BadInput for a text longer than the model's
-    positions."""
+    """Returns the parts of `text` that have a label other than O, in order, with the label of each one's first token,
+    without its B- or I-; neighbours of one entity are one part. Raises BadInput for a text longer than the model's
+    positions; StorageError; and transformers' own errors, as for a folder without weights."""
     with local_copy(folder) as local_folder:
         labeller = open_pipeline("token-classification", local_folder)
         _require_fits(labeller, text)

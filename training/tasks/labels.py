@@ -34,7 +34,8 @@ class LabelledRows(Task):
     label_dtype: npt.DTypeLike
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
-        """Opens the data and starts the reader's threads. Raises BadInput if data and configuration do not fit."""
+        """Opens the data and starts the reader's threads. Raises BadInput if data and configuration do not fit;
+        StorageError."""
         super().__init__(config, cluster)
         train, evaluation = self.data.train, self.data.evaluation
         if evaluation and evaluation.has_pairs != train.has_pairs:

@@ -173,7 +173,8 @@ class HostProgress:
         )
 
     def _write_repeatedly(self) -> None:
-        """Writes the file until the block of `writing` ends. A file that can't be written is tried again."""
+        """Writes the file every 5 s and within a second of a new phase, until the block of `writing` ends; not at its
+        end. Ignores OSError: the next write is due as usual."""
         written, phase = float("-inf"), ""
         while not self._is_over.is_set():
             line = self.line()

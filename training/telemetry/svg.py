@@ -186,7 +186,8 @@ def axis_ticks(low: float, high: float, about: int, *, whole: bool = False) -> l
 
 
 def format_number(value: float) -> str:
-    """Returns a short form: "12k" for 12000, "2e7" for 20 million."""
+    """Returns a short form: "12k" for 12000, "2e7" for 20 million. Rounds to 3 digits from 1e7 on and below 0.001, else
+    to 6."""
     if value and (abs(value) >= 1e7 or abs(value) < 1e-3):
         return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")
     return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:g}"

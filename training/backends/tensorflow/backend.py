@@ -174,7 +174,7 @@ class TensorFlow(Backend):
     @translate_failures()
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
         """Starts queued steps and copies the tensors named in `buffers` into them. Returns a Snapshot that is already
-        complete."""
+        complete. Raises OutOfMemory, LostPeer."""
         self._calls.flush()
         variables = self.state_variables()
         for name, buffer in buffers.items():
@@ -184,7 +184,8 @@ class TensorFlow(Backend):
 
     @translate_failures()
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
-        """Sets the variables named. Raises Damaged, and changes nothing, for an unknown name, type or shape."""
+        """Sets the variables named. Raises Damaged, and changes nothing, for an unknown name, type or shape;
+        OutOfMemory, LostPeer."""
         variables, specs = self.state_variables(), self.tensor_specs()
         for name, (spec, _) in tensors.items():
             if specs.get(name) != spec:

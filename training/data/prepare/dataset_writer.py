@@ -164,8 +164,9 @@ def _remove_preparing(url: str) -> None:
 
 
 def begin_dataset(url: str, plan: DatasetPlan) -> list[Mark]:
-    """Writes `.preparing/plan.json`. Returns the marks that an interrupted run left, from shard 0 to the first gap, or
-    the first whose shard is absent or has another size or CRC-32C, for which it reads local shards."""
+    """Writes `.preparing/plan.json`, over any there: `find_existing`, called first, refuses another plan. Returns
+    the marks that an interrupted run left, from shard 0 to the first gap, or the first whose shard is absent or has
+    another size or CRC-32C, for which it reads local shards; deletes none. Raises StorageError."""
     storage.write(storage.join(url, PREPARING, PLAN), _dump_plan(plan))
     stats = _stats_by_name(url)
     kept = [stat.url for stat in storage.listing(storage.join(url, PREPARING)) if stat.url.endswith(".tfrecord.json")]
