@@ -64,9 +64,8 @@ def parse_facts(lines: Iterable[str]) -> dict[str, Any]:
 
 
 def find_problems(facts: Facts, hosts: int, accelerator_type: str | None = None) -> list[Problem]:
-    """Returns the problems of one of `hosts` hosts, which reported `facts`; [] for none. Judges
-    nothing by a fact that is lost. Only little free disk is not
-    fatal. `accelerator_type`, such as "v3-8", only adds advice for v2 and v3."""
+    """Returns the problems of one of `hosts` hosts, which reported `facts`; [] for none. Judges nothing by a fact that
+    is lost. Only little free disk is not fatal. `accelerator_type`, such as "v3-8", only adds advice for v2 and v3."""
     slice_ = ACCELERATORS.get(accelerator_type or "")
     older = f"; {OLDER_TORCH_XLA}" if slice_ is not None and slice_.generation.name in ("v2", "v3") else ""
     recreate = f"`tpu-launch down`, then `up`: a host of a slice can't be exchanged{older}"

@@ -266,7 +266,8 @@ def list_folders(folder: str, storage: Storage = default_storage) -> dict[int, s
     for entry in storage.listing(folder):
         *_, parent, name = entry.url.split("/")
         step = step_of(parent)
-        if step is not None and entry.url == join(folder, parent, name):  # else a checkpoint that was set aside
+        above = entry.url.removesuffix(f"/{parent}/{name}")
+        if step is not None and above.rstrip("/") == folder.rstrip("/"):  # else a checkpoint that was set aside
             folders.setdefault(step, set()).add(name)
     return folders
 

@@ -137,8 +137,8 @@ def name_of(url: str) -> str:
 
 
 def split_remote(url: str) -> tuple[str, str]:
-    """Splits a gs:// URL (unchecked) into ("bucket", "a/b"), or ("bucket", ""). Raises BadInput unless
-    the bucket's name begins and ends with a letter or digit."""
+    """Splits a gs:// URL (unchecked) into ("bucket", "a/b"), or ("bucket", ""). Raises BadInput unless the
+    bucket's name begins and ends with a letter or digit."""
     bucket, _, name = url.removeprefix(REMOTE).partition("/")
     if not bucket[:1].isalnum() or not bucket[-1].isalnum():  # Google's client refuses it by a ValueError
         raise BadInput(f"{url}: expected gs://bucket/name; a bucket's name begins and ends with a letter or digit")

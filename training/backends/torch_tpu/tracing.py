@@ -9,13 +9,14 @@ buffer has a shape, but keeps only the values of small ones (a graph's constants
 is kept, and refused. Arguments of a function are words of 8 bytes: size, extensions, the object, and more."""
 
 import atexit
+import contextlib
 import ctypes
 import hashlib
 import math
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from ctypes import c_int64, c_uint32, c_uint64, c_void_p
@@ -189,26 +190,34 @@ class TorchTpuTracer:
         if self._worker is None:
             spawn = multiprocessing.get_context("spawn")
             self._worker = ProcessPoolExecutor(1, spawn, initializer=_end_with_parent)
-            try:
+            with _telling_of_its_end():
                 self._sizes = self._worker.submit(_open, self._open_backend, self._slice).result()
-            except BrokenProcessPool:
-                raise TrainError(
-                    "the process that builds the model ended early: what it printed is above; if that is nothing, it "
-                    "may have been killed because this machine's memory is too small"
-                ) from None
         return self._sizes
 
     def trace(self, kind: str, batch: Arrays) -> Program:
         """Traces the step (`kind` is "training") or the evaluation for a global batch, in the process that `open`,
-        which must come first, has started."""
+        which must come first, has started. Raises TrainError if the process dies."""
         assert self._worker is not None
-        return self._worker.submit(_trace, kind, batch).result()
+        with _telling_of_its_end():
+            return self._worker.submit(_trace, kind, batch).result()
 
     def close(self) -> None:
         """Ends the process that holds the model, and waits for its end."""
         if self._worker is not None:
             self._worker.shutdown()
             self._worker = None
+
+
+@contextlib.contextmanager
+def _telling_of_its_end() -> Iterator[None]:
+    """Turns the error of a block whose process has died into a TrainError."""
+    try:
+        yield
+    except BrokenProcessPool:
+        raise TrainError(
+            "the process that builds the model ended early: what it printed is above; if that is nothing, it may have "
+            "been killed because this machine's memory is too small"
+        ) from None
 
 
 def _end_with_parent() -> None:
