@@ -326,7 +326,8 @@ class RendezvousClient(Rendezvous):
         may be stuck in a collective that never returns."""
         if not self._closing.wait(GRACE):
             kind = "stopped" if code == Exit.SAVED else "lost peer"
-            print(f"tpu-train: {kind}: {message}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                print(f"tpu-train: {kind}: {message}", file=sys.stderr, flush=True)
             self._machine.exit(code)
 
 

@@ -216,4 +216,5 @@ class RendezvousServer:
 
 
 def _warn(event: str) -> None:
-    print(f"tpu-train: the rendezvous server {event}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk must not end the server
+        print(f"tpu-train: the rendezvous server {event}", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ program is a warning, not an error, because it may fit too. Imports nothing but 
 launcher imports the variable's name from here.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -32,13 +33,14 @@ class CheckedPrograms:
         program_hash = self._run[kind, *shapes] = hash_program()
         if program_hash not in self._checked and self._warns:
             arrays = ", ".join(str(list(shape)) for shape in shapes)
-            print(
-                f"tpu-train: warning: the {kind} program for arrays {arrays} is {program_hash}, which is none that "
-                f"preflight compiled ({', '.join(sorted(self._checked))}): whether it fits was not checked; "
-                "`tpu-launch preflight` checks it",
-                file=sys.stderr,
-                flush=True,
-            )
+            with contextlib.suppress(OSError):  # a full disk must not end the run
+                print(
+                    f"tpu-train: warning: the {kind} program for arrays {arrays} is {program_hash}, which is none that "
+                    f"preflight compiled ({', '.join(sorted(self._checked))}): whether it fits was not checked; "
+                    "`tpu-launch preflight` checks it",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def summary(self) -> str | None:
         """Returns the result in a few words; None if no preflight preceded the run."""
