@@ -79,8 +79,8 @@ class Hub(LoopbackServer):
 
     def _create(self, wanted: Mapping[str, Any]) -> HttpResponse:
         name = f"{wanted['organization']}/{wanted['name']}"
-        self.repositories.setdefault(name, Repository(private=bool(wanted.get("private"))))
-        return json_response({"url": f"{self.url}/{name}", "name": name}, 200 if name not in self.repositories else 409)
+        is_new = self.repositories.setdefault(name, own := Repository(private=bool(wanted.get("private")))) is own
+        return json_response({"url": f"{self.url}/{name}", "name": name}, 200 if is_new else 409)
 
     def _action(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Returns what a client must do with an LFS object: nothing if the server has it."""
