@@ -173,7 +173,8 @@ def _merge_additions(
         )  # (rank, inputs), (outputs, rank)
         product = second @ first * np.float32(lora.alpha / lora.rank)
         own = np.frombuffer(buffers[f"{layer}.weight"], np.float32)
-        own += (product.T if turned else product).reshape(-1)
+        is_turned = turned and tuple(weights[f"{layer}.weight"].shape) == product.T.shape  # GPT-2's head is not
+        own += (product.T if is_turned else product).reshape(-1)
 
 
 def _are_turned(weights: Mapping[str, TensorSpec]) -> bool:
