@@ -221,15 +221,15 @@ def interleave(seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Mach
     return machines
 
 
-@pytest.mark.parametrize("block", others_at_night(range(40), now=[0, 1]))
+@pytest.mark.parametrize("block", others_at_night(range(20), now=[0]))
 def test_one_of_two_supervisors_makes_a_decision(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1,000 interleavings, of which the fast tests run 50; each takes a quarter of a second of the processor."""
     lost = 0
-    for seed in range(block * 25, block * 25 + 25):
+    for seed in range(block * 50, block * 50 + 50):
         machines = interleave(seed, tmp_path / str(seed), monkeypatch)
         check(machines)
         lost += len(machines.exits)
-    assert lost > 2, "supervisors lose their leases"
+    assert lost, "supervisors lose their leases"
 
 
 @pytest.fixture
