@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # google-cloud-storage looks at the bucket beside the first request, and after a 404
 LIBRARY_THREADS = ("_fetch_background", "_verify_existence_background")
-PATIENCE_SECONDS = 10.0  # a thread that was told to end may need the processor first
+PATIENCE_SECONDS = 60.0  # a thread that was told to end may need the processor first
 
 
 def fail_on_leftovers() -> Iterator[None]:
