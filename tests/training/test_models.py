@@ -316,7 +316,7 @@ def test_a_killed_upload_leaves_no_files(upload: Upload, tmp_path: Path, monkeyp
 
 def test_an_upload_whose_output_cannot_be_read_fails_alone(upload: Upload, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("training.models.hub._last_lines", int)  # raises TypeError
-    assert upload("", wait_seconds=5)[0]["error"].startswith("TypeError: ")
+    assert upload("", wait_seconds=60)[0]["error"].startswith("TypeError: ")
 
 
 def test_a_result_is_a_step_and_a_commit_and_nothing_else() -> None:

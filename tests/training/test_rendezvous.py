@@ -43,8 +43,8 @@ from training.distributed.shutdown import ShutdownRequest
 code, why, meeting = 1, "", None
 rendezvous.STOP_PATIENCE = rendezvous.WITHOUT_LOCK_SECONDS = 1.0
 say = functools.partial(print, flush=True)
-def meet(name):
-    say(json.dumps(meeting.meet(name, {"from": os.environ["TPU_WORKER_ID"]})))
+def meet(name, seconds=None):
+    say(json.dumps(meeting.meet(name, {"from": os.environ["TPU_WORKER_ID"]}, seconds)))
 def sleep(seconds):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -109,7 +109,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def test_a_missing_host_is_named_with_its_last_phase(hosts: Hosts) -> None:
-    waiting = [hosts.start(worker, 3, MEET, "meet('saved')", "meet('checkpoint 40')", WAIT="3") for worker in (0, 1)]
+    waiting = [hosts.start(worker, 3, MEET, "meet('saved')", "meet('checkpoint 40', 3)") for worker in (0, 1)]
     save = "sleep(0.7)", "meeting.set_background_phase('saving')", "meet('saved')", "meeting.set_background_phase('')"
     hosts.start(2, 3, MEET, "meeting.set_phase('step 39')", *save, "sleep(30)")
     for process in waiting:

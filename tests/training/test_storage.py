@@ -91,7 +91,7 @@ def test_the_age_of_an_object_is_told_by_the_bucket_s_clock(gcs: Any, monkeypatc
     storage.write("gs://bucket/x", b"")
     later = formatdate(time.time() + 100, usegmt=True)
     monkeypatch.setattr("launcher.emulator.http_server._Connection.date_time_string", lambda connection: later)
-    assert 98 < storage.stat("gs://bucket/x").age <= 100
+    assert 98 < storage.stat("gs://bucket/x").age < 150  # written before it
 
 
 def test_a_replaced_or_deleted_object_is_not_read_under_its_old_generation(gcs: Any) -> None:
