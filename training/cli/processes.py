@@ -245,14 +245,18 @@ def describe_failure(failed: RankProcess, number: int, requested: bool) -> str:
 
 def _await_failure(ranks: Sequence[RankProcess]) -> RankProcess | None:
     """Waits until a process fails, and returns it; None when all have ended well. Of several that fail within one poll,
-    one that was killed is the cause, and one that lost a peer is not."""
+    or two after a lost peer, one that was killed is the cause, and one that lost a peer is not."""
+    has_lost_peer = False
     while True:
         codes = [rank.code for rank in ranks]
         failed = [rank for rank, code in zip(ranks, codes, strict=True) if code]
         if failed:
             killed = -signal.SIGKILL
-            return min(failed, key=lambda rank: (rank.code == Exit.LOST_PEER, rank.process.returncode != killed))
-        if None not in codes:
+            cause = min(failed, key=lambda rank: (rank.code == Exit.LOST_PEER, rank.process.returncode != killed))
+            if has_lost_peer or cause.code != Exit.LOST_PEER:
+                return cause
+            has_lost_peer = True  # a dying process loses its connections before its parent sees its end
+        elif None not in codes:
             return None
         time.sleep(_POLL_SECONDS)
 
