@@ -54,8 +54,8 @@ try:
     stopping = ShutdownRequest()
     if os.environ.get("ASKED"):
         threading.Timer(float(os.environ["ASKED"]), stopping.request).start()
-    start, seconds = (float(os.environ.get(name, "20")) for name in ("START", "WAIT"))
-    meeting = join(discover(), stopping, RendezvousSection(start_seconds=start, seconds=seconds, lost_seconds=3))
+    start = float(os.environ.get("START", "20"))
+    meeting = join(discover(), stopping, RendezvousSection(start_seconds=start, seconds=20, lost_seconds=3))
     for line in sys.argv[1:]:
         exec(line)
     code = 0
@@ -90,7 +90,7 @@ class Hosts:
 
 def end(process: subprocess.Popen[str], code: int = 0) -> str:
     """Waits for the end of a host, which must be with this exit code. Returns what it printed."""
-    text, _ = process.communicate(timeout=20)
+    text, _ = process.communicate(timeout=60)
     assert process.returncode == code, text
     return text
 
@@ -189,7 +189,7 @@ def test_a_blocking_framework_ends_its_process_in_time_with_stack_traces(
     block = f"with meeting.limit('opening the devices', 1): ctypes.{library}(None).sleep(60)"
     lines = (MEET, "meeting.set_phase('loading the framework')", block)
     processes = [hosts.start(worker, count, *lines) for worker in range(count)]
-    ended = [process.communicate(timeout=20)[0] for process in processes]
+    ended = [process.communicate(timeout=60)[0] for process in processes]
     codes = {process.returncode for process in processes}
     assert Exit.FAILED in codes, ended
     assert codes <= {Exit.FAILED, Exit.LOST_PEER}, ended  # the first to leave ends the other
