@@ -143,7 +143,7 @@ def profile(config: Config, run_id: str | None, steps: int, host: int | None, se
 @configured
 def explain(config: Config, run_id: str | None) -> None:
     """Say where every host of the live run is, and which one differs. Takes stacks twice, 5 s apart, and keeps them in
-    the run's folder here, secrets masked; the run goes on.
+    the run's folder here; masks the secrets whose values are known here, on GKE none. The run goes on.
 
     \b
     tpu-launch explain -f run.yaml
