@@ -138,12 +138,12 @@ def test_conflicts_with_other_changes_pass_and_one_with_another_slice_is_told(pa
 def test_a_changed_host_key_is_told_and_not_trusted(pair: EmulatedSlice) -> None:
     keep = "mkdir -p /root/kept && cp -p /etc/ssh/ssh_host_* /root/kept/"
     make = "f=/etc/ssh/ssh_host_${kind}_key; rm $f; ssh-keygen -q -t $kind -N '' -f $f"
-    on_host(pair, 1, f"{keep}; for kind in ed25519 ecdsa; do {make}; done; pkill -HUP -o sshd")
+    is_back = "until ssh-keyscan 127.0.0.1 2>/dev/null | grep -q ed25519; do sleep 0.1; done"
+    on_host(pair, 1, f"{keep}; for kind in ed25519 ecdsa; do {make}; done; pkill -HUP -o sshd; {is_back}")
     try:
         ended = pair.begin_run(WAITS).end(300)  # at once but for a busy machine; gcloud alone tries for 47 s
         ended.require(24, "host 1: ", "the host key of worker 1", "has changed")
     finally:
-        on_host(pair, 1, "cp -p /root/kept/* /etc/ssh/; pkill -HUP -o sshd")
-    # gcloud itself connects to a host whose key has changed. What it started there waits for secrets, which such a host
-    # does not get, and the next start removes it.
+        on_host(pair, 1, f"cp -p /root/kept/* /etc/ssh/; pkill -HUP -o sshd; {is_back}")
+    # gcloud itself connects to such a host; what it starts there waits for secrets, and the next start removes it.
     pair.begin_run("echo well").end(60).require(0, "[0] well", "[1] well")
