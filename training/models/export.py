@@ -25,7 +25,15 @@ from training.checkpoint.tensors import Damaged, Slice, TensorSpec, encode, whol
 from training.config import Lora, TrainerConfig, restore
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput
-from training.models.hugging_face import CONFIG, WEIGHTS, ModelRequirements, build_model_config, is_of_head
+from training.models.hugging_face import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    CONFIG,
+    WEIGHTS,
+    ModelRequirements,
+    build_model_config,
+    is_of_head,
+)
 from training.registry import TASKS
 from training.storage import Storage, join
 from training.storage.hub import TOKENIZER_FILES, tokenizer_folder
@@ -126,7 +134,6 @@ def _require_tokenizer(place: str, manifest: Manifest, settings: TrainerConfig, 
         )
 
 
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _TASK_TYPES = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS"}  # peft's; it has none for MaskedLM
 

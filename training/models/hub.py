@@ -23,7 +23,7 @@ from training.config import Hub
 from training.errors import BadInput, TrainError
 from training.machine import SYSTEM, Machine
 from training.models import export
-from training.models.hugging_face import read_config
+from training.models.hugging_face import ADAPTER_CONFIG, read_config
 from training.registry import TASKS, task_of_model
 from training.storage.hub import is_on_hub
 from training.telemetry.metrics import read_history
@@ -58,7 +58,7 @@ def push_model(
             try:
                 api.create_repo(repository, private=private, exist_ok=True)
                 if not api.file_exists(repository, CARD):
-                    adapter = Path(folder) / export.ADAPTER_CONFIG  # instead of config.json
+                    adapter = Path(folder) / ADAPTER_CONFIG  # instead of config.json
                     config = json.loads(adapter.read_text()) if adapter.exists() else read_config(folder)
                     card = render_card(repository, config, last_figures(run, exported_step))
                     (Path(folder) / CARD).write_text(card)

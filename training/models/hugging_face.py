@@ -97,6 +97,7 @@ def dropout_rates(values: Mapping[str, object], rate: float | None) -> dict[str,
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # of an adapter alone
 # Keys of config.json that are sizes of a network. Some families have them under other names.
 SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",

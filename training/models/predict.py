@@ -8,7 +8,7 @@ from typing import Any
 
 from training import storage
 from training.errors import BadInput
-from training.models.hugging_face import WEIGHTS, has_weights, read_config, usable_positions
+from training.models.hugging_face import ADAPTER_CONFIG, WEIGHTS, has_weights, read_config, usable_positions
 from training.registry import BACKENDS, TASKS, load, task_of_model
 from training.storage.hub import local_copy, model_folder
 
@@ -112,7 +112,7 @@ def _require_model(folder: str) -> None:
     TRANSFORMERS_VERBOSITY to error, unless it is set."""
     local_folder = model_folder(folder)
     if not has_weights(local_folder):
-        if storage.stat(storage.join(local_folder, "adapter_config.json")):
+        if storage.stat(storage.join(local_folder, ADAPTER_CONFIG)):
             raise BadInput(f"{folder} has a LoRA adapter alone: set lora.merge for a whole model, or load it with peft")
         raise BadInput(
             f"{folder} is not a model folder: it has no {WEIGHTS}. `tpu-train export RUN {folder}` writes one"
