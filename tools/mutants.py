@@ -69,7 +69,7 @@ for seed in sys.stdin.read().split():
         sys.exit(f"{seed}: {broken[0][0]}")
 """
 # What only says something: a mutant there is for readers of messages, not for these tests.
-_WORDS = {"say", "_say", "warn", "_warn", "debug", "info", "warning", "log", "_log", "print", "explain"}
+_WORDS = {"say", "_say", "tell", "warn", "_warn", "debug", "info", "warning", "log", "_log", "print", "explain"}
 
 
 @dataclass

@@ -223,6 +223,13 @@ class Machine:
 SYSTEM = Machine()
 
 
+def tell(message: str) -> None:
+    """Prints "tpu-train: MESSAGE" on standard error (standard output is for results). Ignores a failed write: a full
+    disk or a closed pipe must neither end a thread nor change the exit code."""
+    with contextlib.suppress(OSError):
+        print(f"tpu-train: {message}", file=sys.stderr, flush=True)
+
+
 def exit_at_once(code: int, machine: Machine = SYSTEM) -> NoReturn:
     """Flushes standard output and error, and ends the process at once, without Python's clean-up."""
     for stream in (sys.stdout, sys.stderr):

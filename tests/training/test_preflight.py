@@ -221,8 +221,8 @@ def test_the_hash_ignores_names_and_layouts_but_not_shapes() -> None:
 
 def test_programs_are_compared_only_if_comparable() -> None:
     environment = {"TPU_LAUNCH_PREFLIGHT": "abc,def"}
-    assert CheckedPrograms({}, comparable=True, warns=True).summary() is None
-    not_comparable = CheckedPrograms(environment, comparable=False, warns=True)
+    assert CheckedPrograms({}, comparable=True, warn=pytest.fail).summary() is None
+    not_comparable = CheckedPrograms(environment, comparable=False, warn=pytest.fail)
     not_comparable.compare("training", [(1, 2)], lambda: pytest.fail("nothing is to be compared"))
     assert not_comparable.summary() == "not compared: this backend or machine does not run programs for a whole slice"
 

@@ -39,7 +39,7 @@ from training.accelerators import ACCELERATORS
 from training.distributed import torch_tpu
 from training.distributed.cluster import SECRET_VARIABLE, Cluster, device_kind, discover, tpu_environment
 from training.errors import BadInput, Exit, TrainError
-from training.machine import exit_at_once
+from training.machine import exit_at_once, tell
 from training.telemetry.console import warn
 from training.telemetry.progress_line import FILE_VARIABLE
 
@@ -225,8 +225,7 @@ def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]])
     if failed is None:
         return Exit.FINISHED
     assert failed.code is not None
-    with contextlib.suppress(OSError):  # a full disk must not change the exit code
-        print(describe_failure(failed, len(ranks), bool(requested)), file=sys.stderr, flush=True)
+    tell(describe_failure(failed, len(ranks), bool(requested)))
     return failed.code
 
 
@@ -240,7 +239,7 @@ def describe_failure(failed: RankProcess, number: int, requested: bool) -> str:
     after = "" if requested or number == 1 else f"; the other {number - 1} processes of this host were stopped"
     lines = "".join(f"\n  {line}" for line in failed.last_lines)
     kind = "stopped" if requested or failed.code == Exit.SAVED else "error"
-    return f"tpu-train: {kind}: rank {failed.rank} {how}{after}. Its last lines:{lines or ' none'}"
+    return f"{kind}: rank {failed.rank} {how}{after}. Its last lines:{lines or ' none'}"
 
 
 def _await_failure(ranks: Sequence[RankProcess]) -> RankProcess | None:

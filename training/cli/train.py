@@ -21,9 +21,8 @@ import click
 
 from training.cli import EndAtOnce, option, set_option, step_option
 from training.errors import Exit, LostPeer, OutOfMemory, TrainError, is_out_of_memory
-from training.machine import SYSTEM, Machine, exit_at_once
+from training.machine import SYSTEM, Machine, exit_at_once, tell
 from training.registry import BACKENDS
-from training.telemetry.console import note
 
 if TYPE_CHECKING:
     from training.config import TrainerConfig
@@ -245,7 +244,7 @@ def ending_process(rendezvous: Rendezvous, machine: Machine = SYSTEM) -> Iterato
         message = f"{type(error).__name__}: {error}"
         if is_out_of_memory(error):
             message = str(OutOfMemory(message))
-            note(f"error: {message}")
+            tell(f"error: {message}")
         else:
             traceback.print_exc()
     finally:
@@ -260,11 +259,11 @@ def exit_overdue(rendezvous: Rendezvous, seconds: float, machine: Machine = SYST
         f"could not stop in good order within {seconds:g} s (checkpoint.stop_seconds); the run goes on from its last "
         "commit"
     )
-    note(f"stopped: {message}")
+    tell(f"stopped: {message}")
     rendezvous.close(Exit.SAVED, message, overdue=True)
     exit_at_once(Exit.SAVED, machine)
 
 
 def print_error(error: TrainError) -> None:
     """Prints an error's message on standard error, after its heading."""
-    note(f"{error.heading}{error}")
+    tell(f"{error.heading}{error}")

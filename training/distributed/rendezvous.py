@@ -32,7 +32,7 @@ from training.distributed.rendezvous_server import RendezvousServer
 from training.distributed.server_protocol import summarize
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import Exit, LostPeer, StopRequested, TrainError
-from training.machine import SYSTEM, Connection, Machine
+from training.machine import SYSTEM, Connection, Machine, tell
 
 STOP_PATIENCE = 10.0  # seconds that a host at start-up waits for other hosts after it was asked to stop
 GRACE = 1.0  # seconds in which the main thread may end by itself after a peer is lost
@@ -101,8 +101,7 @@ class Rendezvous:
             )
             if machine is SYSTEM:
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
-            with contextlib.suppress(OSError):
-                print(f"tpu-train: error: {message}", file=sys.stderr, flush=True)
+            tell(f"error: {message}")
             self.close(int(Exit.FAILED), message)
             machine.exit(int(Exit.FAILED))
 
@@ -325,9 +324,7 @@ class RendezvousClient(Rendezvous):
         """Waits GRACE, 1 s, for `close`; without it, prints `message` and ends the process with `code`: the main thread
         may be stuck in a collective that never returns."""
         if not self._closing.wait(GRACE):
-            kind = "stopped" if code == Exit.SAVED else "lost peer"
-            with contextlib.suppress(OSError):
-                print(f"tpu-train: {kind}: {message}", file=sys.stderr, flush=True)
+            tell(f"{'stopped' if code == Exit.SAVED else 'lost peer'}: {message}")
             self._machine.exit(code)
 
 

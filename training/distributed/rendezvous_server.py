@@ -10,14 +10,13 @@ import contextlib
 import errno
 import selectors
 import socket
-import sys
 from collections import deque
 from dataclasses import dataclass, field
 
 from training.distributed.cluster import Cluster
 from training.distributed.handshake import describe_error, host_credentials
 from training.distributed.server_protocol import Actions, HandOver, ServerProtocol, name_hosts
-from training.machine import SYSTEM, Connection, Machine
+from training.machine import SYSTEM, Connection, Machine, tell
 
 TICK = 0.5  # seconds between checks of deadlines
 _ACCEPTED_AT_ONCE = 64  # then open connections have their turn
@@ -94,7 +93,7 @@ class RendezvousServer:
                     next_tick = now + TICK
                     self._perform(self._protocol.tick(now))
         except Exception as error:  # a bug: the hosts notice at once that their connections close
-            _warn(f"failed: {describe_error(error)}")
+            tell(f"the rendezvous server failed: {describe_error(error)}")
         finally:
             self._listener.close()
             for connection in (*(peer.socket for peer in self._connections), *self._exchange.values()):
@@ -139,7 +138,7 @@ class RendezvousServer:
             elif events & selectors.EVENT_READ:
                 self._perform(self._read(connection))
         except Exception as error:  # a bug in handling one host must not end the server of all
-            _warn(f"closes a connection: {describe_error(error)}")
+            tell(f"the rendezvous server closes a connection: {describe_error(error)}")
             self._perform(self._protocol.drop(connection))
 
     def _read(self, connection: _Peer) -> Actions:
@@ -213,8 +212,3 @@ class RendezvousServer:
         """Stops watching a connection, whose socket stays open."""
         del self._connections[connection]
         self._selector.unregister(connection.socket)
-
-
-def _warn(event: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk must not end the server
-        print(f"tpu-train: the rendezvous server {event}", file=sys.stderr, flush=True)

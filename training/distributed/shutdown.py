@@ -16,14 +16,12 @@ minutes. So a thread reads the signals from the interpreter's wake-up pipe: a se
 hangs.
 """
 
-import contextlib
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from types import FrameType
 
-from training.machine import SYSTEM, Machine
+from training.machine import SYSTEM, Machine, tell
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 ONE_REQUEST_SECONDS = 30.0  # in which all SIGTERMs are one request, at least: a preempted host has that long
@@ -87,20 +85,14 @@ class ShutdownRequest:
             self._began = now
             self._requested.set()
             self._count_down()
-            _say("asked to stop: all hosts will finish this step, save and leave; Ctrl-C twice leaves at once")
+            tell("asked to stop: all hosts will finish this step, save and leave; Ctrl-C twice leaves at once")
             return
         limit = self._deadline[0] if self._deadline else 0.0
         is_over = number == signal.SIGTERM and now - self._began >= max(limit, ONE_REQUEST_SECONDS)
         if is_over or self._interrupts > 1:
-            _say("asked to stop again: leaving at once, without saving")
+            tell("asked to stop again: leaving at once, without saving")
             self._machine.exit(128 + number)
-        _say("asked to stop again: this host saves first")
-
-
-def _say(message: str) -> None:
-    """Prints "tpu-train: " and the message to stderr; ignores a broken stream."""
-    with contextlib.suppress(OSError):  # the thread that reads signals must survive
-        print(f"tpu-train: {message}", file=sys.stderr, flush=True)
+        tell("asked to stop again: this host saves first")
 
 
 def install_signal_handlers() -> ShutdownRequest:

@@ -10,18 +10,14 @@ import shutil
 import sys
 from typing import Any, TextIO
 
+from training.machine import tell
+
 _CLEAR = "\r\x1b[2K"
 
 
 def warn(message: str) -> None:
     """Prints a warning on standard error."""
-    note(f"warning: {message}")
-
-
-def note(message: str) -> None:
-    """Prints "tpu-train: MESSAGE" on standard error (standard output is for results); a failed write is ignored."""
-    with contextlib.suppress(OSError):  # a full disk or a closed pipe must not change the exit code
-        print(f"tpu-train: {message}", file=sys.stderr, flush=True)
+    tell(f"warning: {message}")
 
 
 class Console:

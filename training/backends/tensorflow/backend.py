@@ -38,6 +38,7 @@ from training.models.hugging_face import ModelRequirements
 from training.preflight.checked_programs import CheckedPrograms
 from training.registry import OPTIMIZERS, TASKS, load
 from training.tasks.task import Task
+from training.telemetry.console import warn
 
 
 class TensorFlow(Backend):
@@ -58,7 +59,7 @@ class TensorFlow(Backend):
         # Without this a TPU rounds the factors of fp32 products to bf16.
         tf.config.experimental.enable_tensor_float_32_execution(False)
         self._config = config
-        self._checked = CheckedPrograms(os.environ, comparable=False, warns=cluster.is_first)
+        self._checked = CheckedPrograms(os.environ, comparable=False, warn=warn)
         began = time.monotonic()
         self._replicas = replicas or Replicas()
         opened = time.monotonic()

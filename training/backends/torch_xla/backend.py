@@ -44,6 +44,7 @@ from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.tcp_allreduce import TcpAllReduce
+from training.machine import tell
 from training.models.hugging_face import ModelRequirements
 from training.models.torch.layer_scan import choose_layers
 from training.models.torch.long_attention import Kernel
@@ -51,7 +52,7 @@ from training.models.torch.network import slow_parts
 from training.preflight.checked_programs import CheckedPrograms
 from training.preflight.compiler import hash_hlo
 from training.registry import OPTIMIZERS, TASKS, load
-from training.telemetry.console import note, warn
+from training.telemetry.console import warn
 
 
 class TorchXla(Backend):
@@ -90,7 +91,8 @@ class TorchXla(Backend):
             barrier=xm.optimization_barrier_, loop=internals.loop_over,
             kernel=self._find_kernel(config, cluster, only_traces),
         )  # fmt: skip
-        self._checked = CheckedPrograms(os.environ, comparable=self.sharding.is_spmd, warns=cluster.is_first)
+        say, warn_here = (tell, warn) if cluster.is_first else (lambda _line: None,) * 2
+        self._checked = CheckedPrograms(os.environ, comparable=self.sharding.is_spmd, warn=warn_here)
         # What earlier runs in this process have counted.
         self._before = read_counts()
         layers = choose_layers(network, config.train) if self.sharding.is_spmd else None
@@ -98,7 +100,6 @@ class TorchXla(Backend):
         self._stepped = False
         task_sums = load(TASKS[config.task].torch)
         self._step = TrainingStep(config, cluster, self.state, self.sharding, task_sums)
-        say, warn_here = (note, warn) if cluster.is_first else (lambda _line: None,) * 2
         is_fast = noise is not None or layers is not None or network.attention_note is not None
         is_own = environment["PJRT_DEVICE"] == "CPU" and not self.sharding.is_spmd  # preflight traces for others
         slow = describe_slow_products() if is_own else None
