@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import paramiko
@@ -50,8 +50,7 @@ class _AliasKeys(paramiko.MissingHostKeyPolicy):
     """Checks a host's key under the alias by which gcloud keeps it, and refuses an unknown one."""
 
     def __init__(self, address: Address, known: Callable[[str], HostKeys]) -> None:
-        self.address = address
-        self.known = known
+        self.address, self.known = address, known
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
         """Raises HostKeyUnknown for an unknown key, SSHException for another key than the known one. The latter is no
@@ -82,7 +81,7 @@ class SshClient:
         """Opens a connection. Raises ConnectionFailed, `refused` for an unknown host key, or a user key that the host
         rejects or only ssh can read."""
         try:
-            with _failures():
+            with _translate_failures():
                 return SshConnection(self._open(address))
         except TimeoutError:
             raise ConnectionFailed(f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s") from None
@@ -177,7 +176,7 @@ class SshConnection:
         three have surrogates for bytes that are not UTF-8. Raises TimeoutError after `timeout` seconds (a second later
         while output comes), and ConnectionFailed: the command may have run, and may still run."""
         deadline = time.monotonic() + timeout
-        with self._open_channel(timeout) as channel:
+        with _translate_failures(), self._open_channel(timeout) as channel:
             channel.exec_command(command)
             if stdin is not None:
                 channel.sendall(stdin.encode(errors="surrogateescape"))
@@ -190,41 +189,30 @@ class SshConnection:
         """Runs a command line, whose standard input stays open, and passes each line of its output and error output to
         `on_line` as it comes, with U+FFFD for bytes that are not UTF-8. Returns its exit code. Raises as `run`, and
         what `on_line` raises, which ends the channel."""
-        deadline, raised = time.monotonic() + timeout, list[OSError]()
-
-        def pass_on(line: bytes) -> None:
-            try:
-                on_line(line.decode(errors="replace").removesuffix("\r"))
-            except OSError as error:  # the terminal is gone, or the disk full: no failure of the connection
-                raised.append(error)
-                raise
-
-        try:
-            with self._open_channel(timeout) as channel:
+        deadline = time.monotonic() + timeout
+        # `on_line` is called outside `_translate_failures`: an OSError of the terminal or the disk is the caller's.
+        with self._open_channel(timeout) as channel:
+            with _translate_failures():
                 channel.set_combine_stderr(True)
                 channel.exec_command(command)
-                rest = b""
-                for data in _receive(channel, channel.recv, deadline):
-                    *lines, rest = (rest + data).split(b"\n")
-                    for line in lines:
-                        pass_on(line)
-                if rest:
-                    pass_on(rest)
-                return _wait_for_exit_code(channel, deadline)
-        except ConnectionFailed:
-            if raised:
-                raise raised[0] from None
-            raise
+            for line in _lines(_receive(channel, channel.recv, deadline)):
+                on_line(line.decode(errors="replace").removesuffix("\r"))
+            return _wait_for_exit_code(channel, deadline)
 
     @contextlib.contextmanager
     def _open_channel(self, timeout: float) -> Iterator[paramiko.Channel]:
-        """Opens a channel for one command, in `timeout` seconds or, if less, 10. In its block, a wait of more than
-        `timeout` raises TimeoutError, and other errors of ssh and sockets become ConnectionFailed."""
+        """Opens a channel for one command, in `timeout` seconds or, if less, 10, and closes it after the block. Raises
+        ConnectionFailed, TimeoutError; a wait in the block for more than `timeout` raises TimeoutError."""
         if (transport := self._connection.client.get_transport()) is None:
             raise ConnectionFailed("another thread closed the connection")
-        with _failures(), transport.open_session(timeout=min(timeout, _CHANNEL_SECONDS)) as channel:
-            channel.settimeout(timeout)
+        with _translate_failures():
+            channel = transport.open_session(timeout=min(timeout, _CHANNEL_SECONDS))
+        channel.settimeout(timeout)
+        try:
             yield channel
+        finally:
+            with _translate_failures():
+                channel.close()
 
     def close(self) -> None:
         """Closes the connection, also a broken one; commands that run on it fail."""
@@ -236,7 +224,7 @@ class SshConnection:
 
 
 @contextlib.contextmanager
-def _failures() -> Iterator[None]:
+def _translate_failures() -> Iterator[None]:
     """Turns errors of paramiko and sockets in its block into ConnectionFailed; lets TimeoutError pass."""
     try:
         yield
@@ -250,15 +238,27 @@ def _failures() -> Iterator[None]:
 
 
 def _receive(channel: paramiko.Channel, read: Callable[[int], bytes], deadline: float) -> Iterator[bytes]:
-    """Yields what a channel receives until its end. Raises TimeoutError if it does not end by the deadline (monotonic
-    clock), or at once after it: when nothing comes for 10 ms, or something still comes a second later."""
+    """Yields what a channel receives until its end. Raises ConnectionFailed; TimeoutError if it does not end by the
+    deadline (monotonic clock): when nothing comes for 10 ms after it, or something still comes a second later."""
     while True:
         channel.settimeout(max(0.01, deadline - time.monotonic()))
-        if not (data := read(1 << 16)):
+        with _translate_failures():
+            data = read(1 << 16)
+        if not data:
             return
         yield data
         if time.monotonic() > deadline + 1:
             raise TimeoutError
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields the lines of an output that arrives in pieces, without their ends; the last one may have had none."""
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+    if rest:
+        yield rest
 
 
 def _wait_for_exit_code(channel: paramiko.Channel, deadline: float) -> int:

@@ -143,7 +143,7 @@ def test_host_keys_are_read_again_when_their_file_has_changed(tmp_path: Path) ->
 @pytest.mark.parametrize("line", [b"tpu.1-0 ssh-ed25519 AAAAC", b"\xff"])
 def test_a_damaged_file_of_host_keys_is_left_to_gcloud(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "known").write_bytes(line)
-    with pytest.raises(ConnectionFailed, match="known: remove the damaged line") as failed, ssh._failures():
+    with pytest.raises(ConnectionFailed, match="known: remove the damaged line") as failed, ssh._translate_failures():
         ssh.SshClient()._known_hosts(str(tmp_path / "known"))
     assert failed.value.refused
 
@@ -530,7 +530,7 @@ class Channel:
         return lambda *given: self.calls.append((name, *given)) or b""
 
     def connection(self) -> ssh.SshConnection:
-        way = SimpleNamespace(open_session=lambda **_: contextlib.nullcontext(self))
+        way = SimpleNamespace(open_session=lambda **_: self)
         return ssh.SshConnection(SimpleNamespace(client=SimpleNamespace(get_transport=lambda: way)))
 
     def settimeout(self, seconds: float) -> None:
@@ -555,8 +555,8 @@ def test_a_command_may_be_silent(monkeypatch: pytest.MonkeyPatch, timeout: float
             assert connection.follow("train", timeout=timeout, on_line=lines.append) == 0
         else:
             assert connection.run("train", timeout=timeout, stdin="in\udcff") == (0, "a\nbc\r\nd", "")
-    begun = [*[("set_combine_stderr", True)] * follows, ("exec_command", "train")]
-    assert channel.calls[:3] == [*begun, *[("sendall", b"in\xff"), ("shutdown_write",)] * (not follows)]
+    begin, given = ("exec_command", "train"), [("sendall", b"in\xff"), ("shutdown_write",)]
+    assert channel.calls[:3] == ([("set_combine_stderr", True), begin, ("close",)] if follows else [begin, *given])
     assert lines == (["a", "bc", "d"] if ends else ["a"]) * follows
 
 
@@ -625,7 +625,7 @@ REFUSALS = [paramiko.AuthenticationException("no banner"), ssh.HostKeyUnknown("n
 
 @pytest.mark.parametrize("error", [EOFError(), paramiko.SSHException("no banner"), *REFUSALS])
 def test_an_error_is_told_by_its_words_or_else_by_its_name(error: Exception) -> None:
-    with pytest.raises(ConnectionFailed, match=r"^(EOFError|no banner)$") as failed, ssh._failures():
+    with pytest.raises(ConnectionFailed, match=r"^(EOFError|no banner)$") as failed, ssh._translate_failures():
         raise error
     assert failed.value.refused == (error in REFUSALS)
 
