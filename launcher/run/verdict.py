@@ -220,10 +220,8 @@ def _judge_lost(views: Sequence[HostView], now: float, limits: Limits, stepped: 
 
 
 def _judge_failure(views: Sequence[HostView], now: float, limits: Limits, *, stop_requested: bool) -> Verdict | None:
-    """Returns None if no host failed; SETTLING while others may still report an earlier cause; then the verdict. After
-    a requested stop it is STOPPED or BAD_INPUT; otherwise it has the first cause: in this order, a rebooted host, a
-    lost one or one that went away and came back (while none refused its input), all HOST_LOST, a removed container
-    (FAILED; while others only lost a peer), the first failed container (by its exit code)."""
+    """Returns None if no host failed; SETTLING while others may still report an earlier cause; then the verdict: after
+    a requested stop STOPPED or BAD_INPUT, otherwise by the first cause, with the other failed hosts as its symptoms."""
     failed = [view for view in views if view.ended and (view.rebooted or view.exit_code not in _SUCCESSES)]
     removed = [view for view in views if view.removed]
     if not failed and not removed:
@@ -231,37 +229,40 @@ def _judge_failure(views: Sequence[HostView], now: float, limits: Limits, *, sto
     first_seen = min(view.ended_seen if view.ended_seen is not None else now for view in (*failed, *removed))
     others = [view for view in views if view not in failed and view not in removed]
     silent = [view for view in others if not view.reachable or view.container is UNSEEN or view.seen <= first_seen]
-    waiting = [view for view in others if view in silent or view.asked <= first_seen]
-    settled = all(not view.reachable and now - view.seen > limits.blip for view in waiting)
-    explained = bool(silent) or any(view.rebooted or view.exit_code != TrainerExit.LOST_PEER for view in failed)
-    # All hosts were unreachable: allow one reconnect window.
     returned = any(view.answering_since >= first_seen - limits.blip for view in (*failed, *removed))
-    if returned and silent and now - first_seen < limits.reconnect:
+    if returned and silent and now - first_seen < limits.reconnect:  # all hosts were out of reach: await the others
         return Verdict(Kind.SETTLING)
+    not_asked_since = [view for view in others if view in silent or view.asked <= first_seen]
+    settled = all(not view.reachable and now - view.seen > limits.blip for view in not_asked_since)
+    explained = bool(silent) or any(view.rebooted or view.exit_code != TrainerExit.LOST_PEER for view in failed)
     if not (settled and explained) and now - first_seen < limits.settle:
         return Verdict(Kind.SETTLING)
-    refused = [view for view in failed if view.exit_code == TrainerExit.BAD_INPUT and not view.rebooted]
-    if stop_requested and refused:  # a stop never causes this exit code: the user must know before the next `run`
-        return Verdict(Kind.BAD_INPUT, _describe_exit_of(_first(refused)))
     if stop_requested:
-        # Our own SIGTERM and SIGKILL are no failures; the user must know that nothing was saved.
-        return Verdict(Kind.STOPPED, _describe_exit_of(_first(failed)) if failed else None)
+        # Our own SIGTERM and SIGKILL are no failures; the user must know that nothing was saved. A stop never makes a
+        # trainer refuse its input: the user must know that before the next `run`.
+        refused = [view for view in failed if view.exit_code == TrainerExit.BAD_INPUT and not view.rebooted]
+        kind, shown = (Kind.BAD_INPUT, refused) if refused else (Kind.STOPPED, failed)
+        return Verdict(kind, _describe_exit_of(_first(shown)) if shown else None)
+    kind, cause = _find_first_cause(failed, removed, silent, now)
+    rest = [view for view in failed if view.worker != cause.worker]
+    return Verdict(kind, cause, tuple(f"host {view.worker}: {describe_exit(view.container)}" for view in rest))
 
-    def end(kind: Kind, cause: Cause) -> Verdict:
-        """Returns the verdict, whose symptoms are the ends of the other failed hosts."""
-        others = [view for view in failed if view.worker != cause.worker]
-        return Verdict(kind, cause, tuple(f"host {view.worker}: {describe_exit(view.container)}" for view in others))
 
+def _find_first_cause(
+    failed: Sequence[HostView], removed: Sequence[HostView], silent: Sequence[HostView], now: float
+) -> tuple[Kind, Cause]:
+    """Returns the kind of the end and its first cause, in this order: a rebooted host, a lost one or one that went away
+    and came back (HOST_LOST), a removed container, the first failed one (by its exit code)."""
     if rebooted := [view for view in failed if view.rebooted]:
-        what = "the host rebooted, and its container was killed with it"
-        return end(Kind.HOST_LOST, replace(_describe_exit_of(rebooted[0]), what=what))
+        return Kind.HOST_LOST, _describe_exit_of(rebooted[0], "the host rebooted, and its container was killed with it")
     # No program refuses its input because a host is lost.
+    refused = any(view.exit_code == TrainerExit.BAD_INPUT for view in failed)
     if not refused and (lost := _find_lost(failed, removed, silent, now)):
-        return end(Kind.HOST_LOST, lost)
+        return Kind.HOST_LOST, lost
     if removed and all(view.exit_code == TrainerExit.LOST_PEER for view in failed):
-        return end(Kind.FAILED, Cause(removed[0].worker, "its container was removed, and not by tpu-launch"))
+        return Kind.FAILED, Cause(removed[0].worker, "its container was removed, and not by tpu-launch")
     first = _first(failed)
-    return end(_KINDS.get(first.exit_code, Kind.FAILED), _describe_exit_of(first))
+    return _KINDS.get(first.exit_code, Kind.FAILED), _describe_exit_of(first)
 
 
 def _find_lost(
@@ -274,8 +275,7 @@ def _find_lost(
     killed = [view for view in failed if view.exit_code in _KILLED and not view.container.oom_killed]
     if restarted := [view for view in killed if view.ended_away]:
         host = min(restarted, key=lambda view: view.container.finished_at)
-        what = "the host went away and came back; its container was killed with it"
-        return replace(_describe_exit_of(host), what=what)
+        return _describe_exit_of(host, "the host went away and came back; its container was killed with it")
     if away := [view for view in removed if view.ended_away]:
         return Cause(away[0].worker, "the host went away and came back without its container")
     return None
@@ -315,10 +315,10 @@ def _describe_unreachable(views: Sequence[HostView], seconds: float) -> Cause:
     )
 
 
-def _describe_exit_of(view: HostView) -> Cause:
-    """Returns the cause of an end by the exit of a host's container."""
+def _describe_exit_of(view: HostView, what: str = "") -> Cause:
+    """Returns the cause of an end by the exit of a host's container; `what` says it in other words than its code."""
     state = view.container
-    return Cause(view.worker, describe_exit(state), state.exit_code, state.oom_killed, state.finished_at)
+    return Cause(view.worker, what or describe_exit(state), state.exit_code, state.oom_killed, state.finished_at)
 
 
 def describe_exit(state: ContainerState) -> str:
