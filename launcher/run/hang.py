@@ -115,25 +115,23 @@ def _compare(hosts: Mapping[int, _HostLook]) -> tuple[str, Sequence[int], str]:
     lines = {worker: host.line for worker, host in hosts.items() if host.line is not None}
     if odd := _minority({worker: line.program for worker, line in lines.items() if line.program}):
         return "program", odd, f"{_names(odd)} run{'s'[: len(odd) == 1]} another program than the other hosts"
-    waiting = [worker for worker, host in hosts.items() if host.kind == "collective"]
-    odd = [worker for worker in hosts if worker not in waiting]
-    if not odd or not waiting:
+    elsewhere = [worker for worker, host in hosts.items() if host.kind != "collective"]
+    if 0 < len(elsewhere) < len(hosts):
+        first, all_read = hosts[elsewhere[0]], all(hosts[worker].kind == "storage" for worker in elsewhere)
+        readers = sum(host.storage is not None for host in hosts.values())
+        if all_read and readers > max(1, len(hosts) / 2):  # the hosts in the collective have read ahead
+            return "storage", [], f"{readers} of {len(hosts)} hosts: each {first.storage}"
+        return first.kind, elsewhere, f"{_others(hosts, elsewhere)}{_where(hosts, elsewhere)}"
+    if not elsewhere:  # all hosts wait in a collective
         compiling = [worker for worker, host in hosts.items() if host.compiles]
-        if waiting and 0 < len(compiling) < len(hosts):
+        if 0 < len(compiling) < len(hosts):
             what = f"{_names(compiling)} compile{'s'[: len(compiling) == 1]}: {hosts[compiling[0]].what}"
             return "compile", compiling, f"{_others(hosts, compiling)}{what}"
-        odd_step = _minority({worker: line.step for worker, line in lines.items()})
-        if odd_step and not odd:
-            others = next(line.step for worker, line in lines.items() if worker not in odd_step)
-            at = f"{_names(odd_step)} {'are' if len(odd_step) > 1 else 'is'} at step {lines[odd_step[0]].step:,}"
-            return "step", odd_step, f"{at}, the other hosts are at step {others:,}"
-        return _compare_alike(hosts)
-    host = hosts[odd[0]]
-    if all(hosts[worker].kind == "storage" for worker in odd):
-        waiting = [worker for worker, each in hosts.items() if each.storage is not None]
-        if len(waiting) > max(1, len(hosts) / 2):  # the others have read ahead
-            return "storage", [], f"{len(waiting)} of {len(hosts)} hosts: each {host.storage}"
-    return host.kind, odd, f"{_others(hosts, odd)}{_where(hosts, odd)}"
+        if odd := _minority({worker: line.step for worker, line in lines.items()}):
+            others = next(line.step for worker, line in lines.items() if worker not in odd)
+            at = f"{_names(odd)} {'are' if len(odd) > 1 else 'is'} at step {lines[odd[0]].step:,}"
+            return "step", odd, f"{at}, the other hosts are at step {others:,}"
+    return _compare_alike(hosts)
 
 
 def _compare_alike(hosts: Mapping[int, _HostLook]) -> tuple[str, Sequence[int], str]:
