@@ -26,8 +26,7 @@ SECRETS_LATE = "tpu-launch: the secrets of this run did not arrive"  # begins th
 class Capabilities:
     """Properties of a provider that are known without making one. Callers check these, never a provider's name."""
 
-    cloud_tpu_node: bool  # gcloud lists the slice and opens shells on its hosts, and its price is known
-    emulated: bool  # `--emulated` can stand in for it
+    cloud_tpu_node: bool  # gcloud lists the slice and opens shells on its hosts; has a price, and `--emulated`
     sends_secrets: bool  # `run.secrets` travel from this machine to the hosts; else the platform has its own secrets
     replaces_hosts: bool  # a recreated slice has other hosts; else the platform chooses hosts for each attempt
     overlays: bool  # supports `run --overlay`

@@ -78,7 +78,8 @@ def init(
     project = project or _ask("--project", "Google Cloud project")
     slice_type = accelerator(accelerator_type or _ask("--accelerator-type", "Accelerator type", "v4-8"))
     zone = zone or _ask("--zone", "Zone", slice_type.zones()[0], optional=True)
-    name = name or _ask("--name", "Name of the slice", _slice_name(path), optional=True)
+    letters = re.sub("[^a-z0-9]", "-", path.absolute().parent.name.lower()).strip("-0123456789")  # of its folder
+    name = name or _ask("--name", "Name of the slice", letters[:40].rstrip("-") or "slice", optional=True)
     if bucket is None:
         bucket = _ask("--bucket", "Bucket for data and checkpoints (empty: none)", "", optional=True)
     bucket = bucket.removeprefix("gs://").rstrip("/")
@@ -100,12 +101,6 @@ def _ask(flag: str, question: str, default: str | None = None, *, optional: bool
     if default is not None and optional:
         return default
     raise BadInput(f"there is no terminal to ask on: give {flag}")
-
-
-def _slice_name(path: Path) -> str:
-    """Returns the name of the file's folder as a valid name of a slice; "slice" if nothing is left of it."""
-    letters = re.sub("[^a-z0-9]", "-", path.absolute().parent.name.lower())
-    return letters.strip("-0123456789")[:40].rstrip("-") or "slice"
 
 
 _NO_TRAINER = """\

@@ -83,6 +83,7 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
                 )
             _require_support(command, provider, emulated)
             config = replace(load(Path(path), overrides, command=options.get("command", ())), provider=provider)
+            config = _fix_context(config, command)
         with emulation(emulated):
             if needs_file and url is not None:
                 if options.get("command") and command in ("run", "plan", "manifest"):
@@ -101,6 +102,24 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
     for option in (_emulated_option, _provider_option, set_option("train.steps=100"), run_file):
         decorated = option(decorated)
     return cast(Function, decorated)
+
+
+def _fix_context(config: Config, command: str) -> Config:
+    """Returns the configuration with a kubectl context in gke.context where a command uses a cluster and the file names
+    none, so that `kubectl config use-context` moves no run: the current one for `up` and `run`, which keeps it in the
+    run's specification; for others that of the slice's newest run, else the current one."""
+    if config.provider != "gke" or config.gke.context or command not in ("up", "run", "status", "top", "down"):
+        return config
+    from launcher.run import session, specification
+
+    context: str | None = None
+    for ledger in session.runs_on_slice(config, home(), machine())[-1:] if command not in ("up", "run") else ():
+        with contextlib.suppress(BadInput):  # a damaged run must not keep a slice
+            context = specification.read(ledger.folder).config().gke.context
+    context = context or machine().run(["kubectl", "config", "current-context"], timeout=20.0).stdout.strip() or None
+    sections = {**config.document.value, "gke": {**(config.document.value.get("gke") or {}), "context": context}}
+    gke = config.gke.model_copy(update={"context": context})
+    return replace(config, document=replace(config.document, value=sections), gke=gke)
 
 
 def _import(url: str, overrides: tuple[str, ...]) -> tuple[Config, str]:
@@ -148,7 +167,7 @@ def _require_support(command: str, provider: str, emulated: bool) -> None:
             f"tpu-launch {command} is for TPU VMs; with --provider {provider} there are "
             f"{', '.join(_ANY_PROVIDER)}{instead}"
         )
-    if emulated and not PROVIDERS[provider].emulated:
+    if emulated and not PROVIDERS[provider].cloud_tpu_node:
         raise BadInput("--emulated is a slice of TPU VMs; a cluster is not emulated")
 
 

@@ -164,7 +164,8 @@ def up(
     provider.create()
     size = slice_hints.in_current_place(config).accelerator
     of = f" of a {size.name}" if config.slice.candidates else ""
-    terminal.say(f"slice {config.slice.name} is READY: {size.hosts} hosts, {size.devices} devices{of}")
+    state = "is READY" if provider.capabilities.cloud_tpu_node else "gets the cluster's nodes when a run starts"
+    terminal.say(f"slice {config.slice.name} {state}: {size.hosts} hosts, {size.devices} devices{of}")
     if check_devices:
         provider.close()
         _show_devices(config, as_json=False)

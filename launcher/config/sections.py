@@ -363,7 +363,7 @@ class GkeSection(FilledSection):
     """`gke`: the cluster, for `tpu-launch manifest` and `--provider gke`. What belongs to the slice is in `slice`."""
 
     context: str | None = None
-    """Context of kubectl's configuration; kubectl's current one when absent."""
+    """Context of kubectl's configuration; absent: the one that is current when the run starts."""
 
     namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")] = "default"
     """Namespace of the run's objects."""

@@ -7,10 +7,5 @@ From the top: `provider` (implements the Protocol) over `pods` (their states and
 from launcher.provider import Capabilities
 
 CAPABILITIES = Capabilities(
-    cloud_tpu_node=False,
-    emulated=False,
-    sends_secrets=False,
-    replaces_hosts=False,
-    overlays=False,
-    programs=("kubectl",),
+    cloud_tpu_node=False, sends_secrets=False, replaces_hosts=False, overlays=False, programs=("kubectl",)
 )

@@ -51,9 +51,8 @@ class Pod:
     @property
     def ended(self) -> bool:
         """Returns whether its container has ended, or never will start."""
-        return (
-            self.gone or self.phase in ("Succeeded", "Failed") or (self.container is not None and self.container.ended)
-        )
+        has_ended = self.container is not None and self.container.ended
+        return self.gone or has_ended or self.phase in ("Succeeded", "Failed")
 
     @property
     def started(self) -> bool:

@@ -48,6 +48,8 @@ class Gke:
         self._workers = range(config.accelerator.hosts)
         self._mounted_kinds = "configmaps,secrets" if needs_secret(config) else "configmaps"  # that a JobSet reads
         self._kubectl = Kubectl(machine, config.gke.context, config.gke.namespace)
+        context = f"context {config.gke.context}, " if config.gke.context else ""
+        self._place = f"GKE, {context}namespace {config.gke.namespace}"
         self._watches: dict[str, PodWatch] = {}
         self._observed = ""  # the JobSet of the attempt that was last observed
         self._removed: set[str] = set()  # JobSets that this process removed
@@ -70,11 +72,11 @@ class Gke:
         has not ended, "" without one. Raises LaunchError if JobSets or pods can't be listed."""
         jobsets = {each["metadata"]["name"]: each for each in self._list_jobsets()}
         running = next((name for name, each in jobsets.items() if not _is_over(each)), "")
-        watched = [watch.pods().values() for key, watch in self._open_watches().items() if jobset_name(key) in jobsets]
+        watched = [watch.pods().values() for key, watch in [*self._watches.items()] if jobset_name(key) in jobsets]
         disrupted = any(pods and all(pod.disruption and pod.ended for pod in pods) for pods in watched)
         state = "DELETED" if self._deleted else "PREEMPTED" if disrupted else "READY"
         addresses = [host_name(running, str(worker)) if running else "" for worker in self._workers]
-        detail = f"GKE, namespace {self._kubectl.namespace}" + (f", JobSet {running}" if running else "")
+        detail = self._place + (f", JobSet {running}" if running else "")
         return SliceState(self.config.slice.name, state, "", self.config.accelerator.name, tuple(addresses), detail)
 
     def known_ready(self) -> bool:
@@ -111,14 +113,14 @@ class Gke:
         selector = f"{LABEL_SLICE}={self.config.slice.name}"
         self._delete(f"{_JOBSETS},configmaps", "--selector", selector)
         self._wait_gone(selector)
-        self.say("the JobSets are deleted; the node pool stays")
+        self.say(f"{self._place}: the JobSets are deleted; the node pool stays")
 
     def connect(self) -> None:
         """Does nothing: kubectl opens a connection for each command."""
 
     def close(self) -> None:
         """Ends the watches of pods. Pods go on."""
-        for watch in self._open_watches().values():
+        for watch in [*self._watches.values()]:
             watch.close()
 
     # -- containers ---------------------------------------------------------------------------------------------------
@@ -408,10 +410,6 @@ class Gke:
             if container not in self._watches:
                 self._watches[container] = PodWatch(self._kubectl, f"{_JOBSET_LABEL}={jobset_name(container)}")
             return self._watches[container]
-
-    def _open_watches(self) -> dict[str, PodWatch]:
-        with self._lock:
-            return dict(self._watches)
 
     def _remove(self, name: str) -> None:
         """Deletes the objects of the attempt with the JobSet `name`, and waits until its pods are gone. A later

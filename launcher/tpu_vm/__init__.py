@@ -10,10 +10,5 @@ they report); `inventory` (all slices of a project); `commands` (the gcloud comm
 from launcher.provider import Capabilities
 
 CAPABILITIES = Capabilities(
-    cloud_tpu_node=True,
-    emulated=True,
-    sends_secrets=True,
-    replaces_hosts=True,
-    overlays=True,
-    programs=("gcloud", "ssh"),
+    cloud_tpu_node=True, sends_secrets=True, replaces_hosts=True, overlays=True, programs=("gcloud", "ssh")
 )

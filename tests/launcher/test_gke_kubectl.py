@@ -116,7 +116,7 @@ RUNNING, GONE = ContainerState("running", image="i"), ContainerState("absent")
         (pod("Failed", reason="Evicted", message="The node was low on resource: memory."), True, None,
          "its pod was disrupted: Evicted: The node was low on resource: memory."),
         (pod("Running", {"running": {}}, TAKEN), False, RUNNING, ""),  # it may save
-        (pod("Running", {"running": {}}, reason="Evicted"), False, RUNNING, ""),
+        (replace(pod("Running", {"running": {}}, reason="Evicted"), gone=True), True, GONE, ""),  # Failed alone tells
     ],
 )  # fmt: skip
 def test_the_state_of_a_host_follows_from_its_container_its_pods_phase_and_its_disruption(
@@ -128,7 +128,6 @@ def test_the_state_of_a_host_follows_from_its_container_its_pods_phase_and_its_d
 @pytest.mark.parametrize(
     ("state", "started", "words"),
     [
-        (None, False, "it is not scheduled yet"),
         ({}, False, "it is not scheduled yet"),
         ({"waiting": {"reason": "ErrImagePull"}}, False, "ErrImagePull"),
         ({"waiting": {"reason": "ErrImagePull", "message": "try later"}}, False, "ErrImagePull: try later"),
@@ -150,7 +149,6 @@ def test_a_pod_that_has_not_started_says_why(state: dict[str, Any] | None, start
         ("CreateContainerConfigError", 'secret "x" not found', Exit.BAD_INPUT, 'secret "x" not found'),
         ("CreateContainerConfigError", "failed to sync secret cache: timed out waiting for the condition", None, ""),
         ("CreateContainerError", "", Exit.BAD_INPUT, "CreateContainerError"),
-        ("ContainerCreating", "", None, ""),
         ("ErrImagePull", "", None, ""),
     ],
 )  # fmt: skip
@@ -159,10 +157,6 @@ def test_a_pod_that_can_never_start_is_an_error(reason: str, message: str, code:
     error = pods.find_start_error(waiting, "repository@sha256:1")
     assert (error and error.exit_code) is code
     assert words in str(error)
-
-
-def test_a_pod_is_evicted_once_it_has_failed() -> None:
-    assert [pod(phase, reason="Evicted").disruption for phase in ("Running", "Failed")] == ["", "Evicted"]
 
 
 def test_hosts_that_wait_for_the_same_are_told_together() -> None:

@@ -112,7 +112,6 @@ def test_manifests_equal_the_golden_files(name: str) -> None:
         (["gke.hosts=3"], ["v4-16 has 2 hosts of 4 chips, not 3", "v4-8 (2x2x1, 1 host)"]),
         (["slice.capacity=reserved"], ["gke.node_selector"]),
         (["slice.capacity=flex-start", "slice.queued={}", "slice.max_run_hours=1"], ["gke.node_selector"]),
-        (["run.environment={HF_TOKEN: hf_x}"], ["HF_TOKEN", "secret"]),
         (["run.secrets=[HF_TOKEN]"], ["HF_TOKEN", "gke.secrets", "namespace default"]),
         (["gke.secrets={HF_TOKEN: hf_x}"], ["SECRET/KEY"]),
         (["gke.secrets={A: s/k}", "run.environment={A: b}"], ["A is in run.environment too"]),

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.cli.options import _fix_context
 from launcher.errors import Exit, LaunchError
 from launcher.gke.manifest import literal
 from launcher.gke.pods import INDEX
@@ -26,7 +27,7 @@ from launcher.provider import Attempt, Observation
 from launcher.providers import this_machine
 from tests.kubernetes.cluster.nodes import expand
 from tests.kubernetes.golden import IMAGE
-from tests.launcher.run_files import load_text
+from tests.launcher.run_files import SLICE, load_text, new_run
 from tests.launcher.script_host import write_program
 from tests.processes import wait_until
 from training.machine import Clock
@@ -46,6 +47,7 @@ for refused in refused-*; do
   case "$*" in *" ${refused#refused-} "*) [ ! -f slow ] || sleep 0.3; cat "$refused" >&2; exit 1 ;; esac
 done
 case "$*" in
+  *current-context) cat context ;;
   *--watch*) [ ! -f event ] || cat event; exec sleep 60 ;;
   *" exec "*) [ -f progress ] && cat progress ;;
   *" logs "*) echo "2026-01-01T00:00:00.5Z a line" ;;
@@ -340,9 +342,19 @@ def test_a_jobset_that_another_client_deleted_is_told_from_one_that_this_process
     assert cluster.gke.describe().state == "DELETED", "before the stop"
 
 
+def test_a_change_of_the_context_moves_no_run(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(cluster.folder))
+    config = replace(load_text(cluster.folder, SLICE.replace("demo", "s")), provider="gke")
+    cluster.write("context", "east\n")
+    begun = _fix_context(config, "run").document.value
+    new_run(cluster.folder, "s-1", this_machine(), provider="gke", configuration=begun)
+    cluster.write("context", "west\n")
+    assert [_fix_context(config, each).gke.context for each in ("down", "run", "logs")] == ["east", "west", None]
+
+
 def test_pods_that_outlive_their_deletion_are_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.gke.delete()
-    assert cluster.said == ["the JobSets are deleted; the node pool stays"]
+    assert cluster.said == ["GKE, namespace default: the JobSets are deleted; the node pool stays"]
     (delete,) = cluster.calls("delete")
     assert "delete jobsets.jobset.x-k8s.io,configmaps --selector tpu-launch/slice=two " in delete
     cluster.write("left", "pod/pod-0\n")

@@ -44,7 +44,7 @@ FILE = (
     f"{SLICE}image: {{reference: 'r/i@sha256:{'0' * 64}'}}\n"
     "run: {command: [train], preemption_retries: 2, host_lost_seconds: 30, environment: {SETTING: SET}}\n"
 )
-TPU_VM = Capabilities(cloud_tpu_node=True, emulated=True, sends_secrets=True, replaces_hosts=True, overlays=True)
+TPU_VM = Capabilities(cloud_tpu_node=True, sends_secrets=True, replaces_hosts=True, overlays=True)
 HOSTS = range(2)
 
 

@@ -41,7 +41,6 @@ class Api:
     role: list[Object]
     user: str = "alice@example.com"
     missing: set[str] = field(default_factory=set)  # resources without an installed definition
-    requests: list[str] = field(default_factory=list)
 
     def resources(self) -> dict[str, Resource]:
         return {name: each for name, each in RESOURCES.items() if name not in self.missing}
@@ -110,7 +109,7 @@ class Api:
 
     # -- objects
 
-    def create(self, resource: str, document: Object, namespace: str, dry_run: bool) -> Object:
+    def create(self, resource: str, document: Object) -> Object:
         if resource in self.missing:
             raise Refused(404, "NotFound", "the server could not find the requested resource")
         mistakes = schemas.mistakes(document)
@@ -120,7 +119,7 @@ class Api:
         with self.store.lock:
             if self.store.get(resource, document["metadata"]["name"]):
                 raise Refused(409, "AlreadyExists", f'{resource} "{document["metadata"]["name"]}" already exists')
-            return document if dry_run else self.store.create(resource, document)
+            return self.store.create(resource, document)
 
     def found(self, resource: str, name: str) -> Object:
         document = self.store.get(resource, name)
@@ -194,15 +193,13 @@ class _Handler(BaseHTTPRequestHandler):
         watching = query.get("watch") in ("true", "1")
         verbs = {"POST": "create", "DELETE": "delete", "PATCH": "patch"}
         verb = verbs.get(self.command, "get" if name else "watch" if watching else "list")
-        api.requests.append(f"{verb} {resource}{'/' + sub if sub else ''}")
         api.authorise(verb, resource, sub, namespace)
         selector = query.get("labelSelector", "").replace("==", "=")
         labels = dict(each.split("=", 1) for each in selector.split(",") if each)
         if sub == "log":
             return self._log(api.found(resource, name), query)
         if verb == "create":
-            document = json.loads(body)
-            return self._json(api.create(resource, document, namespace, query.get("dryRun") == "All"), 201)
+            return self._json(api.create(resource, json.loads(body)), 201)
         if verb == "delete":
             return self._json(api.delete(resource, name, json.loads(body) if body else {}))
         if verb == "get":

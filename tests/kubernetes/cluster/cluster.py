@@ -46,11 +46,9 @@ class Cluster:
 
     def kubeconfig(self, path: Path) -> Path:
         """Writes a kubeconfig whose current context is another cluster, which does not answer."""
-        server = f"http://127.0.0.1:{self.server.server_port}"
-        servers = {"test": server, "dead": "http://127.0.0.1:9"}
+        servers = {CONTEXT: f"http://127.0.0.1:{self.server.server_port}", "dead": "http://127.0.0.1:9"}
         clusters = [{"name": name, "cluster": {"server": url}} for name, url in servers.items()]
-        names = {CONTEXT: "test", "dead": "dead"}
-        contexts = [{"name": name, "context": {"cluster": to, "user": "u"}} for name, to in names.items()]
+        contexts = [{"name": name, "context": {"cluster": name, "user": "u"}} for name in servers]
         reached = {"clusters": clusters, "contexts": contexts, "current-context": "dead", "users": [{"name": "u"}]}
         path.write_text(yaml.safe_dump({"apiVersion": "v1", "kind": "Config", **reached}))
         return path
