@@ -28,10 +28,9 @@ if TYPE_CHECKING:  # only the commands on a run need it, and it takes time to im
 DEFAULT_FILE = Path("tpu-launch.yaml")
 PORT = click.IntRange(1, 65535)
 # Commands that work with any provider; the others need a Cloud TPU node.
-_ANY_PROVIDER = ("up", "run", "status", "top", "logs", "stop", "down", "manifest")
+_ANY_PROVIDER = ("up", "run", "status", "top", "logs", "events", "explain", "stop", "down", "manifest")
 # What users of a cluster use instead of the others.
 _ON_A_CLUSTER = {
-    "exec": "`kubectl exec POD -- COMMAND` runs a command in a pod",
     "notebook": "`kubectl exec POD -- jupyter notebook` and `kubectl port-forward POD 8888` are a cluster's way",
     "plan": "`tpu-launch manifest` prints what `run` applies",
 }
@@ -161,7 +160,8 @@ def file_option(help: str, default: Path | None = None) -> Callable[[Function], 
 
 def _require_support(command: str, provider: str, emulated: bool) -> None:
     """Raises BadInput if the provider does not support the command, or, with `emulated`, --emulated."""
-    if not PROVIDERS[provider].cloud_tpu_node and command not in _ANY_PROVIDER:
+    refused_later = ("exec", "profile")  # with the kubectl command for the run's pod
+    if not PROVIDERS[provider].cloud_tpu_node and command not in (*_ANY_PROVIDER, *refused_later):
         instead = f"; {_ON_A_CLUSTER[command]}" if command in _ON_A_CLUSTER else ""
         raise BadInput(
             f"tpu-launch {command} is for TPU VMs; with --provider {provider} there are "

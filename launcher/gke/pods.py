@@ -86,11 +86,7 @@ def parse(document: Mapping[str, Any]) -> Pod:
     waiting = state.get("waiting", {})
     scheduled = conditions.get("PodScheduled", {})
     disrupted = conditions.get("DisruptionTarget", {})
-    disruption = ""
-    if disrupted.get("status") == "True":
-        disruption = _describe(disrupted)
-    elif status.get("phase") == "Failed" and status.get("reason") in _DISRUPTIONS:
-        disruption = _describe(status)
+    failed = status if status.get("phase") == "Failed" and status.get("reason") in _DISRUPTIONS else {}
     return Pod(
         name=metadata["name"],
         uid=metadata.get("uid", ""),
@@ -103,7 +99,7 @@ def parse(document: Mapping[str, Any]) -> Pod:
         message=waiting.get("message", "") or status.get("message", "") or status.get("reason", ""),
         unschedulable=_describe(scheduled) if scheduled.get("status") == "False" else "",
         deleting="deletionTimestamp" in metadata,
-        disruption=disruption,
+        disruption=_describe(disrupted if disrupted.get("status") == "True" else failed),
     )
 
 
@@ -138,7 +134,7 @@ def find_start_error(pod: Pod, image: str) -> LaunchError | None:
     can't be pulled or its container can't be created; None for any other pod, and for an error that may pass, such as a
     registry's 503: the kubelet tries again. `image`: for the message."""
     code = Exit.BAD_INPUT
-    if re.search(_PASSING, pod.message):
+    if re.search(_PASSING, pod.message.replace(image.partition("@")[0].partition("/")[2], "")):  # without its name
         return None
     if pod.waiting in ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
         detail = f": {pod.message}" if pod.message else ""

@@ -108,9 +108,12 @@ class Gke:
             )
 
     def delete(self) -> None:
-        """Deletes the slice's JobSets, with the Secrets that they own, and ConfigMaps, and waits until the pods are
-        gone; node pools stay. Raises LaunchError if pods are still there two minutes after their grace period."""
+        """Deletes the slice's JobSets, Secrets and ConfigMaps, and waits until the pods are gone; node pools stay.
+        Raises LaunchError if pods are still there two minutes after their grace period."""
         selector = f"{LABEL_SLICE}={self.config.slice.name}"
+        # An interrupted start leaves a Secret that no JobSet owns, named as its ConfigMap: users may not list Secrets.
+        if files := self._kubectl.call("get", "configmaps", "--selector", selector, "--output", "name"):
+            self._delete(*files.replace("configmap/", "secret/").split())
         self._delete(f"{_JOBSETS},configmaps", "--selector", selector)
         self._wait_gone(selector)
         self.say(f"{self._place}: the JobSets are deleted; the node pool stays")

@@ -143,9 +143,10 @@ def test_a_pod_that_has_not_started_says_why(state: dict[str, Any] | None, start
     ("reason", "message", "code", "words"),
     [
         ("ImagePullBackOff", "resolve reference i@sha256:a403: not found", Exit.BAD_INPUT, "a403: not found"),
+        ("ImagePullBackOff", "/v2/repo/timeout/manifests/sha256:1: not found", Exit.BAD_INPUT, "timeout/m"),
         ("ImagePullBackOff", "unexpected status: 503 Service Unavailable", None, ""),
         ("ImagePullBackOff", "failed to fetch oauth token: 403 Forbidden", Exit.PERMISSION, "403 Forbidden"),
-        ("InvalidImageName", "", Exit.BAD_INPUT, "can't pull repository@"),
+        ("InvalidImageName", "", Exit.BAD_INPUT, "can't pull host/repo"),
         ("CreateContainerConfigError", 'secret "x" not found', Exit.BAD_INPUT, 'secret "x" not found'),
         ("CreateContainerConfigError", "failed to sync secret cache: timed out waiting for the condition", None, ""),
         ("CreateContainerError", "", Exit.BAD_INPUT, "CreateContainerError"),
@@ -154,7 +155,7 @@ def test_a_pod_that_has_not_started_says_why(state: dict[str, Any] | None, start
 )  # fmt: skip
 def test_a_pod_that_can_never_start_is_an_error(reason: str, message: str, code: Exit | None, words: str) -> None:
     waiting = pod("Pending", {"waiting": {"reason": reason, "message": message}})
-    error = pods.find_start_error(waiting, "repository@sha256:1")
+    error = pods.find_start_error(waiting, "host/repo/timeout@sha256:1")
     assert (error and error.exit_code) is code
     assert words in str(error)
 

@@ -216,7 +216,7 @@ def test_names_that_do_not_fit_a_host_name_are_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["exec", "--provider", "gke"], "`kubectl exec POD -- COMMAND` runs a command in a pod"),
+        (["notebook", "--provider", "gke"], "`kubectl port-forward POD 8888` are a cluster's way"),
         (["plan", "--provider", "gke"], "tpu-launch plan is for TPU VMs; with --provider gke there are up, run"),
         *(
             ([verb, "--dry-run", "--provider", "gke"], "`tpu-launch manifest` prints what")

@@ -52,6 +52,7 @@ case "$*" in
   *" exec "*) [ -f progress ] && cat progress ;;
   *" logs "*) echo "2026-01-01T00:00:00.5Z a line" ;;
   *jsonpath*) echo the-uid ;;
+  *get\\ configmaps*) echo configmap/two-0 ;;
   *"output name"*) [ ! -f left ] || cat left ;;
   *get\\ pods*) cat pods ;;
   *get\\ jobsets*) cat jobsets ;;
@@ -355,7 +356,8 @@ def test_a_change_of_the_context_moves_no_run(cluster: Cluster, monkeypatch: pyt
 def test_pods_that_outlive_their_deletion_are_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.gke.delete()
     assert cluster.said == ["GKE, namespace default: the JobSets are deleted; the node pool stays"]
-    (delete,) = cluster.calls("delete")
+    secret, delete = cluster.calls("delete")
+    assert " delete secret/two-0 " in secret, "of a start that was killed before its JobSet owned it"
     assert "delete jobsets.jobset.x-k8s.io,configmaps --selector tpu-launch/slice=two " in delete
     cluster.write("left", "pod/pod-0\n")
     monkeypatch.setattr("launcher.gke.provider._GONE_SECONDS", -cluster.gke.config.run.stop_seconds - 1)

@@ -101,12 +101,6 @@ class Nodes:
         self._disrupt(pod, "EvictionByEvictionAPI", "Eviction API: evicting")
         delete_pod(self.store, pod["metadata"]["name"])
 
-    def out_of_memory(self, pod: Object) -> None:
-        """The node is low on memory and the kubelet ends the pod at once."""
-        self._disrupt(pod, "TerminationByKubelet", "The node was low on resource: memory.", status_reason="Evicted")
-        self._stopping.add(pod["metadata"]["uid"])
-        self.engine("kill", self.container_of(pod), check=False)
-
     def _disrupt(self, pod: Object, reason: str, message: str, status_reason: str = "") -> None:
         def change(each: Object) -> None:
             set_condition(each, "DisruptionTarget", reason, message)
