@@ -120,8 +120,7 @@ def test_a_corpus_that_is_not_there_is_said(name: str, monkeypatch: pytest.Monke
 def test_every_document_is_in_exactly_one_split(texts: list[str], percent: float) -> None:
     for text in texts:
         assert is_in_split(text, "train", percent) != is_in_split(text, "evaluation", percent)
-        assert is_in_split(text, "train", None)
-        assert is_in_split(text, "evaluation", None)
+        assert all(is_in_split(text, split, None) for split in ("train", "evaluation"))
 
 
 def test_the_evaluation_split_has_its_percentage() -> None:

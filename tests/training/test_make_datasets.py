@@ -79,6 +79,9 @@ def test_integers_of_a_corpus_are_its_names(tmp_path: Path, monkeypatch: pytest.
     corpora = {"corpus": "yes-no.jsonl", "evaluation_corpus": "no-yes.jsonl", "labels": names}
     made = [result.dataset for result in make_datasets(options(tmp_path, task="classification", **corpora))]
     assert len({shard.crc32c for dataset in made for shard in dataset.shards}) == 1, "both rows say yes"
+    Path("names.json").write_text('["no", "maybe"]')
+    with pytest.raises(BadInput, match="label 'yes' is not among the 2 labels"):
+        list(make_datasets(options(tmp_path / "b", task="classification", **corpora | {"labels": "names.json"})))
 
 
 @pytest.mark.parametrize(

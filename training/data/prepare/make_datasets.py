@@ -162,7 +162,7 @@ def _make_labelled(
     `encode`: for single texts; pairs and words have encoders of their own. Raises BadInput, StorageError."""
     corpus = options.corpora[split]
     own = corpus.label_names()
-    if labels.numbers or (own and set(own) <= set(labels.names)):  # --labels may have another order
+    if labels.numbers or not set(own).isdisjoint(labels.names):  # --labels may have another order, or some of them
         labels = replace(labels, numbers=own)
     origin = {"label": options.label, "labels": list(labels.names), "lengths": list(lengths)}
     if labels.is_list:
