@@ -196,8 +196,8 @@ def test_a_start_that_comes_after_its_attempts_end_does_nothing(host: ScriptHost
     if meanwhile:
         host.answer("create", f": >{over}")
     else:
-        host.answer_container({"Status": "running"})
-        host.run(host_scripts.stop_script(f"tpu-launch-{run}-0", 5, remove=True), shell)
+        host.answer_container({"Status": "exited"})
+        assert "stopped" in host.run(host_scripts.stop_script(f"tpu-launch-{run}-0", 5, remove=True), shell)
         assert over.exists()
         (host.folder / "calls").unlink(missing_ok=True)
     try:
