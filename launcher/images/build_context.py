@@ -7,13 +7,15 @@ Secrets and files of this machine alone (`LEFT_OUT`) never leave a user's folder
 overlay.
 """
 
+import contextlib
 import functools
 import hashlib
+import io
 import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from launcher import home
@@ -45,7 +47,6 @@ _PRIVATE_KEY = re.compile(
     rb'-----BEGIN [A-Z ]*PRIVATE KEY-----(?:\s|\\[rn])+(?:[\w+/]{16}|Proc-Type:)|"private_key"\s*:\s*"[^"]{16}'
 )
 _SEARCHED_BYTES = 64 * 2**10  # the largest file that is searched for a private key
-_BLOCK_BYTES = 2**20  # of a file that is hashed
 _SHOWN = 8
 
 # The parts of a .dockerignore pattern: wildcards, sets of characters, escaped characters, characters.
@@ -61,32 +62,35 @@ def tree(folder: Path, *, ignore: Sequence[str] = (), search_keys: bool = False)
     if not folder.is_dir():
         raise BadInput(f"{folder}: there is no such folder to build an image from")
     is_ignored = _compile_ignore(ignore)
-    may_keep = any(line.lstrip().startswith("!") for line in ignore)
+    keeps_some = any(line.lstrip().startswith("!") for line in ignore)  # then an ignored folder is searched too
     entries = []
+
+    def path_of(file: Path) -> str:
+        return file.relative_to(folder).as_posix()
 
     def refuse(error: OSError) -> None:
         """Raises BadInput for what can't be looked at, if `search_keys`, unless it is gone or ignored."""
-        gone = isinstance(error, FileNotFoundError)
-        if search_keys and not gone and not is_ignored(Path(error.filename).relative_to(folder).as_posix()):
-            why = f"{error.filename}: can't be read for the image: {error.strerror}"
-            raise BadInput(f"{why}; a line in .dockerignore leaves it out")
+        gone, path = isinstance(error, FileNotFoundError), path_of(Path(error.filename))
+        if search_keys and not gone and not is_ignored(path):
+            raise BadInput(f"{unreadable(error.filename, error)}; a line in .dockerignore leaves it out")
+
+    def is_sent(file: Path) -> bool:
+        """Returns whether a file or link is part of the context; False for a folder. Raises as `refuse`."""
+        try:
+            mode = file.lstat().st_mode
+        except OSError as error:
+            refuse(error)
+            return False
+        if is_ignored(path_of(file)) or not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            return False  # pipes and sockets have no content, and reading one may never end
+        return not (search_keys and _holds_private_key(file) and is_ignored(path_of(file), default=True))
 
     for root, folders, files in os.walk(folder, onerror=refuse):
         here = Path(root)
-        links = [name for name in folders if os.path.islink(here / name)]  # False for what can't be looked at
-        for name in (*files, *links):
-            path = (here / name).relative_to(folder).as_posix()
-            try:
-                mode = (here / name).lstat().st_mode
-            except OSError as error:
-                refuse(error)
-                continue
-            if is_ignored(path) or not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
-                continue  # pipes and sockets have no content, and reading one may never end
-            if not (search_keys and _holds_private_key(here / name) and is_ignored(path, True)):
-                entries.append((path, here / name))
-        if not may_keep:
-            folders[:] = [name for name in folders if not is_ignored((here / name).relative_to(folder).as_posix())]
+        inside = [here / name for name in (*files, *folders)]  # a link to a folder counts as a folder here
+        entries += [(path_of(file), file) for file in inside if is_sent(file)]
+        if not keeps_some:
+            folders[:] = [name for name in folders if not is_ignored(path_of(here / name))]
     return tuple(sorted(entries))
 
 
@@ -138,28 +142,18 @@ def _holds_private_key(path: Path) -> bool:
 
 
 def hash_files(entries: Iterable[Entry]) -> dict[str, str]:
-    """Reads each entry once, in blocks, and returns `hash_file` of each by path, sorted. Raises BadInput for one that
-    can't be read."""
-    return {path: _hash_entry(source) for path, source in sorted(entries)}
+    """Reads each entry once and returns `hash_file` of each by path, sorted. Raises as `open_entry`."""
+    hashes = {}
+    for path, source in sorted(entries):
+        with open_entry(source) as (kind, file):
+            hashes[path] = hash_file(kind, file)
+    return hashes
 
 
-def _hash_entry(source: Path) -> str:
-    """Returns `hash_file` of a file, which may be larger than memory. Raises BadInput if it can't be read."""
-    if source.is_symlink():
-        return hash_file(*read_entry(source))
-    try:
-        digest = hashlib.sha256((b"program" if is_executable(source) else b"file") + b"\0")
-        with open(source, "rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
-        return digest.hexdigest()
-    except OSError as error:
-        raise BadInput(f"{source}: can't be read for the image: {error.strerror}") from None
-
-
-def hash_file(kind: bytes, content: bytes) -> str:
-    """Returns the SHA-256 of a kind ("file", "program" if executable, "link") and content (a link's: its target)."""
-    return hashlib.sha256(kind + b"\0" + content).hexdigest()
+def hash_file(kind: bytes, file: io.BufferedIOBase) -> str:
+    """Reads a file in blocks, as it may be larger than memory. Returns the SHA-256 of its kind and its content, as
+    `open_entry` yields them."""
+    return hashlib.file_digest(file, lambda: hashlib.sha256(kind + b"\0")).hexdigest()
 
 
 def assemble(entries: Iterable[Entry], destination: Path) -> None:
@@ -175,15 +169,23 @@ def assemble(entries: Iterable[Entry], destination: Path) -> None:
             target.chmod(0o755 if is_executable(source) else 0o644)
 
 
-def read_entry(source: Path) -> tuple[bytes, bytes]:
-    """Returns a file's kind and content for `hash_file`, of a link its target's path. Raises BadInput for one that
-    can't be read."""
+@contextlib.contextmanager
+def open_entry(source: Path) -> Iterator[tuple[bytes, io.BufferedIOBase]]:
+    """Yields an entry's kind ("file", "program" if executable, "link") and its content as an open file, of a link its
+    target's path. Raises BadInput for one that can't be read, and for any OSError of the block."""
     try:
         if source.is_symlink():
-            return b"link", os.fsencode(os.readlink(source))
-        return b"program" if is_executable(source) else b"file", source.read_bytes()
+            yield b"link", io.BytesIO(os.fsencode(os.readlink(source)))
+            return
+        with open(source, "rb") as file:
+            yield b"program" if is_executable(source) else b"file", file
     except OSError as error:
-        raise BadInput(f"{source}: can't be read for the image: {error.strerror}") from None
+        raise unreadable(source, error) from None
+
+
+def unreadable(source: str | Path, error: OSError) -> BadInput:
+    """Returns the error for a file that an image needs and that can't be read."""
+    return BadInput(f"{source}: can't be read for the image: {error.strerror}")
 
 
 def is_executable(source: Path) -> bool:
@@ -193,7 +195,7 @@ def is_executable(source: Path) -> bool:
 
 def _compile_ignore(lines: Sequence[str]) -> Callable[..., bool]:
     """Returns a predicate of a path: whether .dockerignore lines leave it out. The last pattern that matches the path
-    or one of its folders decides; without one, the predicate's second argument does, which is False by default.
+    or one of its folders decides; without one, the predicate's `default`, which is False unless given.
     https://docs.docker.com/build/concepts/context/#dockerignore-files"""
     rules = []
     for line in lines:
@@ -205,14 +207,11 @@ def _compile_ignore(lines: Sequence[str]) -> Callable[..., bool]:
         if cleaned != ".":
             rules.append((_compile_pattern(cleaned), keep))
 
-    def ignored(path: str, verdict: bool = False) -> bool:
-        """Returns whether a path is left out; `verdict` if no line matches."""
-        for expression, keep in rules:
-            if expression.fullmatch(path):
-                verdict = not keep
-        return verdict
+    def is_ignored(path: str, default: bool = False) -> bool:
+        """Returns whether a path is left out; `default` if no line matches."""
+        return next((not keep for expression, keep in reversed(rules) if expression.fullmatch(path)), default)
 
-    return ignored
+    return is_ignored
 
 
 @functools.cache

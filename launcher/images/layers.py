@@ -21,7 +21,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from launcher.errors import BadInput
-from launcher.images.build_context import Entry, hash_file, read_entry
+from launcher.images.build_context import Entry, hash_file, open_entry, unreadable
 from launcher.images.registry import DOCKER_MANIFEST, INDEXES, OCI_MANIFEST, Blob, ManifestDocument, sha256
 
 LARGE_BYTES = 4 * 2**20
@@ -68,7 +68,7 @@ def _group_by_layer(entries: Sequence[Entry]) -> list[list[Entry]]:
     try:
         sizes = {name: source.lstat().st_size for name, source in entries}
     except OSError as error:  # removed since it was listed
-        raise BadInput(f"{error.filename}: can't be read for the image: {error.strerror}") from None
+        raise unreadable(error.filename, error) from None
     large = sorted((entry for entry in entries if sizes[entry[0]] >= LARGE_BYTES), key=lambda e: (-sizes[e[0]], e[0]))
     alone, shared = large[:_MOST_LARGE], large[_MOST_LARGE:]
     small = [entry for entry in entries if sizes[entry[0]] < LARGE_BYTES]
@@ -88,8 +88,9 @@ def _make_archive(entries: Sequence[Entry], folder: str) -> tuple[bytes, dict[st
                 if parent.is_relative_to(root) and parent != root and parent not in folders:
                     folders.add(parent)
                     archive.addfile(_tar_entry(parent, tarfile.DIRTYPE, 0o755))
-            kind, content = read_entry(source)
-            hashes[name] = hash_file(kind, content)
+            with open_entry(source) as (kind, file):
+                content = file.read()
+            hashes[name] = hash_file(kind, io.BytesIO(content))
             if kind == b"link":
                 entry = _tar_entry(path, tarfile.SYMTYPE, 0o777)
                 entry.linkname = os.fsdecode(content)

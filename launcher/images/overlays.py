@@ -74,23 +74,25 @@ def find_changes(option: str, config: Config, home: Path, image: str | None) -> 
     root = Path(name if separator else option)
     known = _read_record(home, image, root, config)
     if not separator:
-        if not known and (config.image.dockerfile or config.image.reference or config.image.base):
-            raise BadInput(
-                f"--sync {option}: where is that folder in your image? --sync {option}=TARGET, an absolute path"
-            )
-        target = known.folder if known else CODE_FOLDER
+        target = known.folder if known else _default_target(option, config)
     if not target.startswith("/"):
         raise BadInput(f"--sync {option}: TARGET must be a folder of the image, as an absolute path: {root}=/app")
     if (separator and not name) or not root.is_dir():
         raise BadInput(f"--sync {option}: {name or option} is not a folder")
     entries = build_context.folder(root)
-    files = _files_of(root, entries)
+    files, hashes = _files_of(root, entries), build_context.hash_files(entries)
     recorded = known.code if known and known.folder == target else {}
-    hashes = build_context.hash_files(entries)
     changed = [path for path in files if recorded.get(path) != hashes[path]]
     # Without a change all files go: an overlay of an earlier sync must not stay in effect.
     overlay = _pack_files(f"--sync {option}", target, root, [files[path] for path in changed or files])
     return Changes(overlay, tuple(changed), tuple(sorted(set(recorded) - set(hashes))))
+
+
+def _default_target(option: str, config: Config) -> str:
+    """Returns where images that are made from `image.code` have it. Raises BadInput if this image is not."""
+    if config.image.dockerfile or config.image.reference or config.image.base:
+        raise BadInput(f"--sync {option}: where is that folder in your image? --sync {option}=TARGET, an absolute path")
+    return CODE_FOLDER
 
 
 def _files_of(root: Path, entries: Sequence[Entry]) -> dict[str, Path]:

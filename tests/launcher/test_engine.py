@@ -4,6 +4,7 @@ Docker is a script here. tests/rehearsal/test_fault_matrix.py makes a repository
 """
 
 import dataclasses
+import io
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from launcher.emulator.http_server import HttpRequest, HttpResponse
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import build_context, engine, local, repositories
 from launcher.images.build import ensure_image, find_pushed, list_commands
-from launcher.images.build_context import hash_file
 from launcher.images.registry import ADDRESS
 from launcher.images.specification import ImageSpec, folder_spec
 from tests.launcher.run_files import SLICE, load_text
@@ -124,7 +124,7 @@ def test_an_edit_during_the_build_is_not_taken_for_the_images(docker: Path, spec
     (docker / "edit").touch()
     made = ensure_image(folder_spec("test/image", tmp_path / "context"), print)
     assert own.read_text() == "two\n"
-    assert made.code == {"train.py": hash_file(b"file", b"one\n")}
+    assert made.code == {"train.py": build_context.hash_file(b"file", io.BytesIO(b"one\n"))}
 
 
 @pytest.mark.usefixtures("docker")

@@ -1,6 +1,7 @@
 """Claims about an image's tag, which its build context and its specification decide. Real builds: tests/rehearsal."""
 
 import dataclasses
+import io
 import os
 import re
 import tempfile
@@ -151,8 +152,7 @@ def test_a_command_without_an_image_touches_no_container(tmp_path: Path, monkeyp
     assert not calls.mock_calls
 
 
-texts = st.text("abcXYZ09._- ü", min_size=1, max_size=6)
-names = texts.filter(lambda name: name not in (".", "..") and name == name.strip())
+names = st.text("abcXYZ09._- ü", min_size=1, max_size=6).filter(lambda n: n not in (".", "..") and n == n.strip())
 contexts = st.dictionaries(names, st.tuples(st.binary(max_size=40), st.booleans()), min_size=1, max_size=5)
 Context = dict[str, tuple[bytes, bool]]
 
@@ -215,7 +215,7 @@ def test_dockerignore_leaves_out_what_docker_leaves_out(tmp_path: Path, lines: l
 
 def test_a_file_is_not_read_at_once(spec: ImageSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=MemoryError))
-    assert spec.hashes["code.py"] == build_context.hash_file(b"file", b"print(1)\n")
+    assert spec.hashes["code.py"] == build_context.hash_file(b"file", io.BytesIO(b"print(1)\n"))
 
 
 def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
