@@ -121,32 +121,32 @@ def write_rows(
         return WrittenDataset(existing, reused=True)
     marks = dataset_writer.begin_dataset(url, plan)
     shards = [mark.shard for mark in marks]
-    start, used = (marks[-1].document, marks[-1].tokens) if marks else (0, 0)
+    start, written = (marks[-1].document, marks[-1].tokens) if marks else (0, 0)
     per_shard, documents_read = plan.records_per_shard * kind.units, start
-    rest: list[Ids] = []  # the units that are in no shard yet
-    place, end = 0, -used  # of the first of these, and behind the last one, in the stream from the last mark on
-    begins: list[tuple[int, int]] = []  # for each batch of documents: the place of its first unit, its first document
+    waiting: list[Ids] = []  # units that are in no shard yet: after each batch of documents too few for one
 
     def report() -> None:
         progress(PackingProgress(documents_read, sum(shard.records for shard in shards), len(shards)))
 
     for batch in batches_of(itertools.islice(documents(), start, None)):
+        first, documents_read = documents_read, documents_read + len(batch)
         units = kind.encode(batch)
-        begins.append((end, documents_read))
-        rest.append(units[max(0, -end) :])  # without what is in a shard of an interrupted run
-        end, documents_read = end + len(units), documents_read + len(batch)
-        while end - place >= per_shard:
-            whole = rest[0] if len(rest) == 1 else np.concatenate(rest)
-            shards.append(kind.write(url, len(shards), whole[:per_shard]))
-            rest, place = [whole[per_shard:]], place + per_shard
-            begin, document = begins[bisect.bisect_left(begins, (place,)) - 1]  # of the batch in which the shard ends
-            mark = Mark(number=len(shards) - 1, shard=shards[-1], document=document, tokens=place - begin)
+        waiting.append(units[written:])  # without those in a shard of an interrupted run
+        written = max(0, written - len(units))
+        if sum(map(len, waiting)) < per_shard:
+            continue
+        rest = np.concatenate(waiting)
+        while len(rest) >= per_shard:
+            shards.append(kind.write(url, len(shards), rest[:per_shard]))
+            rest = rest[per_shard:]  # of this batch alone, in which the shard ends
+            mark = Mark(number=len(shards) - 1, shard=shards[-1], document=first, tokens=len(units) - len(rest))
             dataset_writer.write_mark(url, mark)
             report()
-    count = max(0, end - place)
+        waiting = [rest]
+    count = sum(map(len, waiting))
     dropped = count % kind.units
     if count >= kind.units:
-        shards.append(kind.write(url, len(shards), np.concatenate(rest)[: count - dropped]))
+        shards.append(kind.write(url, len(shards), np.concatenate(waiting)[: count - dropped]))
     if not shards:
         raise BadInput(
             f"{url}: the {plan.split} split has {count} tokens in {documents_read} documents, less than one row of "
