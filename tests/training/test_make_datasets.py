@@ -72,7 +72,7 @@ def test_classes_are_numbered_in_the_order_of_a_file_or_of_their_names(
 @pytest.mark.parametrize("names", [None, "names.json"])
 def test_integers_of_a_corpus_are_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str | None) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Corpus, "label_names", lambda corpus: tuple(Path(corpus.name).stem.split("-")))
+    monkeypatch.setattr(Corpus, "label_names", property(lambda corpus: tuple(Path(corpus.name).stem.split("-"))))
     Path("names.json").write_text('["no", "yes"]')
     for name, number in (("yes-no", 0), ("no-yes", 1)):
         Path(f"{name}.jsonl").write_text(json.dumps({"text": "a", "label": number}))

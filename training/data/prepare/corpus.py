@@ -112,9 +112,10 @@ class Corpus:
                 digest.update(f"\0{storage.name_of(url)}\0{stat.size}\0{stat.crc32c}".encode())
         return digest.hexdigest()
 
+    @cached_property
     def label_names(self) -> tuple[str, ...]:
         """Returns the names of the classes that numbers in the label's column mean, of a dataset of the `datasets`
-        library that says them; () otherwise. Downloads its description. Raises BadInput."""
+        library that says them; () otherwise. The first call downloads its description. Raises BadInput."""
         if not self.name.startswith("datasets:"):
             return ()
         feature = (self._streamed().features or {}).get(self.label)

@@ -161,7 +161,7 @@ def _make_labelled(
     """Makes one split of labelled rows, an interrupted one from its beginning, or returns it if it is complete.
     `encode`: for single texts; pairs and words have encoders of their own. Raises BadInput, StorageError."""
     corpus = options.corpora[split]
-    own = corpus.label_names()
+    own = corpus.label_names if labels.has_names else ()
     if labels.numbers or not set(own).isdisjoint(labels.names):  # --labels may have another order, or some of them
         labels = replace(labels, numbers=own)
     origin = {"label": options.label, "labels": list(labels.names), "lengths": list(lengths)}
@@ -215,27 +215,28 @@ def _labels(options: DatasetOptions) -> LabelKind:
                 "--labels lists the names of classes, and a --task regression label is a number: leave it out"
             )
         return kind
-    if options.labels is None:
-        corpus = options.corpora["train"]
-        if names := corpus.label_names():
-            return replace(kind, names=names, numbers=names)
-        columns = select_columns(corpus.rows(), corpus.field, options.label, corpus.name, kind)
-        lists = (label if kind.is_list else [label] for _, label in columns)
-        return replace(kind, names=tuple(sorted({name for names in lists for name in names})))
+    if options.labels is not None:
+        return replace(kind, names=_read_names(options.labels))
+    corpus = options.corpora["train"]
+    if names := corpus.label_names:
+        return replace(kind, names=names, numbers=names)
+    columns = select_columns(corpus.rows(), corpus.field, options.label, corpus.name, kind)
+    lists = (label if kind.is_list else [label] for _, label in columns)
+    return replace(kind, names=tuple(sorted({name for names in lists for name in names})))
+
+
+def _read_names(url: str) -> tuple[str, ...]:
+    """Reads --labels, a JSON list of classes' names. Raises BadInput for impossible names; StorageError."""
     try:
-        names = json.loads(storage.read(options.labels))
+        names = json.loads(storage.read(url))
     except storage.NotFound as error:
         raise BadInput(f"--labels: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"--labels {options.labels}: not JSON: {error}") from None
-    if (
-        not isinstance(names, list)
-        or not names
-        or any(not isinstance(name, str) for name in names)
-        or len(set(names)) != len(names)
-    ):
-        raise BadInput(f"--labels {options.labels}: expected a JSON list of different strings")
+        raise BadInput(f"--labels {url}: not JSON: {error}") from None
+    are_texts = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not are_texts or not names or len(set(names)) < len(names):
+        raise BadInput(f"--labels {url}: expected a JSON list of different strings")
     for name in names:
         if mistake := label_mistake(name):
-            raise BadInput(f"--labels {options.labels}: label {name!r:.80} {mistake}")
-    return replace(kind, names=tuple(names))
+            raise BadInput(f"--labels {url}: label {name!r:.80} {mistake}")
+    return tuple(names)
