@@ -67,26 +67,25 @@ def is_held_by_each_host(backend: Backend) -> bool:
     return len({slice_.hosts for slice_ in slices}) <= 1
 
 
-def export_model(run: Run, backend: Backend, step: int | None) -> None:
-    """Writes the weights (with LoRA the adapter, unless lora.merge), config.json and the tokenizer to the run's model
+def export_model(run: Run, backend: Backend, step: int | None) -> bool:
+    """Exports on host 0, if export.at_end, while the other hosts wait for it; all hosts call it, after the last save.
+    Returns whether a host was asked to stop by then.
+
+    Writes the weights (with LoRA the adapter, unless lora.merge), config.json and the tokenizer to the run's model
     folder: from the checkpoint of `step`; None: as they are now, or from the last checkpoint if no host holds all of
-    the weights. Call it on host 0 only, after the last save. Raises BadInput if the checkpoint is damaged,
-    StorageError."""
-    with run.timer.phase("export"):
-        if step is not None or not is_held_by_each_host(backend):
-            export.export_checkpoint(run.folder, run.model_folder, step)
-            return
-        export.write_model_folder(
-            run.model_folder, backend.tensor_specs(), backend.snapshot_state, run.model_config(),
-            run.config.data.tokenizer, run.dependencies.storage, run.config,
-        )  # fmt: skip
-
-
-def export_seconds(run: Run, backend: Backend) -> float:
-    """Returns how long the other hosts wait for the export of host 0: the seconds that storage may take for the
-    weights, plus rendezvous.start_seconds."""
+    the weights. Raises BadInput if the checkpoint is damaged, StorageError, LostPeer and StopRequested."""
+    if run.cluster.is_first and run.config.export.at_end:
+        with run.timer.phase("export"):
+            if step is not None or not is_held_by_each_host(backend):
+                export.export_checkpoint(run.folder, run.model_folder, step)
+            else:
+                export.write_model_folder(
+                    run.model_folder, backend.tensor_specs(), backend.snapshot_state, run.model_config(),
+                    run.config.data.tokenizer, run.dependencies.storage, run.config,
+                )  # fmt: skip
     size = sum(spec.size for name, spec in backend.tensor_specs().items() if name.startswith(export.PREFIX))
-    return run.config.rendezvous.start_seconds + default_storage.transfer_seconds(run.model_folder, size)
+    seconds = run.config.rendezvous.start_seconds + default_storage.transfer_seconds(run.model_folder, size)
+    return any(run.rendezvous.meet("exported", run.shutdown.requested, seconds))
 
 
 def write_summary(run: Run, evaluations: Evaluations, summary: dict[str, Any]) -> None:

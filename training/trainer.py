@@ -175,14 +175,7 @@ class Trainer:
         evaluations, and saves the last state. Raises StopRequested, after the commit, if a host was asked to stop;
         NonFinite and other TrainErrors. Ends the process if the first result takes too long."""
         run, progress, steps = self.run, self.progress, self.run.config.train.steps
-        best = run.config.best
-        save_every, evaluate_every = run.config.checkpoint.every_steps, run.config.evaluation.every
-        self.checkpoints.prepare(self.backend.tensor_specs(), self.backend.state_slices())
-        progress.signals = Signals(stop=any(run.rendezvous.meet("ready", run.shutdown.requested)))
-        run.shutdown.nothing_to_save = False
-        was_interrupted = is_step_due(progress.step, evaluate_every) and self.evaluations.step != progress.step
-        if 0 < progress.step < steps and was_interrupted and not progress.signals.stop:
-            self.evaluate()  # an earlier attempt was stopped in it
+        self.begin()
         with (
             self.open_profiler() as self.profiler,
             contextlib.closing(self.backend.batches(run.task, progress.step)) as batches,
@@ -199,23 +192,37 @@ class Trainer:
                     self.take_results(results)
                     self.check_step(batch)
                 self.profiler.check()
-                is_due = is_step_due(progress.step, save_every) or progress.signals.save
-                if is_due and not best:
-                    self.save()
-                evaluates = is_step_due(progress.step, evaluate_every) and progress.step < steps
-                if evaluates and not progress.signals.stop:
-                    self.evaluate()
-                if (is_due or self.evaluations.is_best(progress.step)) and progress.step < steps:
-                    self.save()
+                if progress.step < steps:
+                    self.save_and_evaluate_if_due()
         if self.evaluations.ends_training and progress.step < steps:
-            evaluations, best_one = self.evaluations.since_best, self.evaluations.best
-            run.console.print(console.format_early_end(progress.step, evaluations, best_one))
-        is_evaluated = self.evaluations.step == progress.step
-        if best and run.config.evaluation.at_end and not is_evaluated and not progress.signals.stop:
-            self.evaluate()
+            evaluations, best = self.evaluations.since_best, self.evaluations.best
+            run.console.print(console.format_early_end(progress.step, evaluations, best))
+        if run.config.best and run.config.evaluation.at_end:
+            self.evaluate()  # before the save, which keeps the figures
         self.save()
         if progress.signals.stop:
             self.stop()
+
+    def begin(self) -> None:
+        """Prepares saves and waits for all hosts; repeats the evaluation in which an earlier attempt was stopped."""
+        run, step = self.run, self.progress.step
+        self.checkpoints.prepare(self.backend.tensor_specs(), self.backend.state_slices())
+        self.progress.signals = Signals(stop=any(run.rendezvous.meet("ready", run.shutdown.requested)))
+        run.shutdown.nothing_to_save = False
+        if 0 < step < run.config.train.steps and is_step_due(step, run.config.evaluation.every):
+            self.evaluate()
+
+    def save_and_evaluate_if_due(self) -> None:
+        """Saves and evaluates, each if due after the step just started. A checkpoint that may be the best one is saved
+        after the evaluation, and keeps the figures; any other before it. Raises as `save` and `evaluate`."""
+        config, step = self.run.config, self.progress.step
+        save_due = is_step_due(step, config.checkpoint.every_steps) or self.progress.signals.save
+        if save_due and not config.best:
+            self.save()
+        if is_step_due(step, config.evaluation.every):
+            self.evaluate()
+        if save_due or self.evaluations.is_best(step):
+            self.save()
 
     def open_profiler(self) -> Profiler:
         """Returns a profiler of this host's steps by the backend's own tracer, which takes requests from now on."""
@@ -279,9 +286,11 @@ class Trainer:
             self.checkpoints.save(progress.step, specs, self.backend.snapshot_state, state, split)
 
     def evaluate(self) -> None:
-        """Waits for the steps in flight and evaluates; shows and keeps the figures, unless all hosts are to stop.
-        Raises as `finish_steps` and `evaluate_all`."""
+        """Waits for the steps in flight and evaluates; shows and keeps the figures. Does nothing if this step was
+        evaluated; breaks off if all hosts are to stop. Raises as `finish_steps` and `evaluate_all`."""
         run, step = self.run, self.progress.step
+        if self.evaluations.step == step or self.progress.signals.stop:
+            return
         self.finish_steps()
         with self.compilations.evaluation():
             total = evaluate_all(
@@ -314,21 +323,18 @@ class Trainer:
         upload to the Hub. Returns the summary, which host 0 writes. Raises StopRequested if a host was asked to stop
         before the upload (during it, that only cuts it short), the error of the last save, and other TrainErrors:
         weights differ, a host is lost, or the export fails."""
-        run, config = self.run, self.run.config
-        is_evaluated = config.best is not None and self.evaluations.step == self.progress.step
-        if config.data.evaluation and config.evaluation.at_end and not is_evaluated:
+        run = self.run
+        if run.config.data.evaluation and run.config.evaluation.at_end:
             self.evaluate()
-            if self.progress.signals.stop:
-                self.stop()
+        if self.progress.signals.stop:
+            self.stop()
         with run.timer.phase("checkpoint"):
             self.checkpoints.release()
-        best = self.evaluations.best if config.train.early_stopping else None
-        result_step = int(best["step"]) if best else self.progress.step
         seconds = self.checkpoints.meeting_seconds
         checksum, replaced = run_end.compare_weights(run, self.backend, self.progress.replaced, seconds)
-        if run.cluster.is_first and config.export.at_end:
-            run_end.export_model(run, self.backend, None if result_step == self.progress.step else result_step)
-        if any(run.rendezvous.meet("exported", run.shutdown.requested, run_end.export_seconds(run, self.backend))):
+        best = self.evaluations.best if run.config.train.early_stopping else None
+        result_step = int(best["step"]) if best else self.progress.step
+        if run_end.export_model(run, self.backend, None if result_step == self.progress.step else result_step):
             self.stop()
         hub = None
         if self.background.uploader:
