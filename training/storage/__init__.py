@@ -216,34 +216,34 @@ def _replacing(url: str, create_only: bool) -> Iterator[int]:
     if create_only and os.path.lexists(url):
         raise AlreadyExists(f"{url} already exists")
     partial = os.path.join(folder, f".{name}.{secrets.token_hex(6)}{_PARTIAL}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        try:
-            yield descriptor
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with open(partial, "xb", buffering=0) as file:
+            yield file.fileno()
+            os.fsync(file.fileno())
         if create_only:
-            try:
-                os.link(partial, url)
-            except FileExistsError:
-                raise AlreadyExists(f"{url} already exists") from None
-            except OSError as error:
-                if error.errno not in _NO_HARD_LINKS:
-                    raise
-                raise StorageError(
-                    f"{url}: this file system has no hard links ({error.strerror}), and without them two writers could "
-                    "both win: write to gs:// itself instead of a mounted bucket, or to another file system"
-                ) from None
-            os.unlink(partial)
+            _link(partial, url)
         else:
             os.replace(partial, url)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # it was moved
             os.unlink(partial)
-        raise
     parent = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(parent)
     finally:
         os.close(parent)
+
+
+def _link(partial: str, url: str) -> None:
+    """Gives a file the name `url` too. Raises AlreadyExists, StorageError where there are no hard links, or OSError."""
+    try:
+        os.link(partial, url)
+    except FileExistsError:
+        raise AlreadyExists(f"{url} already exists") from None
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        raise StorageError(
+            f"{url}: this file system has no hard links ({error.strerror}), and without them two writers could both "
+            "win: write to gs:// itself instead of a mounted bucket, or to another file system"
+        ) from None
