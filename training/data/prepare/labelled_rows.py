@@ -108,32 +108,35 @@ def select_columns(
 ) -> Iterator[LabelledText]:
     """Yields the text, or the two texts, and the label of each row (column -> value) of the corpus with this name.
 
-    `text`, `label` and, if a row has two texts, `pair` name the columns. A label is text, a number or a truth value,
-    which is converted to text, an integer to the name that it means in `labels.numbers`, or, if it is no name itself,
-    in `labels.names`; for sets and words a list of them. The text of labelled words is a list of these; rows without
-    words are left out. `labels` checks each label; classes without names allow any printable one. Raises BadInput, with
-    file:line or the corpus and the row's number, for a row that lacks a column, whose text is not text, or whose label
-    is impossible."""
+    `text`, `label` and, if a row has two texts, `pair` name the columns. The text of labelled words is a list of these;
+    rows without words are left out. `labels` says how to read each label. Raises BadInput, with file:line or the corpus
+    and the row's number, for a row that lacks a column, whose text is not text, or whose label is impossible."""
     for number, row in enumerate(rows, 1):
         place = getattr(row, "place", None) or f"{corpus}: row {number}"
-        for name in (text, label, *([pair] if pair else [])):
-            if row.get(name) is None:
-                columns = ", ".join(map(repr, row))
-                raise BadInput(
-                    f"{place} has no {name!r}, it has: {columns}. Name the columns: --field, --label, --text-pair"
-                )
-        if labels.is_list and not isinstance(row[label], list):
-            raise BadInput(f"{place}: label {row[label]!r:.80} is not a list of labels: name the column with --label")
-        names = [_label_name(value, place, labels) for value in (row[label] if labels.is_list else [row[label]])]
-        own: Any = names if labels.is_list else names[0]
-        if labels.names or not labels.has_names:
-            labels.encode(own, place)
+        missing = [name for name in (text, label, *([pair] if pair else [])) if row.get(name) is None]
+        if missing:
+            has = f"{place} has no {missing[0]!r}, it has: {', '.join(map(repr, row))}"
+            raise BadInput(f"{has}. Name the columns: --field, --label, --text-pair")
+        own = _label_of(row[label], place, labels)
         if pair:
             yield (text_of(row, text, place), text_of(row, pair, place)), own
         elif labels.rows != "token-labelled":
             yield text_of(row, text, place), own
-        elif words := _words_of(row, text, place, len(names)):
-            yield words, names
+        elif words := _words_of(row, text, place, len(own)):
+            yield words, own
+
+
+def _label_of(value: Any, place: str, labels: LabelKind) -> Any:
+    """Returns the label of a row, text, a number or a truth value, as text; for sets and words a list of these. Raises
+    BadInput, with `place` before the message, unless it is one of `labels`; any printable class, if they have none."""
+    if labels.is_list and not isinstance(value, list):
+        raise BadInput(f"{place}: label {value!r:.80} is not a list of labels: name the column with --label")
+    label = (
+        [_label_name(name, place, labels) for name in value] if labels.is_list else _label_name(value, place, labels)
+    )
+    if labels.names or not labels.has_names:
+        labels.encode(label, place)
+    return label
 
 
 def _label_name(value: Any, place: str, labels: LabelKind) -> str:

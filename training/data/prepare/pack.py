@@ -246,22 +246,24 @@ def chats(corpus: Corpus) -> Iterator[str]:
         messages = row.get(corpus.field)
         if messages is None:
             raise BadInput(f"{place} has no {corpus.field!r}, it has: {', '.join(map(repr, row))}. Name it with --chat")
-        if not isinstance(messages, list) or not all(
-            isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
-        ):
-            raise BadInput(f"{place}: {corpus.field!r} is not a list of messages with role and content")
-        answers = [message for message in messages if message["role"] == ANSWER]
-        for content in (answer.get("content") for answer in answers):
-            if not isinstance(content, str | None):
-                raise BadInput(
-                    f"{place}: an answer's content is not text but {type(content).__name__}: make it one text, or "
-                    "leave such rows out of the corpus"
-                )
-        if not any((answer.get("content") or "").strip() for answer in answers):
-            raise BadInput(
-                f"{place}: the chat has no answer (a message of role {ANSWER} with text), so nothing to learn"
-            )
+        if mistake := _chat_mistake(messages, corpus.field):
+            raise BadInput(f"{place}: {mistake}")
         yield replace_surrogates(json.dumps(messages, ensure_ascii=False, default=str))
+
+
+def _chat_mistake(messages: Any, field: str) -> str | None:
+    """Returns why the value of a row's `field` is no chat that can be learnt; None if it is one."""
+    is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    if not is_list or not all(isinstance(message.get("role"), str) for message in messages):
+        return f"{field!r} is not a list of messages with role and content"
+    contents = [message.get("content") for message in messages if message["role"] == ANSWER]
+    for content in contents:
+        if not isinstance(content, str | None):
+            kind = type(content).__name__
+            return f"an answer's content is not text but {kind}: make it one text, or leave such rows out of the corpus"
+    if not any((content or "").strip() for content in contents):
+        return f"the chat has no answer (a message of role {ANSWER} with text), so nothing to learn"
+    return None
 
 
 class WholeChats(WholeDocuments):
