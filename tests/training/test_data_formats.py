@@ -203,6 +203,8 @@ GOOD = row([5] * 8)
     ("files", "message"),
     [
         ({"train-0-1": [GOOD], "eval-0-1": [GOOD]}, r" has shards of several names \(eval-\*, train-\*\)"),
+        ({"a-0-1": [GOOD], "a-00-2": [GOOD, GOOD]}, " has a-0-1.tfrecord and a-00-2.tfrecord, shards of one number"),
+        ({"data-0-1": b"\x1f\x8b\x08"}, r"/data-0-1.tfrecord is compressed \(gzip\)"),
         ({"data-0-2": [GOOD]}, "/data-0-2.tfrecord holds 1 records, and its name says 2"),
         ({"data-0-1": [example_codec.encode({"input_ids": b"12"})]}, ".*first record has no int64 feature input_ids"),
         ({"data-0-1": [example_codec.encode({"tokens": [1, 2]})]}, ".*first record has no int64 feature input_ids"),
@@ -214,7 +216,7 @@ GOOD = row([5] * 8)
 )
 def test_what_is_not_in_the_public_layout_is_refused(tmp_path: Path, files: dict[str, Any], message: str) -> None:
     for name, records in files.items():
-        (tmp_path / f"{name}.tfrecord").write_bytes(tfrecord.join(records))
+        (tmp_path / f"{name}.tfrecord").write_bytes(records if isinstance(records, bytes) else tfrecord.join(records))
     with pytest.raises(BadInput, match=f"^{tmp_path}{message}"):
         read_all(open_dataset(str(tmp_path)))
 

@@ -10,6 +10,7 @@ would predict their padding. So are shards of two names, such as `train-*` and `
 """
 
 import hashlib
+import itertools
 import re
 from typing import Any
 
@@ -51,7 +52,8 @@ def encode_shard(rows: npt.NDArray[np.integer]) -> bytes:
 def open_folder(url: str) -> Dataset | None:
     """Opens the dataset in a folder without a manifest; None without a file named like a recipe's shard. Its manifest
     says no tokenizer (hash UNKNOWN, vocabulary 1). Reads the first record, and the ends of local shards. Raises
-    StorageError, and BadInput for shards of several names, no record, or a first one that is damaged or has no ids."""
+    StorageError, and BadInput for shards of several names or of one number, no record, or a first one that is damaged
+    or has no ids."""
     stats = [(NAME.match(storage.name_of(stat.url)), stat) for stat in storage.files(url)]
     named = sorted(
         ((match, stat) for match, stat in stats if match), key=lambda pair: (pair[0]["name"], int(pair[0]["number"]))
@@ -64,6 +66,9 @@ def open_folder(url: str) -> Dataset | None:
             f"{url} has shards of several names ({', '.join(f'{name}-*' for name in names[:5])}), and a folder is one "
             "dataset: give each a folder of its own"
         )
+    for (match, _), (other, _) in itertools.pairwise(named):
+        if int(match["number"]) == int(other["number"]):
+            raise BadInput(f"{url} has {match[0]} and {other[0]}, shards of one number: keep those of one preparation")
     first = next((stat for match, stat in named if int(match["records"])), None)
     if first is None:
         raise BadInput(f"{url}: no shard has a record, by their names")
@@ -128,6 +133,8 @@ def _read_length(stat: Stat) -> int:
     """Returns the number of ids in a shard's first record. Raises BadInput without int64 input_ids, or for damage
     (Corrupt), which a record longer than 1 MB seems to have; StorageError."""
     data = storage.read(stat.url, 0, _FIRST_READ_BYTES, generation=stat.generation)
+    if data.startswith(b"\x1f\x8b"):
+        raise BadInput(f"{stat.url} is compressed (gzip), so records have no places: decompress it")
     _, payload = next(tfrecord.walk(data, stat.url), (0, b""))
     try:
         ids: Any = example_codec.decode(payload).get("input_ids")
