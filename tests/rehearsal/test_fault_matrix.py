@@ -13,7 +13,7 @@ import pytest
 from tests.nightly import others_at_night
 from tests.processes import wait_until
 from tests.rehearsal.conftest import slice_file
-from tests.rehearsal.workstation import EmulatedSlice, Workstation, docker
+from tests.rehearsal.workstation import EmulatedSlice, Workstation, docker, on_this_machine
 
 NAME = "two"
 WAITS = "echo here; trap 'exit 75' TERM; while :; do sleep 0.1; done"
@@ -127,7 +127,7 @@ def test_conflicts_with_other_changes_pass_and_one_with_another_slice_is_told(pa
     running = pair.begin("--emulated", "up", "-f", file)
     wait_until(lambda: hosts(pair, "single"), 60, lambda: "\n".join(running.lines))
     pair.good("emulator", "inject", "busy", "--count", "1")
-    assert running.end(90).require(0, "is READY: 1 hosts", "waiting for the hosts").seconds < 45
+    assert running.end(300).require(0, "is READY: 1 hosts", "waiting for the hosts").seconds < on_this_machine(45)
     other = pair.launch("--emulated", "up", "-f", file, "--set", "slice.accelerator_type=v4-16")
     other.require(23, "exists and is a v4-8, not a v4-16")
     pair.good("emulator", "inject", "busy", "--count", "1")
