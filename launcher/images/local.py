@@ -157,7 +157,7 @@ def run(
     used = reference or image(config, say).reference
     name = f"tpu-launch-local-{secrets.token_hex(4)}"
     folder = Path.cwd()
-    argv = [docker, "run", "--rm", "--init", "--name", name, "--network", "host"]
+    argv = [docker, "run", "--rm", "--init", "--entrypoint", "", "--name", name, "--network", "host"]
     argv += ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp", "--env", "PJRT_DEVICE=CPU"]
     argv += ["--volume", f"{folder}:{folder}", "--workdir", str(folder)]
     credentials = Path.home() / ".config" / "gcloud" / "application_default_credentials.json"

@@ -94,8 +94,8 @@ def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: s
     """Returns the arguments of `docker create` on every host, with image and command; each host adds TPU_WORKER_ID.
     Where `attempt.waits`, the command begins only after secrets and overlay were delivered into the container. `hosts`:
     their addresses, in worker order."""
-    arguments = ["--name", attempt.container]
-    arguments += ["--label", f"{LABEL_RUN}={attempt.run_id}", "--label", f"{LABEL_ATTEMPT}={attempt.number}"]
+    arguments = ["--name", attempt.container, "--label", f"{LABEL_RUN}={attempt.run_id}"]
+    arguments += ["--label", f"{LABEL_ATTEMPT}={attempt.number}", "--entrypoint", ""]  # the command runs, as on GKE
     arguments += ["--privileged", "--network", "host", "--init", *_KEPT_LOG]
     arguments += ["--shm-size", attempt.shm_size, "--ulimit", "memlock=-1:-1"]
     if attempt.compile_cache_gb:

@@ -218,13 +218,13 @@ def test_a_container_is_created_with_these_options() -> None:
     """The volume is the engine's own, which outlives the container. A host that shuts down lets the command save."""
     given = {"environment": {"PJRT_DEVICE": "CPU", "A": "b c"}, "stop_seconds": 25, "compile_cache_gb": 2.5}
     assert options(number=2, command=("train", "--lr 1"), **given) == (
-        "--name tpu-launch-demo-1-2 --label tpu-launch.run=demo-1 --label tpu-launch.attempt=2 --privileged --network "
-        "host --init --log-driver json-file --log-opt max-size=1g --log-opt max-file=4 --shm-size 16g --ulimit "
-        "memlock=-1:-1 --volume tpu-launch-compiled-programs:/var/cache/tpu-launch --stop-timeout 25 --user 0 --env "
-        "PJRT_DEVICE=CPU --env TPU_LAUNCH_RUN_ID=demo-1 --env TPU_LAUNCH_ATTEMPT=2 --env TPU_ACCELERATOR_TYPE=v4-8 "
-        "--env TPU_WORKER_HOSTNAMES=10.0.0.1 --env TPU_LAUNCH_PROGRESS_FILE=/dev/shm/tpu-launch-progress --env "
-        "TPU_LAUNCH_COMPILE_CACHE=/var/cache/tpu-launch --env TPU_LAUNCH_COMPILE_CACHE_GB=2.5 --env 'A=b c' "
-        "sha256:ab train '--lr 1'"
+        "--name tpu-launch-demo-1-2 --label tpu-launch.run=demo-1 --label tpu-launch.attempt=2 --entrypoint '' "
+        "--privileged --network host --init --log-driver json-file --log-opt max-size=1g --log-opt max-file=4 "
+        "--shm-size 16g --ulimit memlock=-1:-1 --volume tpu-launch-compiled-programs:/var/cache/tpu-launch "
+        "--stop-timeout 25 --user 0 --env PJRT_DEVICE=CPU --env TPU_LAUNCH_RUN_ID=demo-1 --env TPU_LAUNCH_ATTEMPT=2 "
+        "--env TPU_ACCELERATOR_TYPE=v4-8 --env TPU_WORKER_HOSTNAMES=10.0.0.1 --env "
+        "TPU_LAUNCH_PROGRESS_FILE=/dev/shm/tpu-launch-progress --env TPU_LAUNCH_COMPILE_CACHE=/var/cache/tpu-launch "
+        "--env TPU_LAUNCH_COMPILE_CACHE_GB=2.5 --env 'A=b c' sha256:ab train '--lr 1'"
     )
 
 
