@@ -1,7 +1,7 @@
 """Your own training code on every host of a slice: plain torch_xla, and the variables that tpu-launch sets.
 
     tpu-launch run -f examples/own_code/run.yaml       # on a slice; --emulated for a rehearsal
-    tpu-launch local -f examples/own_code/run.yaml -- python my_train.py
+    (cd examples/own_code && tpu-launch local -f run.yaml -- python my_train.py)       # on this machine's CPU
 
 A linear model learns y = 3 x - 2. Each host reads its own rows; all hosts hold the same weights after each step. On TPU
 one process a host drives all its chips (SPMD): the compiler sums the gradients. CPU hosts sum them with gloo.
