@@ -143,7 +143,6 @@ def _scalar(value: str) -> str:
 def write(path: Path, answers: Answers) -> None:
     """Writes the file in one step, after loading it with the real checks. Raises BadInput when the file exists or can't
     be written, or an answer makes it invalid; then nothing is written."""
-    _require_new(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text(answers), encoding="utf-8")

@@ -7,8 +7,8 @@ processes that want the same image take turns (a lock on its log).
 
 An image is also pushed when the registry does not answer this process: pushing again is cheap, because a registry that
 has the image takes only the manifest. The digest of the last push that docker reported as done is recorded beside the
-build logs; hosts get it when the next push fails. The engine's own report (`RepoDigests`) is no proof: with the
-containerd image store, an image has a digest of a repository from `docker tag` on, before anything was sent.
+build logs, until the registry says it is gone; hosts get it when the next push fails. The engine's report
+(`RepoDigests`) is no proof: with the containerd image store, it has a digest from `docker tag` on, before any push.
 """
 
 import contextlib
@@ -125,15 +125,16 @@ def find_pushed(spec: ImageSpec) -> str | None:
 
 def _find(plan: ImagePlan) -> str | None:
     """Returns the name that hosts run: the id in the engine's store, with a repository the name by digest of what the
-    registry has under the tag. Returns None if it is not there, and if the registry refuses or fails the only try."""
+    registry has under the tag. Returns None if it is not there (and forgets a push), or if the only try fails."""
     if plan.remote is None:
         return plan.image_id or engine.find_image_id(plan.docker, plan.local)
-    with contextlib.suppress(LaunchError):
+    with contextlib.suppress(LaunchError, OSError):
         image, bundle = parse_reference(plan.remote), plan.spec.ca_bundle
         # One try: a push finds out more than further tries.
         with Registry(image.host, find_credentials, reads=[image.path], ca_bundle=bundle, tries=1) as registry:
             if digest := registry.find_manifest(image.path, image.tag):
                 return f"{plan.spec.repository}@{digest}"
+        plan.push_record.unlink(missing_ok=True)
     return None
 
 

@@ -40,9 +40,8 @@ def test_the_sdk_that_was_tested_passes_an_older_one_is_doubtful_and_an_account_
 
 def test_docker_must_have_something_to_show_to_googles_registry() -> None:
     host = "us-central2-docker.pkg.dev"
-    assert doctor.check_registry(host, {"credHelpers": {host: "gcloud"}}).severity == "PASS"
-    assert doctor.check_registry(host, {"auths": {host: {"auth": "eA=="}}}).severity == "PASS"
-    assert doctor.check_registry(host, {"credsStore": "desktop"}).severity == "WARN"
+    settings = ({"credHelpers": {host: "gcloud"}}, {"auths": {host: {"auth": "eA=="}}}, {"credsStore": "desktop"})
+    assert [doctor.check_registry(host, each).severity for each in settings] == ["PASS", "PASS", "WARN"]
     missing = doctor.check_registry(host, {"credHelpers": {"eu.gcr.io": "gcloud"}})
     assert (missing.severity, missing.fix) == ("FAIL", f"gcloud auth configure-docker {host} --quiet")
     assert doctor.check_registry("localhost:5000", {}).severity == "WARN"
