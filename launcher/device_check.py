@@ -12,7 +12,7 @@ from typing import Any
 from launcher.config import Config
 from launcher.errors import Exit, LaunchError
 from launcher.images import local
-from launcher.provider import Attempt, HostReport, Observation, Provider
+from launcher.provider import Attempt, Observation, Provider
 from launcher.run.session import Context, new_run_id, runs_on_slice
 from launcher.run.start import require_all, require_ready
 from launcher.tpu_vm import slice_hints
@@ -113,8 +113,11 @@ def _run(config: Config, provider: Provider, attempt: Attempt, context: Context,
     reports = provider.start(attempt)
     if any(report.occupied_by for report in reports):
         require_all(reports, "start")
-    if not all(report.ok for report in reports):
-        return [_refused(report) for report in reports]
+    if not all(report.ok for report in reports):  # the failure is fatal, not its effect on other hosts
+        failed = [Problem(f"could not start the container: {report.detail}", RECREATE) for report in reports]
+        other = Problem("not tried, because of another host", fatal=False)
+        pairs = zip(reports, failed, strict=True)
+        return [DeviceReport(report.worker, {}, (other if report.ok else own,)) for report, own in pairs]
     deadline = context.machine.clock.monotonic() + seconds
     while True:
         observations = context.machine.threads.map(
@@ -125,13 +128,6 @@ def _run(config: Config, provider: Provider, attempt: Attempt, context: Context,
             placed = slice_hints.in_current_place(config)
             return judge_hosts(observations, placed.slice.accelerator_type, seconds)
         context.machine.clock.sleep(_INTERVAL)
-
-
-def _refused(report: HostReport) -> DeviceReport:
-    """Returns a host's report after a start that failed, there (fatal) or on other hosts only."""
-    failed = Problem(f"could not start the container: {report.detail}", RECREATE)
-    problem = Problem("not tried, because of another host", fatal=False) if report.ok else failed
-    return DeviceReport(report.worker, {}, (problem,))
 
 
 def judge_hosts(observations: Sequence[Observation], accelerator_type: str, seconds: float) -> list[DeviceReport]:
@@ -164,6 +160,9 @@ def _judge_end(observation: Observation, facts: Mapping[str, Any], seconds: floa
     if state.exit_code == 0 or phase == "done":
         return None
     last = observation.lines[-1].text if observation.lines else ""
+    if state.exit_code == 127:  # no such program
+        fix = "check in our image: leave out image.dockerfile, image.reference and image.base"
+        return Problem(f"tpu-train can't start in this image: {last}", fix)
     if state.exit_code == TrainerExit.LOST_PEER:
         return Problem(f"not finished, because of another host: {facts.get('lost') or last}")
     return Problem(f"{phase}: ended with exit code {state.exit_code}: {last or 'no output'}", RECREATE)

@@ -66,6 +66,7 @@ def test_hosts_that_are_well_have_a_row_each_and_no_problem() -> None:
         (host(2, 1, phase="opening the devices", error="Couldn't mmap"), "opening the devices: Couldn't mmap"),
         (host(2, None, phase="opening the devices"), "not done after 300 s, in phase 'opening the devices'"),
         (host(2, 134, phase="opening", last="F0 failed"), "opening: ended with exit code 134: F0 failed"),
+        (host(2, 127, phase=None, last="no tpu-train"), "tpu-train can't start in this image: no tpu-train"),
         (host(2, 76, phase="opening", lost="host 1"), "not finished, because of another host: host 1"),
         (Observation(2, None, problem="no route to host"), "does not answer: no route to host"),
     ],
