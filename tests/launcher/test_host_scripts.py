@@ -163,6 +163,8 @@ def test_hosts_show_their_token_to_google_only(host: ScriptHost, image: str, she
 def test_what_an_engine_refuses_is_reported_in_its_words(host: ScriptHost, shell: str, call: str, report: str) -> None:
     host.answer(call, "echo no such >&2; echo thing >&2; exit 1")
     assert re.fullmatch(f"failed the {report}: no such thing", reported(host, start(image="a.com/i" + DIGEST), shell))
+    host.answer("create", "echo pull access denied: docker login >&2; exit 1")
+    assert "can not be created: its engine has no image sha256:ab: set image.rep" in reported(host, start(), shell)
 
 
 @pytest.mark.parametrize("sent", [b"an archive", b"half an archive"])

@@ -84,8 +84,11 @@ if [ "$there" = no ]; then
   # Optional: huge pages only make starts faster.
   [ -z "$huge_pages" ] || grep -qF '[always]' "$huge_pages" 2>/dev/null ||
     sudo -n sh -c 'echo always >"$0"' "$huge_pages" >/dev/null 2>&1 </dev/null || pages=$(cat "$huge_pages" 2>/dev/null)
-  errors=$($docker create --env TPU_WORKER_ID="$worker" --label "$label_boot=$boot" "$@" 2>&1 >/dev/null) ||
+  errors=$($docker create --env TPU_WORKER_ID="$worker" --label "$label_boot=$boot" "$@" 2>&1 >/dev/null) || {
+    [ "$pull" = yes ] || $docker image inspect "$image" >/dev/null 2>&1 || # docker's own words advise a login
+      errors="its engine has no image $image: set image.repository, from which hosts pull it"
     fail "the container can not be created"
+  }
   if [ -n "$files" ]; then
     folder=$(mktemp -d) && umask 022 && mkdir "$folder/tpu-launch"
     while read -r name content; do
