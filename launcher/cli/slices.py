@@ -190,7 +190,7 @@ def down(config: Config, any_owner: bool, dry_run: bool) -> None:
     try:
         delete_slice(config, run_context())
     except KeyboardInterrupt:
-        terminal.say("interrupted: a requested deletion goes on; `tpu-launch down` waits for it")
+        terminal.say("interrupted: run `tpu-launch down` again; what was not deleted yet is billed")
         raise
     terminal.say(f"slice {config.slice.name} is gone")
 
