@@ -46,7 +46,7 @@ def buckets(config: Config, say: Callable[[str], None], warn: Callable[[str], No
 
 def data(config: Config, say: Callable[[str], None]) -> None:
     """Checks that the datasets are complete, with the size of every shard, and fit the configuration and tokenizer
-    (unless it is on the Hub, or the dataset names none), and that the run can train the family of `model.path` on rows
+    (unless it is on the Hub, or the dataset names none) and each other, and that the run can train the model on rows
     so long. `say` is given a line for a dataset that this account may not read, because the hosts' account may. Does
     nothing without trainer's sections. Raises BadInput for a missing, incomplete or unfit dataset, LaunchError for a
     silent bucket."""
@@ -60,13 +60,13 @@ def data(config: Config, say: Callable[[str], None]) -> None:
     network = _starting_model(config, config.trainer)
     section = config.trainer.data
     tokenizer = None if is_on_hub(section.tokenizer) else section.tokenizer
-    rows, length = TASKS[config.trainer.task].rows, None
+    rows, found = TASKS[config.trainer.task].rows, None
     for name, url in (("train", section.train), ("evaluation", section.evaluation)):
         if not url:
             continue
         place = config.document.locate(f"data.{name}")
         try:
-            length = check_dataset(url, rows=rows, tokenizer=tokenizer, sequence_length=length).sequence_length
+            found = check_dataset(url, rows=rows, tokenizer=tokenizer, train=found)
         except NotAllowed as error:
             say(f"{place}: the dataset is not checked now, only when the hosts read it: {error}")
         except (BadDataset, NotFound, Changed) as error:
@@ -74,23 +74,26 @@ def data(config: Config, say: Callable[[str], None]) -> None:
         except TrainError as error:
             raise (LaunchError if is_remote(url) else BadInput)(f"{place}: {error}") from None
     positions = network.get("max_position_embeddings", network.get("n_positions"))
-    if length and type(positions) is int:
+    if found and type(positions) is int:
+        length, key = found.sequence_length, "model.path" if config.trainer.model.path else "model"
         try:
             require_positions(network["model_type"], positions, network.get("pad_token_id") or 0, length)
         except BadDataset as error:
-            raise BadInput(f"{config.document.locate('model.path')}: {error}") from None
+            raise BadInput(f"{config.document.locate(key)}: {error}") from None
 
 
 def _starting_model(config: Config, trainer: TrainerConfig) -> dict[str, Any]:
-    """Returns the values in config.json of `model.path`; {} without model.path, and where only the hosts check the
-    model: names on the Hub, runs' folders, and folders that this machine can't read. Raises BadInput for a family that
-    the run can't train."""
+    """Returns the values in config.json of `model.path`, or how many positions a named model has; {} where only the
+    hosts check the model: names on the Hub, runs' folders, folders that this machine can't read, and `model.config`.
+    Raises BadInput for a family that the run can't train."""
     from training.models.hugging_face import read_config, require_family
     from training.registry import TASKS
     from training.storage import StorageError, join, stat
     from training.storage.hub import is_on_hub
 
     path = trainer.model.path
+    if trainer.model.name is not None:
+        return {"model_type": "bert", "max_position_embeddings": trainer.model.shape[-1]}
     if path is None or is_on_hub(path):
         return {}
     try:

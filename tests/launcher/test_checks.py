@@ -244,14 +244,21 @@ def test_a_model_that_the_run_can_not_train_is_refused_before_anything_is_rented
     assert not server.requests, "before the datasets are looked at"
 
 
-def test_rows_longer_than_the_starting_model_s_positions_are_refused_too(tmp_path: Path) -> None:
+def test_data_that_does_not_fit_the_model_or_the_other_data_is_refused_too(tmp_path: Path) -> None:
     labelled.make(tmp_path / "data", 20)  # up to 32 tokens
+    labelled.write(tmp_path / "other", labelled.rows(20), labelled.LabelKind(names=(*labelled.LABELS, "wild")))
     values = {"model_type": "roberta", "max_position_embeddings": 33, "pad_token_id": 1}
     (tmp_path / "config.json").write_text(json.dumps(values))
     text = FILE.replace("gs://bucket/tokenizer", "org/name").replace("gs://bucket", str(tmp_path))
-    text = text.replace("BUCKET", "bucket").replace("name: bert-base", f"path: {tmp_path}") + "task: classification\n"
-    with pytest.raises(BadInput, match=r"run\.yaml:4: model\.path: the dataset's rows have 32 .* only 31 positions"):
-        inputs.data(load_text(tmp_path, text), print)
+    text = text.replace("BUCKET", "bucket") + "task: classification\n"
+    evaluation = f"{tmp_path}/other has 4 labels and {tmp_path}/data 3; label 3 is 'wild' in the one"
+    for old, new, message in (
+        ("name: bert-base", f"path: {tmp_path}", "4: model.path: the .* 32 tokens, but the model has only 31"),
+        ("name: bert-base", "name: bert-tiny, max_positions: 16", "4: model: .* 32 tokens, but the model has only 16"),
+        ('data"', f'data", evaluation: "{tmp_path}/other"', f"5: data.evaluation: {evaluation}"),
+    ):
+        with pytest.raises(BadInput, match=rf"run\.yaml:{message}"):
+            inputs.data(load_text(tmp_path, text.replace(old, new)), print)
 
 
 def test_the_quota_that_a_slice_needs_is_named(tmp_path: Path) -> None:

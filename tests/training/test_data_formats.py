@@ -36,6 +36,7 @@ from training.errors import BadInput
 some_records = st.lists(st.binary(max_size=20), min_size=1, max_size=5)
 values = st.binary(max_size=9) | st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9)
 SHARD = {"name": "x", "length": 8, "records": 1, "bytes": 1, "crc32c": 1}
+NUMBERED = {"input_ids": {"dtype": "uint16", "shape": ["length"]}, "label": {"dtype": "int32", "shape": []}}
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8))
@@ -106,8 +107,8 @@ def test_data_for_another_use_is_refused(tmp_path: Path) -> None:
     dataset = make_samples(tmp_path, 5)
     with pytest.raises(BadInput, match="holds packed rows, and the task needs class-labelled ones"):
         dataset.require(rows="class-labelled")
-    with pytest.raises(BadInput, match="has sequences of 8 tokens, and the configuration says 512"):
-        dataset.require(sequence_length=512)
+    with pytest.raises(BadInput, match=r"has rows of 8 tokens, and .* of 4 tokens: write both with the same --seq"):
+        dataset.require_like(replace(dataset, manifest=dataset.manifest.model_copy(update={"sequence_length": 4})))
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,7 @@ def test_data_for_another_use_is_refused(tmp_path: Path) -> None:
         ({"sequence_length": 16}, "a shard has rows of another length"),
         ({"features": {}}, "no feature input_ids"),
         ({"rows": "class-labelled"}, "no feature label"),
+        ({"rows": "number-labelled", "features": NUMBERED}, "the label of number-labelled rows can't be int32"),
         ({"shards": [{**SHARD, "name": "../x"}]}, r"shards\.0\.name"),
         ({"shards": [{**SHARD, "records": -1}]}, r"shards\.0\.records"),
         ({"shards": [SHARD, SHARD]}, "a shard is listed twice"),
@@ -170,7 +172,7 @@ def test_a_run_is_checked_against_its_data_before_anything_is_rented(gcs: Any) -
     right = tokenizer_hash(json.dumps({**content, "truncation": {"max_length": 5}}).encode())
     dataset = make_samples("gs://bucket/data", 25, tokenizer_hash=right)
     check = partial(check_dataset, rows="packed", tokenizer="gs://bucket/tokenizer")
-    assert check(dataset.url, sequence_length=8).shards == dataset.shards
+    assert check(dataset.url).shards == dataset.shards
     with pytest.raises(BadInput, match="gs://bucket/nothing is not a tokenizer folder"):
         check(dataset.url, tokenizer="gs://bucket/nothing")
     with pytest.raises(BadInput, match="was written with another tokenizer"):
@@ -262,7 +264,7 @@ def test_a_folder_in_the_public_layout_is_read_without_a_manifest(tmp_path: Path
     (tmp_path / "README.md").write_text("not a shard")
     dataset = publish(tmp_path, ids, *counts)
     assert (dataset.records, dataset.sequence_length, len(dataset.shards)) == (130, 8, 12)
-    dataset.require(rows="packed", tokenizer_hash="any", sequence_length=8)
+    dataset.require(rows="packed", tokenizer_hash="any")
     assert np.array_equal(read_all(dataset), ids)
     seen = np.concatenate([mlm_batches(dataset).batch(k).records for k in range(9)])
     assert sorted(seen[:130].tolist()) == list(range(130))

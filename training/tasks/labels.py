@@ -4,7 +4,6 @@ A task says which labels can be, checks them, and turns the totals of an evaluat
 are therefore exact over exactly the evaluation set.
 """
 
-import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -37,13 +36,6 @@ class LabelledRows(Task):
         """Opens the data and starts the reader's threads. Raises BadInput if data and configuration do not fit;
         StorageError."""
         super().__init__(config, cluster)
-        train, evaluation = self.data.train, self.data.evaluation
-        if evaluation and evaluation.has_pairs != train.has_pairs:
-            texts = {False: "one text", True: "two texts"}
-            raise BadInput(
-                f"{evaluation.url} has rows of {texts[evaluation.has_pairs]}, and {train.url} of "
-                f"{texts[train.has_pairs]}: write both with the same --text-pair"
-            )
         self.source = LabelledBatches(self.data.train, self._slice, self._config.seed)
 
     @classmethod
@@ -83,8 +75,7 @@ class Classification(LabelledRows):
     labels: tuple[str, ...]
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
-        """Opens the data. Raises BadInput also for too few labels, a class weight of an unknown one, or an evaluation
-        set with other labels."""
+        """Opens the data. Raises BadInput also for too few labels, or a class weight of an unknown one."""
         super().__init__(config, cluster)
         self.labels = tuple(self.data.train.manifest.labels)
         if len(self.labels) < self.least_labels:
@@ -99,8 +90,6 @@ class Classification(LabelledRows):
                 f"{', '.join(self.labels)}"
             )
         self._class_weights = np.array([weights.get(name, 1) for name in self.labels], np.float32) if weights else None
-        if self.data.evaluation:
-            _require_same_labels(self.data.train, self.data.evaluation)
 
     def identity(self) -> dict[str, Any]:
         """Returns what a checkpoint must agree with, the labels among it."""
@@ -237,16 +226,3 @@ def pearson(count: float, totals: npt.NDArray[np.float64]) -> float:
     p, label, pp, ll, pl = totals.tolist()
     spread = (count * pp - p * p) * (count * ll - label * label)
     return max(-1.0, min(1.0, (count * pl - p * label) / math.sqrt(spread))) if spread > 0 else 0.0
-
-
-def _require_same_labels(train: Dataset, other: Dataset) -> None:
-    """Raises BadInput, naming the first difference, unless both datasets have the same labels in the same order."""
-    first, second = train.manifest.labels, other.manifest.labels
-    if first != second:
-        pairs = enumerate(itertools.zip_longest(first, second))  # None: it has no more
-        place, pair = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
-        shown = ["no more" if name is None else name for name in pair]
-        raise BadInput(
-            f"{other.url} has {len(second)} labels and {train.url} {len(first)}; label {place} is {shown[1]!r} in the "
-            f"one and {shown[0]!r} in the other: give both the same list (tpu-train shards --labels)"
-        )

@@ -136,13 +136,14 @@ def open_data(config: TrainerConfig) -> RunData:
     rows = TASKS[config.task].rows
     tokenizer = tokenizers.read(config.data.tokenizer, rows)
 
-    def open_one(url: str, sequence_length: int | None) -> Dataset:
+    def open_one(url: str) -> Dataset:
         dataset = open_dataset(url)
-        dataset.require(rows=rows, tokenizer_hash=tokenizer.hash, sequence_length=sequence_length)
+        dataset.require(rows=rows, tokenizer_hash=tokenizer.hash)
         return dataset
 
-    train = open_one(config.data.train, None)
-    evaluation = open_one(config.data.evaluation, train.sequence_length) if config.data.evaluation else None
+    train = open_one(config.data.train)
+    evaluation = open_one(config.data.evaluation) if config.data.evaluation else None
     if evaluation:
+        evaluation.require_like(train)
         find_shards(evaluation)
     return RunData(train, evaluation, tokenizer.special)

@@ -37,6 +37,7 @@ Imports neither a framework nor numpy: the launcher checks a dataset before a TP
 """
 
 import hashlib
+import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -155,20 +156,13 @@ class Dataset:
     def shards(self) -> Sequence[Shard]:  # in the order in which records are numbered
         return self.manifest.shards
 
-    def require(
-        self, *, rows: str | None = None, tokenizer_hash: str | None = None, sequence_length: int | None = None
-    ) -> None:
-        """Raises BadInput unless the dataset has records, the given kind of rows, tokenizer hash and length of the
-        longest row. None is not checked; a dataset whose tokenizer is unknown fits every hash."""
+    def require(self, *, rows: str | None = None, tokenizer_hash: str | None = None) -> None:
+        """Raises BadInput unless the dataset has records, the given kind of rows and tokenizer hash. None is not
+        checked; a dataset whose tokenizer is unknown fits every hash."""
         manifest = self.manifest
         if rows is not None and manifest.rows != rows:
             raise BadInput(
                 f"{self.url} holds {manifest.rows} rows, and the task needs {rows} ones: give another dataset or task"
-            )
-        if sequence_length is not None and manifest.sequence_length != sequence_length:
-            raise BadInput(
-                f"{self.url} has sequences of {manifest.sequence_length} tokens, and the configuration says "
-                f"{sequence_length}: change one of them (tpu-train shards --sequence-length {sequence_length})"
             )
         if tokenizer_hash is not None and manifest.tokenizer_hash not in (tokenizer_hash, UNKNOWN):
             raise BadInput(
@@ -178,6 +172,28 @@ class Dataset:
             )
         if not self.records:
             raise BadInput(f"{self.url} holds no records")
+
+    def require_like(self, train: "Dataset") -> None:
+        """Raises BadInput unless this dataset, for evaluations of a model trained on `train`, has the same longest row,
+        number of texts a row, and labels in the same order."""
+        texts = ("one text", "two texts")
+        for option, own, other in (
+            ("sequence-length", f"{self.sequence_length} tokens", f"{train.sequence_length} tokens"),
+            ("text-pair", texts[self.has_pairs], texts[train.has_pairs]),
+        ):
+            if own != other:
+                raise BadInput(
+                    f"{self.url} has rows of {own}, and {train.url} of {other}: write both with the same --{option}"
+                )
+        first, second = train.manifest.labels, self.manifest.labels
+        if first != second:
+            pairs = enumerate(itertools.zip_longest(first, second))  # None: it has no more
+            place, pair = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
+            shown = ["no more" if name is None else name for name in pair]
+            raise BadInput(
+                f"{self.url} has {len(second)} labels and {train.url} {len(first)}; label {place} is {shown[1]!r} in "
+                f"the one and {shown[0]!r} in the other: give both the same list (tpu-train shards --labels)"
+            )
 
     def require_labels(self) -> None:
         """Raises BadInput unless the dataset has records, and its kind of rows has labels."""

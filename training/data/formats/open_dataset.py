@@ -32,15 +32,15 @@ def open_dataset(url: str) -> Dataset:
     return load_manifest(data, url)
 
 
-def check_dataset(url: str, *, rows: str, tokenizer: str | None, sequence_length: int | None = None) -> Dataset:
+def check_dataset(url: str, *, rows: str, tokenizer: str | None, train: Dataset | None = None) -> Dataset:
     """Opens and returns a dataset, after checking what needs no records read: that it has records, all of the kind
-    `rows`; unless they are None, that `tokenizer` (a local or gs:// folder) wrote its ids (or the dataset names
-    none) and that its longest row has `sequence_length` tokens; and its shards, as `find_shards`. Raises BadInput,
+    `rows`; unless they are None, that `tokenizer` (a local or gs:// folder) wrote its ids (or the dataset names none),
+    and that it can evaluate models trained on `train`; and its shards, as `find_shards`. Raises BadInput,
     StorageError."""
     dataset = open_dataset(url)
-    dataset.require(
-        rows=rows, tokenizer_hash=tokenizer and _read_tokenizer_hash(tokenizer), sequence_length=sequence_length
-    )
+    dataset.require(rows=rows, tokenizer_hash=tokenizer and _read_tokenizer_hash(tokenizer))
+    if train is not None:
+        dataset.require_like(train)
     find_shards(dataset)
     return dataset
 
