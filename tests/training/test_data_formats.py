@@ -98,11 +98,6 @@ def test_any_bytes_are_an_example_or_not_but_nothing_else(data: bytes) -> None:
         example_codec.decode(data)
 
 
-def test_the_hash_names_the_content_and_not_the_place(tmp_path: Path) -> None:
-    hashes = [make_samples(tmp_path / str(number), count).hash for number, count in enumerate((25, 25, 24))]
-    assert hashes[0] == hashes[1] != hashes[2]
-
-
 def test_data_for_another_use_is_refused(tmp_path: Path) -> None:
     dataset = make_samples(tmp_path, 5)
     with pytest.raises(BadInput, match="holds packed rows, and the task needs class-labelled ones"):

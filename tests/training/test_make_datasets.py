@@ -104,8 +104,7 @@ def test_options_that_do_not_fit_together_are_refused(
 
 
 def test_lengths_default_to_halves_and_are_checked() -> None:
-    assert parse_lengths(None, 64) == (16, 32, 64)
-    assert parse_lengths("8,64", 64) == (8, 64)
+    assert (parse_lengths(None, 64), parse_lengths("8,64", 64)) == ((16, 32, 64), (8, 64))
     for lengths in ("8,x", "64,8", "8,8,64", "1,64", "8,32"):
         with pytest.raises(BadInput, match=f"--lengths {lengths}: expected"):
             parse_lengths(lengths, 64)

@@ -30,6 +30,7 @@ from training.checkpoint.format import committed_steps
 from training.checkpoint.reader import verify
 from training.checkpoint.snapshot import Snapshot
 from training.checkpoint.tensors import NOT_SPLIT, HeldSlice, Slice, StateSlices, TensorSpec, key_in_part
+from training.data.formats.recipe_layout import encode_shard
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 from training.distributed.shutdown import ShutdownRequest
@@ -37,7 +38,7 @@ from training.errors import BadInput, NonFinite, StopRequested, TrainError
 from training.evaluate import evaluate_all
 from training.progress import MOST_STEPS_BACK, NonFiniteHistory
 from training.run_end import compare_weights, weights_crc32c
-from training.tasks.task import Task
+from training.tasks.task import Task, open_data
 from training.tasks.tokens import MaskedLanguageModeling
 from training.telemetry.host_progress import PhaseTimer
 from training.telemetry.metrics import read_history
@@ -295,6 +296,12 @@ def compare(state: Any, other: Mapping[str, str]) -> tuple[str, int]:
     """Compares this host's weights with another's, which replaced 3 damaged records (this one: 2)."""
     run: Any = SimpleNamespace(rendezvous=Pair([other, 3]), cluster=Cluster(0, ("a", "b")))
     return compare_weights(run, state, 2, 1.0)
+
+
+def test_a_run_knows_the_tokenizer_of_shards_that_name_none(tmp_path: Path) -> None:
+    (tmp_path / "a-0-1.tfrecord").write_bytes(encode_shard(np.full((1, 8), 5)))
+    data = Mock(train=str(tmp_path), evaluation=None, tokenizer=str(tmp_path))
+    assert small_runs.write_tokenizer(tmp_path) == open_data(Mock(task="mlm", data=data)).hashes()["tokenizer"]
 
 
 def test_weights_are_copied_in_few_calls_for_their_checksum() -> None:

@@ -55,11 +55,7 @@ class Task(ABC):
 
     def identity(self) -> dict[str, Any]:
         """Returns name -> value of what must equal a checkpoint's, for a run to continue from it on this data."""
-        return {
-            "task": self._config.task,
-            "data.train": self.data.train.hash,
-            "tokenizer": self.data.train.manifest.tokenizer_hash,
-        }
+        return {"task": self._config.task, "data.train": self.data.train.hash, "tokenizer": self.data.tokenizer_hash}
 
     def batches(
         self, start: int, send: Callable[[HostBatch], HostBatch] = lambda batch: batch
@@ -115,6 +111,7 @@ class RunData:
     train: Dataset
     evaluation: Dataset | None
     tokens: SpecialTokens
+    tokenizer_hash: str
 
     @property
     def sequence_length(self) -> int:  # tokens of the longest row
@@ -125,7 +122,7 @@ class RunData:
         return {
             "training data": self.train.hash,
             "evaluation data": self.evaluation.hash if self.evaluation else "none",
-            "tokenizer": self.train.manifest.tokenizer_hash,
+            "tokenizer": self.tokenizer_hash,
         }
 
 
@@ -146,4 +143,4 @@ def open_data(config: TrainerConfig) -> RunData:
     if evaluation:
         evaluation.require_like(train)
         find_shards(evaluation)
-    return RunData(train, evaluation, tokenizer.special)
+    return RunData(train, evaluation, tokenizer.special, tokenizer.hash)
