@@ -6,6 +6,7 @@ Every command takes `-f FILE`, `--set key=value` and `--emulated`. An error is o
 """
 
 import io
+import logging
 import os
 import signal
 import stat
@@ -86,7 +87,8 @@ def cli(context: click.Context, emulated: bool, verbose: bool) -> None:
     """
     context.obj = emulated
     if verbose:
-        terminal.show_log()
+        logging.getLogger("launcher").setLevel(logging.DEBUG)
+        logging.getLogger("launcher").addHandler(terminal.SayRecords())
 
 
 def main() -> None:

@@ -43,18 +43,11 @@ def show(text: str) -> None:
     click.echo(printable(text))
 
 
-class _SayRecords(logging.Handler):
+class SayRecords(logging.Handler):
     """Prints log records as lines about the launcher's own work."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(record.getMessage(), dim=True)
-
-
-def show_log() -> None:
-    """Prints the launcher's log on standard error from now on: every local command, and how it ended."""
-    logger = logging.getLogger("launcher")
-    logger.setLevel(logging.DEBUG)
-    logger.addHandler(_SayRecords())
 
 
 def host_line(worker: int, line: LogLine) -> None:

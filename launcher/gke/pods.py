@@ -16,6 +16,7 @@ from launcher.container_output import LogWindow, kubelet_records, read_log
 from launcher.errors import Exit, LaunchError
 from launcher.gke.kubectl import Kubectl
 from launcher.gke.workload import CONTAINER
+from launcher.images.repositories import is_google
 from launcher.provider import ContainerState, LogLine
 from training.machine import Event
 
@@ -142,6 +143,8 @@ def find_start_error(pod: Pod, image: str) -> LaunchError | None:
         if re.search(r"\b40[13]\b|denied|[Uu]nauthorized|[Ff]orbidden", pod.message):
             problem, code = f"may not pull {image}{detail}", Exit.PERMISSION
             advice = "give the node pool's service account roles/artifactregistry.reader on the repository"
+            if not is_google(image.partition("/")[0]):
+                advice = "give the pods' service account (gke.service_account) imagePullSecrets for that registry"
     elif pod.waiting in ("CreateContainerConfigError", "CreateContainerError"):
         problem = f"can't create its container: {pod.message or pod.waiting}"
         advice = "the Secrets that gke.secrets names must be in the namespace"

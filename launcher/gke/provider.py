@@ -15,7 +15,7 @@ from launcher.config import Config
 from launcher.container_output import DUMP_STACKS, READ_PROGRESS, LogWindow, split_progress
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.gke import CAPABILITIES, workload
-from launcher.gke.kubectl import Kubectl, NotTaken
+from launcher.gke.kubectl import Kubectl, NotTaken, explain
 from launcher.gke.manifest import documents
 from launcher.gke.pods import Pod, PodWatch, describe_waiting, find_start_error, parse_log
 from launcher.gke.workload import CONTAINER, LABEL_RUN, LABEL_SLICE, Workload, host_name, jobset_name, needs_secret
@@ -45,7 +45,8 @@ class Gke:
         self.config = config
         self.say = say
         self._clock = machine.clock
-        self._workers = range(config.accelerator.hosts)
+        self.host_count = config.accelerator.hosts
+        self._workers = range(self.host_count)
         self._mounted_kinds = "configmaps,secrets" if needs_secret(config) else "configmaps"  # that a JobSet reads
         self._kubectl = Kubectl(machine, config.gke.context, config.gke.namespace)
         context = f"context {config.gke.context}, " if config.gke.context else ""
@@ -56,10 +57,6 @@ class Gke:
         self._deleted = False  # whether another client deleted the observed JobSet
         self._lock = machine.threads.lock()
         self._log_slots = machine.threads.semaphore(_LOGS_AT_ONCE)
-
-    @property
-    def host_count(self) -> int:
-        return self.config.accelerator.hosts
 
     def withdraw_unused(self) -> None:
         """Does nothing: the cluster's own queue has the requests."""
@@ -173,6 +170,7 @@ class Gke:
         watch = self._watch_pods(container)
         watch.note_log_start(worker, since)
         self._observed = jobset_name(container)
+        pod = state = None
         try:
             pods = watch.pods()
             if (pod := pods.get(worker)) is None:  # with its node, perhaps
@@ -181,17 +179,13 @@ class Gke:
             state, problem = pod.state()
             if not pod.started:
                 return Observation(worker, state, problem=problem)
-            lines = watch.final_lines(pod, since)
-            if lines is not None:
+            if (lines := watch.final_lines(pod, since)) is not None:
                 return Observation(worker, state, tuple(lines), problem=problem)
-        except LaunchError as error:
-            return Observation(worker, None, problem=str(error).splitlines()[0], not_taken=isinstance(error, NotTaken))
-        options = [f"--since-time={since}"] if since else []
-        try:
+            options = [f"--since-time={since}"] if since else []
             window, more = self._read_log(pod, *options)  # after the state, so that an ended pod's log is complete
         except LaunchError as error:  # the log of an ended pod may be gone with its node: its end still counts
-            problem, not_taken = str(error).splitlines()[0], isinstance(error, NotTaken)
-            return Observation(worker, state if pod.ended else None, problem=problem, not_taken=not_taken)
+            known, not_taken = state if pod and pod.ended else None, isinstance(error, NotTaken)
+            return Observation(worker, known, problem=str(error).splitlines()[0], not_taken=not_taken)
         told = self._read_progress(pod) if progress and not pod.ended else ()
         return Observation(worker, state, window.lines, more=more, problem=problem, open=window.open, progress=told)
 
@@ -374,13 +368,13 @@ class Gke:
             f"slice.stockout_minutes): {reasons}\n"
             f"  it needs {slice_.hosts} free nodes of one node pool: --machine-type {gke_nodes(slice_).machine_type} "
             f"--tpu-topology {slice_.topology_name} --num-nodes {slice_.hosts}: see docs/guide/gke.md, then run again",
-            exit_code=Exit.STOCKOUT,
+            exit_code=Exit.QUOTA if "ResourceQuota" in reasons else Exit.STOCKOUT,
         )
 
     def _describe_queued(self, name: str, had_pods: bool) -> str:
         """Returns why a JobSet lacks pods, for the user; "" if it has ended and pods were seen (`had_pods`), which tell
-        why. Raises LaunchError if another client deleted it (CONFLICT), or it ended before pods were seen
-        (HOST_LOST)."""
+        why. Raises LaunchError if another client deleted it (CONFLICT), it ended before pods were seen (HOST_LOST), or
+        the namespace never takes its pods (BAD_INPUT)."""
         jobset = next((jobset for jobset in self._list_jobsets() if jobset["metadata"]["name"] == name), None)
         if jobset is None:
             raise LaunchError(f"another client deleted JobSet {name} before it started", exit_code=Exit.CONFLICT)
@@ -390,7 +384,14 @@ class Gke:
             raise LaunchError(f"JobSet {name} lost its pods before they were seen to start", exit_code=Exit.HOST_LOST)
         if jobset["spec"].get("suspend"):
             return f"JobSet {name} is suspended: Kueue has not admitted it to queue {self.config.gke.queue} yet"
-        return f"JobSet {name} has no pods yet"
+        job = f"involvedObject.kind=Job,involvedObject.name={name}-{workload.REPLICATED_JOB}-0,reason=FailedCreate"
+        words = ("get", "events", "--field-selector", job, "--output", "jsonpath={.items[0].message}")
+        refusal = LaunchError(f"JobSet {name} has no pods yet")
+        with contextlib.suppress(LaunchError):  # there is no such event, or the role may not read it
+            refusal = explain(self._kubectl.call(*words), ["job-controller"])
+        if refusal.exit_code is Exit.BAD_INPUT:
+            raise refusal
+        return str(refusal)
 
     def _read_log(self, pod: Pod, *window: str) -> tuple[LogWindow, bool]:
         """Returns a pod's log, as options of `kubectl logs` restrict it, and if it was cut at LOG_BYTES. Raises

@@ -143,7 +143,7 @@ def require_all(reports: Sequence[HostReport], verb: str) -> None:
         )
     raise LaunchError(
         f"{len(failed)} of {len(reports)} hosts could not {verb} the container:\n{details}\n"
-        "  `tpu-launch ssh --host N` looks there; then run again"
+        "  `tpu-launch ssh --host N`, or `kubectl describe pod` on GKE, looks there; then run again"
     )
 
 

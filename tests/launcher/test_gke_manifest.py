@@ -36,10 +36,6 @@ from training.distributed.cluster import Cluster, from_environment
 ON_GKE = [name for name, each in ACCELERATORS.items() if each.generation.name != "v2"]
 
 
-def of_size(name: str) -> list[str]:
-    return [f"slice.accelerator_type={name}", f"train.global_batch_size={ACCELERATORS[name].devices}"]
-
-
 def valid(text: str) -> list[dict[str, Any]]:
     """Parses objects that a cluster must take."""
     objects = list(yaml.safe_load_all(text))
@@ -61,7 +57,8 @@ def job_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ON_GKE)
 def test_every_size_of_every_accelerator_is_valid_and_has_its_hosts_and_chips(name: str) -> None:
-    slice_, size = ACCELERATORS[name], of_size(name)
+    slice_ = ACCELERATORS[name]
+    size = [f"slice.accelerator_type={name}", f"train.global_batch_size={slice_.devices}"]
     objects = rendered(*size)
     job, pod = job_of(objects), pod_of(objects)
     assert (job["parallelism"], job["completions"], job["completionMode"]) == (slice_.hosts, slice_.hosts, "Indexed")

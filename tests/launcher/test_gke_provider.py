@@ -51,6 +51,7 @@ case "$*" in
   *--watch*) [ ! -f event ] || cat event; exec sleep 60 ;;
   *" exec "*) [ -f progress ] && cat progress ;;
   *" logs "*) echo "2026-01-01T00:00:00.5Z a line" ;;
+  *get\\ events*) cat refusal ;;
   *jsonpath*) echo the-uid ;;
   *get\\ configmaps*) echo configmap/two-0 ;;
   *"output name"*) [ ! -f left ] || cat left ;;
@@ -162,6 +163,16 @@ def test_only_hosts_without_nodes_are_a_stockout(cluster: Cluster) -> None:
         cluster.show("a", node, started=False)
         with pytest.raises(LaunchError, match=told) as bad:
             cluster.new(create, start=0.02).start(ATTEMPT)
+        assert bad.value.exit_code is code
+
+
+def test_a_namespace_that_refuses_the_pods_is_told(cluster: Cluster) -> None:
+    cluster.show()
+    cluster.show_jobsets(JOBSET)
+    for why, code in (("exceeded quota: tpus, used: 8", Exit.QUOTA), ("violates PodSecurity baseline", Exit.BAD_INPUT)):
+        cluster.write("refusal", f'Error creating: pods "a" is forbidden: {why}')
+        with pytest.raises(LaunchError, match=r"ResourceQuota tpus|PodSecurity baseline") as bad:
+            cluster.new(0.02, start=0.02).start(ATTEMPT)
         assert bad.value.exit_code is code
 
 

@@ -57,11 +57,13 @@ class Api:
 
     def discovery(self, path: str) -> Object | None:
         """Returns the answer to a discovery request; None for other paths."""
-        groups = sorted({each.group for each in self.resources().values() if each.group})
+        grouped = [each for each in self.resources().values() if each.group]
+        groups = {each.group: {"groupVersion": each.api_version, "version": each.version} for each in grouped}
         if path == "/api":
             return {"kind": "APIVersions", "versions": ["v1"]}
         if path == "/apis":
-            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [self._group(group) for group in groups]}
+            listed = [{"name": each, "versions": [groups[each]], "preferredVersion": groups[each]} for each in groups]
+            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": listed}
         if path == "/version":
             return {"major": "1", "minor": "32", "gitVersion": "v1.32.4"}
         served = {
@@ -74,11 +76,6 @@ class Api:
             return None
         kinds = {name: each for name, each in self.resources().items() if each.api_version == version}
         return self._openapi(path, kinds) if path.startswith("/openapi") else self._listed(version, kinds)
-
-    def _group(self, group: str) -> Object:
-        version = next(each.version for each in self.resources().values() if each.group == group)
-        only = {"groupVersion": f"{group}/{version}", "version": version}
-        return {"name": group, "versions": [only], "preferredVersion": only}
 
     def _listed(self, version: str, kinds: dict[str, Resource]) -> Object:
         found = [

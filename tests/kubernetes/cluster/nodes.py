@@ -121,7 +121,8 @@ class Nodes:
         nodes = self.store.all("nodes")
         selector = spec.get("nodeSelector", {}).items()
         selected = [node for node in nodes if selector <= node["metadata"]["labels"].items()]
-        matching = [node for node in selected if _tolerated(spec, node)]
+        tolerated = {each["key"] for each in spec.get("tolerations", [])}
+        matching = [node for node in selected if all(taint["key"] in tolerated for taint in node["spec"]["taints"])]
         busy = {each["spec"]["nodeName"] for each in others}
         idle = [node for node in matching if node["metadata"]["name"] not in busy]
         free = [node for node in idle if int(node["status"]["allocatable"][CONTAINER_DEVICES]) == wanted]
@@ -255,11 +256,6 @@ class Nodes:
             if pod is not None:
                 change(pod)
                 self.store.put("pods", pod)
-
-
-def _tolerated(spec: Object, node: Object) -> bool:
-    tolerated = {each["key"] for each in spec.get("tolerations", [])}
-    return all(taint["key"] in tolerated for taint in node["spec"]["taints"])
 
 
 def _may_raise_limits() -> bool:
