@@ -72,6 +72,7 @@ def test_lines_do_not_depend_on_size_of_pieces(tmp_path_factory: pytest.TempPath
         ("a.txt", b"good\n\nb\xff", r"a.txt: not UTF-8 text near byte 7 \(after line 1\)"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a.jsonl:2: not JSON"),
         ("a.jsonl", b"[1]\n", r"a.jsonl:1: expected a JSON object"),
+        ("a.JSON", b'{"text": "x"}\n', r"a.JSON would be read as text: rename it to .jsonl"),
         ("a.jsonl", b'{"body": "x"}\n', r"a.jsonl:1 has no 'text', it has: 'body'. Name the text with --field"),
         ("a.jsonl", b'{"text": 5}\n', r"a.jsonl:1: 'text' is not text but int"),
         ("a.jsonl", b'{"text": "x"}\n' + b"[" * 200_000 + b"\n", r"a.jsonl:2: not JSON: maximum recursion depth"),

@@ -176,7 +176,6 @@ def test_an_integer_is_a_number_where_the_corpus_numbers_its_classes() -> None:
         ("a.csv", "text,label\na,nan\n", r"a\.csv:2: label 'nan' is not a finite float32"),
         ("a.csv", "text,label\na,-inf\n", r"a\.csv:2: label '-inf' is not a finite float32"),
         ("a.csv", "text,label\na,1e60\n", r"a\.csv:2: label '1e60' is not a finite float32"),
-        ("a.csv", "text,label\na,\n", r"a\.csv:2: label '' is not a number"),
     ],
 )
 def test_a_label_that_is_no_number_is_named_with_its_place(tmp_path: Path, name: str, text: str, message: str) -> None:

@@ -241,7 +241,8 @@ def lines(url: str) -> Iterator[str]:
 def _file_rows(url: str, field: str, label: str = "label") -> Iterator[dict[str, Any]]:
     """Yields the rows of one file, by its extension: JSON objects (LINES), rows of a table (TABLE), texts of words
     (COLUMNS) as {field: words, label: labels}; any other file counts as text, each paragraph as {field: paragraph}.
-    Raises BadInput for a missing file, text that is not UTF-8, and a row that can't be parsed; and StorageError."""
+    Raises BadInput for a missing file, text that is not UTF-8, a row that can't be parsed, and an ending that is .json,
+    or one of those in capitals; and StorageError."""
     if url.endswith(LINES):
         for number, line in enumerate(lines(url), 1):
             if line.strip():
@@ -256,6 +257,10 @@ def _file_rows(url: str, field: str, label: str = "label") -> Iterator[dict[str,
         yield from _table(url)
     elif url.endswith(COLUMNS):
         yield from _columns(url, field, label)
+    elif url.lower().endswith((".json", *LINES, *TABLE, *COLUMNS)):
+        raise BadInput(
+            f"{url} would be read as text: rename it to .jsonl, if each line is an object, or to .csv or .tsv"
+        )
     else:
         for paragraph in _paragraphs(lines(url)):
             yield {field: paragraph}
