@@ -172,15 +172,17 @@ def _prefix(values: Mapping[str, Any], path: str | None) -> str:
 
 
 def _with_fresh_head(values: dict[str, Any], needs: ModelRequirements, model: Model) -> dict[str, Any]:
-    """Returns `values` with the architecture, labels (None: one number) and problem type of the needed head. Raises
-    BadInput if nothing tells how names of the family's networks begin."""
+    """Returns `values` with the architecture, labels (None: one number) and problem type of the needed head, and for
+    decoders the data's padding. Raises BadInput if nothing tells how names of the family's networks begin."""
     names = ("LABEL_0",) if needs.labels is None else needs.labels  # one number a text has transformers' default name
-    own = {
+    own: dict[str, Any] = {
         "architectures": [f"{_prefix(values, model.path)}{needs.head.network}"],
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
         "problem_type": needs.head.problem_type,
     }
+    if values.get("model_type") not in (*FAMILIES, *POSITIONS_AFTER_PAD):
+        own["pad_token_id"] = needs.pad  # decoders take the last token that is none
     return {**{name: value for name, value in values.items() if name not in ("_name_or_path", "num_labels")}, **own}
 
 

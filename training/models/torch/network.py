@@ -51,8 +51,6 @@ def build(model: Model, needs: ModelRequirements, *, dropout: float | None, seed
     else:
         network = _with_fresh_head(model.path, values, dropout, seed)
     check_capacity(network.config, needs)
-    if network.config.pad_token_id is None and needs.head.is_fresh:
-        network.config.pad_token_id = needs.pad  # decoders take the last token that is none
     if network.config.model_type not in BERT_LIKE or needs.head == CAUSAL_LM:
         _try_out(network, place, needs)
     network.train()
@@ -184,7 +182,8 @@ def _training_config(values: Mapping[str, Any], dropout: float | None) -> Any:
     own = config.to_dict()
     # ModernBERT would compile itself with torch.compile; here the step is compiled as a whole.
     unwanted = {name: False for name in ("reference_compile", "use_cache") if name in own}
-    config.update({**dropout_rates(own, dropout), **unwanted})
+    # Classifiers of decoders make their base model in the configuration's own type.
+    config.update({**dropout_rates(own, dropout), **unwanted, "dtype": torch.float32})
     return config
 
 
@@ -327,8 +326,6 @@ def build_empty(model: Model, needs: ModelRequirements, *, dropout: float | None
         network = automatic.from_config(config, attn_implementation="eager", dtype=torch.float32)
     network.tie_weights()
     check_capacity(network.config, needs)
-    if network.config.pad_token_id is None and needs.head.is_fresh:
-        network.config.pad_token_id = needs.pad
     return network.train()
 
 
