@@ -20,6 +20,8 @@ _JUPYTER_START_SECONDS = 120.0  # the first import of Jupyter on a busy host tak
 _JUPYTER_POLL_SECONDS = 0.1
 _LAST_LINES = 5
 _NO_JUPYTER = "tpu-launch: no jupyter here"
+_PIP = "apt-get update && apt-get install -y --no-install-recommends python3-pip"  # our images have no pip
+_INSTALL = f"{_PIP} && pip --python=$(command -v python) install notebook"
 _JUPYTER_URL = re.compile(r"https?://(?:localhost|127\.0\.0\.1):(\d{1,5})/\S{0,200}?[?&]token=(\w{1,200})")
 _JUPYTER_SCRIPT = f"""\
 for program in jupyter-lab jupyter-notebook; do
@@ -149,9 +151,8 @@ def _explain_end(reports: list[CommandReport], host: int, lines: list[str]) -> L
     """Returns the error for a Jupyter that ended before it printed its address: BadInput if the image has none."""
     if _NO_JUPYTER in lines:
         return BadInput(
-            "the image has no Jupyter. For this container alone: `tpu-launch exec --host "
-            f"{host} -- python -m pip install notebook`, where its hosts reach a package index; for all: an image of "
-            "your own (image.dockerfile) with `pip install notebook`"
+            f"the image has no Jupyter. For this container: `tpu-launch exec --host {host} -- sh -c '{_INSTALL}'`, "
+            "where its hosts reach package indexes; for all: an image of your own (image.dockerfile) with notebook"
         )
     (report,) = reports
     how = report.problem or f"exit code {report.exit_code}"

@@ -260,7 +260,7 @@ def test_the_port_and_the_token_are_those_that_jupyter_says(work: Workstation) -
 @pytest.mark.parametrize(
     ("program", "overrides", "error", "words"),
     [
-        (None, [], BadInput, r"has no Jupyter.*exec --host 1 -- python -m pip install notebook"),
+        (None, [], BadInput, r"no Jupyter.*exec --host 1 -- sh -c 'apt-get .* pip .* notebook'"),
         ("echo no place; exit 3", [], LaunchError, r"host 1 has ended: exit code 3; its last lines:\n  no place"),
         ("sleep 3", [], LaunchError, "host 1 has not said its address within 1 s"),
         (JUPYTER, ["run.transport=gcloud"], BadInput, "tpu-launch tunnel --port 8888"),  # lines come only at the end
