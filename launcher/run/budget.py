@@ -19,27 +19,28 @@ from launcher.run.verdict import Kind
 from training.machine import parse_time
 
 _SLICE_LOST = (Kind.PREEMPTED.value, Kind.DELETED.value)
-_ENDS = events.Ended | events.RecoveryGivenUp | events.SliceReplaced
+_CHANGES = events.AttemptBegan, events.RunStopRequested, events.Ended, events.RecoveryGivenUp, events.SliceReplaced
 
 
 def spent(entries: Sequence[Entry], now: float) -> float:
     """Returns the dollars of a run with these events until `now` (Unix seconds), by recorded prices: each attempt's
     slice, also while a recovery that is not stopped keeps it. Unknown prices count 0."""
-    total, rate, begun, rates = 0.0, 0.0, 0.0, dict[int, float]()  # rates: dollars a second, by attempt
-    recovers = False  # whether a recovery has begun, and no attempt since
+    total = rate = price = begun = 0.0  # rate, price: dollars a second now, and of the last attempt's slice
+    is_open = is_lost = is_stopped = False  # the last attempt, its slice, the run
     for entry in entries:
         time, event = parse_time(entry.time) or begun, entry.event
-        if isinstance(event, events.AttemptBegan):
-            total += rate * max(0.0, time - begun)
-            rate = rates[event.attempt] = (event.dollars_an_hour or 0.0) / 3600
-            begun, recovers = time, False
-        elif isinstance(event, _ENDS) or (recovers and isinstance(event, events.RunStopRequested)):
-            total += rate * max(0.0, time - begun)
-            begun, rate, recovers = time, 0.0, False
-        elif isinstance(event, events.Recovering):
-            recovers = True
-            if event.after not in _SLICE_LOST:
-                rate = rates[event.attempt]  # the slice stays, and is billed until the next attempt
+        if isinstance(event, events.Recovering | events.RoundFailed):
+            rate = 0.0 if is_lost or is_stopped else price  # since the attempt's end: the slice stays, and is billed
+        elif isinstance(event, _CHANGES):
+            total, begun = total + rate * max(0.0, time - begun), time
+            if isinstance(event, events.AttemptBegan):
+                rate = price = (event.dollars_an_hour or 0.0) / 3600
+                is_open, is_lost, is_stopped = True, False, False
+            elif isinstance(event, events.RunStopRequested):
+                rate, is_stopped = rate if is_open else 0.0, True
+            else:
+                rate, is_open = 0.0, False
+                is_lost = not isinstance(event, events.Ended) or event.outcome in _SLICE_LOST
     return total + rate * max(0.0, now - begun)
 
 

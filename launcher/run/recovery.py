@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from launcher import costs
 from launcher.errors import Exit, HostsUnreachable, LaunchError
 from launcher.provider import SliceState
-from launcher.run import events
+from launcher.run import budget, events
 from launcher.run.bucket import FOLDER
 from launcher.run.session import RunStopped, Session
 from launcher.run.start import observe_open_attempt, start_attempt
@@ -292,6 +292,8 @@ class Recovery:
         if isinstance(error, HostsUnreachable):
             self.in_use = True
         self.wait(decision.delay, settle=False)
+        if not session.ledger.state.phase.is_open:  # else it may run, and saves first
+            budget.require_left(session)
 
     def _delete_slice_if_bad(self) -> None:
         """Records SliceReplaced and deletes the slice if its hosts can't be used or one of them fails repeatedly, if

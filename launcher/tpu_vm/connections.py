@@ -237,7 +237,7 @@ class SliceConnections:
         self._listing = machine.threads.lock()  # one thread finds the addresses, others wait for it
         self._replacing = machine.threads.lock()  # one thread asks for other ones, as above
         self._located = slice_hints.last_seen(config) is not None  # or described since
-        self._connecting: Future[None] | None = None
+        self._connecting: Future[bool] | None = None
 
     @property
     def config(self) -> Config:
@@ -296,12 +296,7 @@ class SliceConnections:
     def connect_in_background(self) -> None:
         """Starts to connect to all hosts, unless `gcloud_only`; returns at once. The next command retries failures."""
         if not self.gcloud_only:
-            self._connecting = self._machine.threads.submit(self._connect_all)
-
-    def _connect_all(self) -> None:
-        """Connects to all hosts that answer, unless the pool is dropped meanwhile; the next command retries the others.
-        Raises as `pool`."""
-        self.pool().connect_all()
+            self._connecting = self._machine.threads.submit(lambda: self.pool().connect_all())
 
     def pool(self) -> ConnectionPool:
         """Returns all hosts' connections, each opened by its host's first command, at kept addresses or else gcloud's.

@@ -142,7 +142,10 @@ class TpuVm:
         """Runs start.sh on all hosts, within run.start_minutes. Returns their reports, with the image id as detail of a
         started container. Warns of hosts whose clock is wrong or that lack huge pages. Raises LaunchError."""
         begin = self._machine.clock.time()
-        script = host_scripts.start_script(attempt, self._internal_addresses(), self.config.slice.accelerator_type)
+        if not self._connections.identity()[1] and self.describe() is None:
+            raise LaunchError(f"slice {self.config.slice.name} does not exist; `tpu-launch up` creates it")
+        addresses = self._connections.identity()[1]
+        script = host_scripts.start_script(attempt, addresses, self.config.slice.accelerator_type)
         reports = self._run_through_gcloud(script, "started", timeout=self.config.run.start_minutes * 60)
         end = self._machine.clock.time()
         started = []
@@ -233,12 +236,6 @@ class TpuVm:
         return {result.worker: _all_output(result) for result in results}
 
     # -- all hosts ----------------------------------------------------------------------------------------------------
-
-    def _internal_addresses(self) -> Sequence[str]:
-        """Returns the hosts' internal addresses, from a description if unknown. Raises LaunchError without a slice."""
-        if not (addresses := self._connections.identity()[1]) and self.describe() is None:
-            raise LaunchError(f"slice {self.config.slice.name} does not exist; `tpu-launch up` creates it")
-        return addresses or self._connections.identity()[1]
 
     def _wait_for_hosts(self, machine: Workstation) -> None:
         """Waits until every host answers over ssh and its engine is up; tells the user which do not yet. gcloud uploads

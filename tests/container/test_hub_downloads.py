@@ -50,10 +50,6 @@ def shards(tmp_path: Path) -> list[str]:
     return ["-m", "training.cli", "shards", *options, "--split", "train", "--evaluation-percent", "0"]
 
 
-def bytes_below(folder: Path) -> int:
-    return sum(file.lstat().st_blocks * 512 for file in folder.rglob("*"))
-
-
 def parquet(first: int, rows: int, filler: int) -> bytes:
     """A Parquet file of numbered texts, each with a word of 2 * `filler` characters, in four row groups."""
     chance, out = random.Random(first), io.BytesIO()
@@ -71,7 +67,7 @@ def test_a_25th_of_its_size_on_disk_is_enough(hub: Hub, tmp_path: Path, shards: 
     serve_texts(hub, {f"data/train-{number:05d}.parquet": file for number in range(count)})
     process, most = start(hub, tmp_path, [*shards, "--out", str(tmp_path / "out")]), 0
     while process.poll() is None:
-        most = max(most, bytes_below(tmp_path))
+        most = max(most, sum(file.lstat().st_blocks * 512 for file in tmp_path.rglob("*")))
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.5)
     out, err = process.communicate()

@@ -106,10 +106,16 @@ def test_each_attempt_counts_with_the_price_of_its_slice_and_a_preempted_slice_c
         at(7, began(2, 4.0)), *end(8, 2, "host lost"),
         at(9, events.SliceReplaced(2, 1, "a bad host")),
     ]  # fmt: skip
-    for known, hours, dollars in ((-3, 7, 28), (-3, 8, 32), (10, 99, 36), (2, 100, 20)):
-        assert spent(entries[:known], START + hours * 3600) == pytest.approx(dollars)
-    stopped = [*entries[:-4], at(6.5, events.RunStopRequested(1))]  # its user may delete the slice, and resume it later
-    assert spent([*stopped, at(90, began(2, 4.0))], START + 91 * 3600) == pytest.approx(30)
+    stop, failed = events.RunStopRequested(1), events.RoundFailed(2, "", "", 300.0)
+    for each, hours, dollars in (
+        (entries[:-3], 7, 28), (entries[:-3], 8, 32), (entries, 99, 36), (entries[:2], 100, 20),
+        # Its user may delete the slice, and resume the run later. Another machine may record a stop a moment before.
+        ([*entries[:-4], at(6.5, stop), at(90, began(2, 4.0))], 91, 30),
+        ([*entries[:5], at(6, stop), entries[5]], 99, 24),
+        ([*entries[:-3], at(7.5, events.Ended(2, "not started")), at(7.5, failed)], 9, 36),
+        ([*entries[:3], at(3, failed)], 99, 20),
+    ):  # fmt: skip
+        assert spent(each, START + hours * 3600) == pytest.approx(dollars)
     assert spent([at(0, events.AttemptBegan(0))], START + 3600) == 0, "an unknown price"
 
 
@@ -140,6 +146,15 @@ def test_a_run_whose_budget_is_spent_saves_and_its_slice_is_deleted(work: Workst
     assert work.hosts.slice_state is None
     work.hosts.slice_state = "READY"
     assert work.run(work.config("run.budget=100", command=["train"])).verdict.kind is Kind.FINISHED
+
+
+def test_failed_rounds_of_a_recovery_end_when_they_have_spent_the_budget(work: Workstation) -> None:
+    work.hosts.exits[0] = 1
+    work.hosts.hooks["start"] = [lambda: None]
+    work.hosts.fail("start", *[LaunchError("no answer", exit_code=Exit.CLOUD_ERROR)] * 9)
+    with pytest.raises(LaunchError, match=r"raise run\.budget"):
+        work.run(work.config("run.budget=1.0", "run.failure_retries=1", command=["train"]))
+    assert work.hosts.slice_state is None
 
 
 def test_a_slice_is_left_to_another_run_that_began_on_it(work: Workstation) -> None:

@@ -5,7 +5,6 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from io import FileIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -60,18 +59,13 @@ def test_a_log_is_read_in_pieces_without_an_unfinished_line_which_is_repaired(
 FULL = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
 
 
-def write_half(file: FileIO, data: bytes) -> None:
-    file.write(data[: len(data) // 2])
-    FULL()
-
-
 def test_lines_that_do_not_fit_on_the_disk_stay_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = HostLog(tmp_path / "host-0.log")
     history = [LogLine(stamp(number), f"line {number}") for number in range(6)]
     assert log.append_new(history[:2], None) == history[:2]
     asked = log.cursor.since
     with monkeypatch.context() as full:
-        full.setattr(logs, "write_whole", write_half)
+        full.setattr(logs, "write_whole", lambda file, data: FULL(file.write(data[: len(data) // 2])))
         with pytest.raises(OSError, match="No space"):
             log.append_new(history[2:4], asked)
     assert log.cursor.since == asked

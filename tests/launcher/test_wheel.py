@@ -158,14 +158,11 @@ def test_completion_prints_a_script_and_names_commands(installed: Path, tmp_path
     assert run(installed / "tpu-launch", folder=tmp_path, **words) == "plain,preflight\n"
 
 
-def shown_installations() -> list[str]:
-    """The commands of README's "Install" that install."""
-    section = README.split("## Install\n")[1].split("\n## ")[0]
-    return [line.split(" # ")[0].strip() for line in re.findall(r"^\$ (.* install .*)$", section, re.MULTILINE)]
+INSTALLATION = README.split("## Install\n")[1].split("\n## ")[0]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("command", shown_installations())
+@pytest.mark.parametrize("command", re.findall(r"^\$ (.* install .*?)\s*(?: # .*)?$", INSTALLATION, re.MULTILINE))
 def test_installing_as_the_readme_says(checkout: Path, tmp_path: Path, command: str) -> None:
     """Typed in a checkout, in an empty environment with pip, pipx and uv; the repository is the checkout."""
     run(uv(), "venv", "--quiet", "--seed", "--python", sys.executable, tmp_path / "venv", folder=tmp_path)

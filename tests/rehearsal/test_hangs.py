@@ -133,10 +133,6 @@ def limit_memory(work: Workstation) -> None:
     docker("update", "--memory", "1200m", "--memory-swap", "1200m", *work.containers(1))
 
 
-def silence_bucket(work: Workstation) -> None:
-    work.good("emulator", "inject", "slow", "--service", "storage", "--seconds", "10000")
-
-
 MEMORY = Injection(
     r"killed for lack of memory \(OOM\)",
     in_step="""global fill
@@ -171,7 +167,7 @@ while True:
     records.put(number)""",
     worker=-1,
     ranks=(0, 1),
-    meanwhile=silence_bucket,
+    meanwhile=lambda work: work.good("emulator", "inject", "slow", "--service", "storage", "--seconds", "10000"),
 )
 COMPILATION = Injection(
     "compiles (or computes )?in prepare at my_program.py",  # native calls can't be read in 15 s on a very busy machine

@@ -330,10 +330,8 @@ def test_an_adapter_is_pushed_with_a_card_for_peft(monkeypatch: pytest.MonkeyPat
         Path(folder, "adapter_config.json").write_text(f'{{"peft_type": "LORA", "base_model_name_or_path": "{base}"}}')
         return 8
 
-    def keep_card(folder_path: str, **_: str) -> Mock:
-        return Mock(commit_url=Path(folder_path, "README.md").read_text())
-
-    api = Mock(file_exists=lambda *_: False, upload_folder=keep_card)
+    upload = Mock(side_effect=lambda folder_path, **_: Mock(commit_url=Path(folder_path, "README.md").read_text()))
+    api = Mock(file_exists=lambda *_: False, upload_folder=upload)
     monkeypatch.setitem(sys.modules, "huggingface_hub", Mock(HfApi=lambda **_: api))
     monkeypatch.setattr("training.models.export.export_checkpoint", export)
     for name in ("HF_TOKEN", "HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_PROGRESS_BARS"):

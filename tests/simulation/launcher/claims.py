@@ -115,8 +115,8 @@ def told_use_is_true(simulation: SimulatedRun, command: Command) -> None:
         each.name == "run" and each.run_id not in ("", command.run_id) and each.ended > command.began - 10.0
         for each in simulation.commands
     )
-    cluster = simulation.world.cluster
-    if not used and not (cluster is not None and cluster.has_open_jobset()):
+    jobsets = simulation.world.cluster.store.all("jobsets") if simulation.world.cluster is not None else []
+    if not used and not any(not each.get("status", {}).get("terminalState") for each in jobsets):
         simulation.break_promise("what is told in use was in use", f"{command.name}: {command.error}")
 
 

@@ -281,9 +281,6 @@ class Cluster:
         there = [each["metadata"] for each in self.store.all("jobsets") if "deletionTimestamp" not in each["metadata"]]
         return [each["name"] for each in there if self.creators[each["name"]].user == user]
 
-    def has_open_jobset(self) -> bool:
-        return any(not each.get("status", {}).get("terminalState") for each in self.store.all("jobsets"))
-
 
 class Kubectl:
     """One kubectl process of a command."""

@@ -201,7 +201,10 @@ def draw(seed: int) -> Scenario:
     (theme,) = rng.choices(THEMES, [each.weight for each in THEMES])
     gke, of_hangs, drought = theme.name == "a cluster", theme.name == "hangs", theme.name == "a drought"
     file = copy.deepcopy(rng.choice(_files_of(theme)))
-    plans, actions, faults = _draw_plans(theme, file, rng), _draw_actions(theme, rng), _draw_faults(theme, rng)
+    plans = _draw_plans(theme, file, rng)
+    at, kinds = rng.choice(theme.moments), [rng.choice(group.split("|")) for group in theme.actions]
+    actions = tuple(Action(kind, rng.uniform(0.0, theme.together), at) for kind in kinds if kind)
+    faults = _draw_faults(theme, rng)
     if of_hangs:
         plans, faults = _draw_hangs(plans, _hosts_of(file), rng), faults if rng.random() < 0.5 else ()
     if rng.random() < (0.8 if of_hangs else 0.04):
@@ -261,11 +264,6 @@ def _draw_hangs(plans: tuple[Plan, ...], hosts: int, rng: random.Random) -> tupl
         return replace(plan, tells=True, hang=hang, slow=slow, seconds=seconds, period=period)
 
     return tuple(map(tell, plans))
-
-
-def _draw_actions(theme: Theme, rng: random.Random) -> tuple[Action, ...]:
-    at, kinds = rng.choice(theme.moments), [rng.choice(group.split("|")) for group in theme.actions]
-    return tuple(Action(kind, rng.uniform(0.0, theme.together), at) for kind in kinds if kind)
 
 
 def _draw_faults(theme: Theme, rng: random.Random) -> tuple[Fault, ...]:

@@ -125,7 +125,8 @@ class SimulatedRun:
         self.scheduler.note(f"faults: {'; '.join(map(str, self.faults)) or 'none'}")
         writes = mock.patch.object(ledger, "write_whole", self._write_event)
         lines = mock.patch.object(logs, "write_whole", self._write_lines)
-        asks = mock.patch.object(requests, "create_only", self._write_request)
+        write_request = lambda path, text: self._write(lambda: create_only(path, text), lambda: None)  # noqa: E731
+        asks = mock.patch.object(requests, "create_only", write_request)
         append = Ledger.append
 
         def check_and_append(found: Ledger, event: RunEvent, **options: float) -> None:
@@ -237,14 +238,11 @@ class SimulatedRun:
             self.finish(up)
             if up.code == 0:
                 return True
-            if up.code == Exit.BAD_INPUT or self._is_name_taken():
+            named = [each for each in self.world.google.slices.values() if each.name.startswith(self.config.slice.name)]
+            if up.code == Exit.BAD_INPUT or any(node.creator != "ann" for node in named):
                 return False
             self.scheduler.sleep(self.rng.uniform(20.0, 200.0))
         return False
-
-    def _is_name_taken(self) -> bool:
-        name = self.config.slice.name
-        return any(node.name.startswith(name) and node.creator != "ann" for node in self.world.google.slices.values())
 
     def _train(self) -> None:
         next_command = "run"
@@ -311,9 +309,6 @@ class SimulatedRun:
     def _write_event(self, file: FileIO, data: bytes) -> None:
         half = data[: int(len(data) * self.scenario.half_written)]
         self._write(lambda: self._write_lines(file, data), lambda: write_whole(file, half))
-
-    def _write_request(self, path: Path, text: str) -> bool:
-        return self._write(lambda: create_only(path, text), lambda: None)
 
     def _write(self, write: Callable[[], T], begin: Callable[[], object]) -> T:
         """Writes an event or a request; kills its command before, amid or after the write that was drawn."""
