@@ -3,13 +3,14 @@
 import json
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from training.distributed import handshake
 from training.distributed.handshake import ClientHandshake, HostCredentials, Identity, Refusal, make_nonce
-from training.distributed.messages import HANDSHAKE_BYTES, HOST_BYTES, LineBuffer, Malformed, encode
+from training.distributed.messages import HANDSHAKE_BYTES, HANDSHAKE_SECONDS, HOST_BYTES, LineBuffer, Malformed, encode
 from training.distributed.server_protocol import (
-    HANDSHAKE_SECONDS,
     SPARE_CONNECTIONS,
     Actions,
     BarrierState,
@@ -292,6 +293,13 @@ def test_a_silent_connection_is_closed_after_its_time_and_a_slow_host_is_not() -
     meeting.perform(meeting.server.tick(HANDSHAKE_SECONDS))
     assert meeting.is_closed(silent)
     assert not meeting.is_closed(slow)
+    late = meeting.open(now=0.0)
+    meeting.send(late, meeting.hello(late), now=HANDSHAKE_SECONDS)
+    assert meeting.is_closed(late), "its host may have given up, and the end of an admitted host ends the attempt"
+    host = Mock(recv=Mock(side_effect=[encode({"challenge": "0" * 64}), TimeoutError]))
+    with pytest.raises(TimeoutError):
+        handshake.perform_handshake(host, OWN, 1, 1.0)
+    assert host.settimeout.call_args.args[0] > HANDSHAKE_SECONDS
 
 
 def test_too_many_pending_connections_close_the_oldest() -> None:

@@ -19,6 +19,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, field
 
+from training.distributed import messages
 from training.distributed.cluster import SECRET_VARIABLE, Cluster
 from training.distributed.messages import ANSWER, CHALLENGE, HANDSHAKE_BYTES, LineBuffer, Malformed, decode, encode
 from training.errors import BadInput
@@ -122,7 +123,8 @@ def perform_handshake(
     connection: Connection, own: HostCredentials, worker: int, seconds: float, machine: Machine = SYSTEM
 ) -> LineBuffer | Refusal:
     """Performs the handshake of `worker` on a new connection to host 0, within `seconds`; the connection keeps the
-    time-out that is left. Returns the bytes received after the handshake, or host 0's refusal. Raises OSError if host 0
+    time-out that is left. Waits longer for the answer to the hello than host 0 may admit this host: an admitted host's
+    end is the attempt's. Returns the bytes received after the handshake, or host 0's refusal. Raises OSError if host 0
     closed the connection or did not answer in time, Malformed if another program than host 0 answered."""
     lines, clock = LineBuffer(HANDSHAKE_BYTES), machine.clock.monotonic
     deadline = clock() + seconds
@@ -140,6 +142,7 @@ def perform_handshake(
 
     received, handshake = receive(), ClientHandshake(own, worker, make_nonce(machine))
     connection.sendall(handshake.answer_challenge(next(received)))
+    deadline = max(deadline, clock() + 2 * messages.HANDSHAKE_SECONDS)
     return handshake.check_answer(next(received)) or lines
 
 

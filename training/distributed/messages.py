@@ -12,6 +12,7 @@ from typing import Any
 Message = dict[str, Any]
 
 HANDSHAKE_BYTES = 4096  # limit of a line during the handshake
+HANDSHAKE_SECONDS = 5.0  # then host 0 closes the connection of a peer without a proof
 HOST_BYTES = 4 << 20  # limit of a line from a host: a payload
 SERVER_BYTES = 256 << 20  # limit of a line from host 0: the payloads of all hosts
 TEXT_CHARACTERS = 600

@@ -28,7 +28,6 @@ from training.machine import SYSTEM, Machine
 
 NEWS_SECONDS = 1.0
 NEWS_CHARACTERS = 2000
-HANDSHAKE_SECONDS = 5.0  # then host 0 closes the connection of a peer without a proof
 SPARE_CONNECTIONS = 64  # pending connections that host 0 keeps, beyond one for each host
 DESCRIBED = 16  # missing hosts whose last phase a message says; it only numbers the others
 
@@ -231,8 +230,8 @@ class ServerProtocol:
 
     def opened(self, connection: Hashable, now: float) -> Actions:
         """Begins the handshake on a new connection, and closes pending ones that are too old or too many."""
-        nonce = make_nonce(self._machine)
-        self._peers[connection] = _Sender(LineBuffer(messages.HANDSHAKE_BYTES), nonce, now + HANDSHAKE_SECONDS)
+        nonce, deadline = make_nonce(self._machine), now + messages.HANDSHAKE_SECONDS
+        self._peers[connection] = _Sender(LineBuffer(messages.HANDSHAKE_BYTES), nonce, deadline)
         return [*self._close_overdue(now), (connection, encode({"challenge": nonce}))]
 
     def received(self, connection: Hashable, data: bytes, now: float) -> Actions:
@@ -242,6 +241,8 @@ class ServerProtocol:
         peer = self._peers.get(connection)
         if peer is None:  # closed by now
             return actions
+        if peer.worker is None and now >= peer.deadline:  # its host may have given up
+            return self.drop(connection)
         try:
             for line in peer.lines.feed(data):
                 if peer.worker is not None:
