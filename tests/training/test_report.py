@@ -86,6 +86,9 @@ def test_the_report_of_a_finished_run_in_a_bucket_has_figures_and_confusion(gcs:
     assert "90.0%" not in page_text, "one goodput: over all attempts"
     picture = ElementTree.fromstring(storage.read(f"{run}/confusion.svg"))
     assert "card stolen taken for card <lost>: 1 of 10" in " ".join(picture.itertext())
+    attempt(run, 1, 30, range(31, 61), TrainError("no such record"))
+    later = texts(html.render_report(html.read_run(run)))
+    assert not [words for words in ("1,234.5", "41.2%", "taken for") if words in later], "figures of attempt 0"
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -156,6 +156,8 @@ def read_run(folder: str, storage: Storage = default_storage) -> RunContents:
         )
     checkpoints = read_manifests(checkpoints_folder, steps, storage)
     summary, confusion = (_read_json(join(folder, name), storage) for name in (SUMMARY_FILE, CONFUSION_FILE))
+    if attempts and (attempts[-1].end or {}).get("how") != "finished":  # an earlier attempt has written them
+        summary = confusion = None
     return RunContents(folder, lines, attempts, summary, checkpoints, confusion)
 
 
