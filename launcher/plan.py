@@ -53,7 +53,7 @@ def list_commands(config: Config) -> list[PlannedCommand]:
     the provider. Raises BadInput."""
     current = slice_hints.in_current_place(config)
     later = [config.placed(other) for other in config.candidates if other != slice_hints.current(config)]
-    when = "asked for at the same time" if config.slice.candidates else "if the zones before have no capacity"
+    when = "asked for too, within cost limits" if config.slice.candidates else "if the zones before have no capacity"
     steps = list(_record_commands(current))
     up = [step for step in steps if step.verb == "up"]
     creations = [

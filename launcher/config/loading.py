@@ -119,8 +119,8 @@ class Config:
 
     def placed(self, candidate: Candidate, node: str = "") -> Config:
         """Returns the configuration of this candidate only, without slice.runtime_version if the generation is another
-        one. Its node is `node`, else slice.name, or slice.name-N if it is the N-th candidate of its zone in the file (N
-        > 1)."""
+        one. Its node is `node`, else that of a placed configuration, slice.name, or slice.name-N if it is the N-th
+        candidate of its zone in the file (N > 1)."""
         beside = [other for other in self.all_candidates if other.zone == candidate.zone]
         kind, capacity = candidate.accelerator_type, candidate.capacity
         update: dict[str, Any] = {"accelerator_type": kind, "capacity": capacity, "zones": [], "candidates": []}
@@ -129,7 +129,7 @@ class Config:
         if not node and (number := beside.index(candidate) + 1) > 1:
             node = f"{self.slice.name}-{number}"
         slice_ = self.slice.model_copy(update=update)
-        return replace(self, zone=candidate.zone, node_name=node, left_out=(), slice=slice_)
+        return replace(self, zone=candidate.zone, node_name=node or self.node_name, left_out=(), slice=slice_)
 
     @property
     def runtime_version(self) -> str:
