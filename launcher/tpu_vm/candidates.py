@@ -114,7 +114,7 @@ def _require_candidates(config: Config, record: RequestRecord, machine: Workstat
         if request.granted is None or (request.candidate.zone, request.node) in known:
             continue
         found = slices.describe_node(config.placed(request.candidate, request.node), machine)
-        if found is not None and not slices.why_not_ours(found.labels, machine.owner):
+        if found is not None and not slices.why_not_of(config, found.labels, machine.owner):
             raise Conflict(
                 f"slice {config.slice.name} exists as {request.candidate}, node {request.node}, which is not among its "
                 "candidates any more: `tpu-launch down` deletes it"

@@ -8,6 +8,7 @@ at creation, and checked before use or deletion:
     tpu-launch-owner          the user who created it
     tpu-launch-account        hash of the user's Google account; absent where gcloud has none
     tpu-launch-run            the prefix of its runs' ids
+    tpu-launch-slice          slice.name: candidate bert-2 of slice bert may be named as another file's slice
     tpu-launch-expires        Unix seconds after which `gc` removes it
 
 Without these labels nothing is used or deleted, unless the command says `--any-owner`.
@@ -31,6 +32,7 @@ LAG_SECONDS = 20.0  # the API may show a new node this late
 
 LABEL = "tpu-launch"
 OWNER, ACCOUNT, RUN, EXPIRES = (f"{LABEL}-{name}" for name in ("owner", "account", "run", "expires"))
+SLICE = f"{LABEL}-slice"
 
 
 class NotOurs(Conflict):
@@ -38,9 +40,9 @@ class NotOurs(Conflict):
 
 
 def make_labels(config: Config, owner: Owner, now: float) -> dict[str, str]:
-    """Returns the labels of a slice created at `now` (Unix seconds): tpu-launch's own, user, run, a hash of the Google
-    account if it is known, and with slice.expires_hours the time at which the slice expires."""
-    labels = {LABEL: "1", OWNER: owner.user, RUN: config.run_name}
+    """Returns the labels of a slice created at `now` (Unix seconds): tpu-launch's own, user, run, slice, a hash of the
+    Google account if it is known, and with slice.expires_hours the time at which the slice expires."""
+    labels = {LABEL: "1", OWNER: owner.user, RUN: config.run_name, SLICE: config.slice.name}
     if owner.account:
         labels[ACCOUNT] = owner.account
     if config.slice.expires_hours is not None:
@@ -63,11 +65,17 @@ def why_not_ours(labels: Mapping[str, str], owner: Owner, *, deletion: bool = Fa
     return ""
 
 
+def why_not_of(config: Config, labels: Mapping[str, str], owner: Owner, *, deletion: bool = False) -> str:
+    """Returns why the labels do not prove that it is the configured slice, and, unless --any-owner is set, that `owner`
+    created it (`why_not_ours`); "" when they do."""
+    if (other := labels.get(SLICE, config.slice.name)) != config.slice.name:
+        return f"it is slice {other} of another file (label {SLICE})"
+    return "" if config.any_owner else why_not_ours(labels, owner, deletion=deletion)
+
+
 def require_ours(config: Config, labels: Mapping[str, str], owner: Owner, *, deletion: bool = False) -> None:
-    """Raises NotOurs unless the labels prove that `owner` created the slice (`why_not_ours`), or --any-owner is set."""
-    if config.any_owner:
-        return
-    if reason := why_not_ours(labels, owner, deletion=deletion):
+    """Raises NotOurs unless the labels prove that the slice is ours (`why_not_of`)."""
+    if reason := why_not_of(config, labels, owner, deletion=deletion):
         raise NotOurs(
             f"slice {config.slice.name} in {config.zone} is not yours: {reason}\n"
             "  choose another slice.name; to use or delete it nevertheless, add --any-owner to `up` or `down`"
@@ -78,13 +86,13 @@ def describe(config: Config, machine: Workstation) -> SliceState | None:
     """Returns the slice, or None when it does not exist. A queued resource without a node counts, in its own state and
     without hosts. Looks for the candidate last seen (else the first); unless that slice is ours, looks for the others,
     returns one that is ours, a READY one first, and saves its candidate as last seen. If none is ours, returns what the
-    first look found, perhaps another owner's slice. Raises LaunchError if Google does not answer."""
+    first look found, perhaps another owner's slice, but not another file's. Raises LaunchError if Google is silent."""
     known = slice_hints.last_seen(config)
     current = known or config.candidates[0]
     found = _describe_in_zone(config.placed(current), machine)
 
     def is_ours(state: SliceState | None) -> bool:
-        return state is not None and (config.any_owner or not why_not_ours(state.labels, machine.owner))
+        return state is not None and not why_not_of(config, state.labels, machine.owner)
 
     if len(config.candidates) == 1 or is_ours(found):
         if known is None:
@@ -98,7 +106,7 @@ def describe(config: Config, machine: Workstation) -> SliceState | None:
         if is_ours(state):
             slice_hints.save_place(config, other)
             return state
-    return found
+    return None if found is not None and found.labels.get(SLICE, config.slice.name) != config.slice.name else found
 
 
 def _describe_in_zone(config: Config, machine: Workstation) -> SliceState | None:

@@ -370,12 +370,19 @@ def test_another_user_s_slice_is_left_alone_where_requests_are_withdrawn(cloud: 
 
 
 @pytest.mark.parametrize("state", ["CREATING", "READY"])
-def test_a_candidate_whose_name_another_user_has_is_not_waited_for(cloud: Cloud, config: Config, state: str) -> None:
-    assert cloud.machine(BOB).run(commands.create_command(config.placed(SMALL), BOBS), timeout=900).ok
+@pytest.mark.parametrize("labels", [BOBS, {**OURS, "tpu-launch-slice": "demo-2"}])
+def test_a_node_of_a_candidates_name_is_another_users_or_another_files_slice(
+    cloud: Cloud, config: Config, state: str, labels: dict[str, str]
+) -> None:
+    assert cloud.machine(BOB).run(commands.create_command(config.placed(SMALL), labels), timeout=900).ok
     cloud.node("demo-2").resource["state"] = state
     fill_v4_zone(cloud)
+    if labels is not BOBS:
+        slice_hints.save_place(config, SMALL)
     assert create(cloud, config) == "v3-8"
     assert history(config)[1] == ("v4-8", requests.REFUSED)
+    assert deletion.delete(config, print, cloud.machine())
+    assert nodes(cloud) == ["us-central2-b/demo-2"]
 
 
 def test_down_alone_deletes_a_slice_that_the_file_does_not_name_any_more(cloud: Cloud, config: Config) -> None:
