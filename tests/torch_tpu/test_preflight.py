@@ -34,19 +34,15 @@ def preflight(folder: Path, slice_: str, **changes: Any) -> tuple[int, dict[str,
     return ended.returncode, result, ended.stderr
 
 
-def count_parameters() -> int:
-    requirements = ModelRequirements(small_runs.VOCABULARY, 3, small_runs.SEQUENCE)
-    model = Model(**small_runs.document(Path())["model"])
-    return sum(value.numel() for value in build(model, requirements, dropout=0.1, seed=1).parameters())
-
-
 @pytest.mark.parametrize(("slice_", "chips"), [("v5litepod-8", 8), ("v4-8", 4)])
 def test_both_programs_of_a_run_are_compiled_for_a_slice(slice_: str, chips: int, tmp_path: Path) -> None:
     code, result, _ = preflight(small_runs.prepare(tmp_path), slice_)
     assert (code, result["devices"], result["distinct_graphs"]) == (0, chips, 2)
     training, evaluation = result["graphs"]
     assert [graph["graph"] for graph in (training, evaluation)] == ["training, 8 x 32", "evaluation, 8 x 32"]
-    parameters = count_parameters()
+    requirements = ModelRequirements(small_runs.VOCABULARY, 3, small_runs.SEQUENCE)
+    network = build(Model(**small_runs.document(Path())["model"]), requirements, dropout=0.1, seed=1)
+    parameters = sum(value.numel() for value in network.parameters())
     assert training["memory"]["donated"] >= 3 * 4 * parameters, "weights and moments stay where they are"
     assert training["memory"]["resident"] == evaluation["memory"]["code"]
     [sums] = training["collectives"]

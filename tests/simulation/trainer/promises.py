@@ -121,7 +121,8 @@ class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
             self.broken("only the newest start commits", f"{by} committed {url} without a claim")
             return
         for other in self.claims:
-            mine, theirs = (self._commits_since_both(label, other, group) for group in (label, other))
+            since = self.commits[max(self.claims[label].commits, self.claims[other].commits) :]
+            mine, theirs = ({step for who, step in since if who == group} for group in (label, other))
             if self.goes_before(other, label) and len(mine) > 1:
                 self.broken("only the newest start commits", f"{label} committed {mine} after {other} claimed the run")
             if other != label and min(len(mine), len(theirs)) > 1:
@@ -130,11 +131,6 @@ class Promises(EvaluationPromises, RecordPromises, FeaturePromises):
     def goes_before(self, newer: str, older: str) -> bool:
         """Returns whether the claim of one start lists the claim of another."""
         return self.claims[older].name in self.claims[newer].after
-
-    def _commits_since_both(self, one: str, other: str, group: str) -> set[int]:
-        """Returns the steps that a group committed, or tried to, after two starts had both claimed the run."""
-        since = max(self.claims[one].commits, self.claims[other].commits)
-        return {step for label, step in self.commits[since:] if label == group}
 
     def a_commit_begins_with_a_look(self, url: str, stored: Stored, by: str) -> None:
         """Host 0 checks for newer starts after all parts are written, and sees those that exist by then."""
