@@ -166,6 +166,7 @@ def environment(home: Path) -> dict[str, str]:
         "CLOUDSDK_SURVEY_DISABLE_PROMPTS": "true",
         "NO_GCE_CHECK": "true",
         "CLOUDSDK_CONFIG": str(user / "gcloud"),
+        "GOOGLE_APPLICATION_CREDENTIALS": "",
         "HOME": str(user),
         # HOME is gcloud's; docker keeps its own settings and plug-ins.
         "DOCKER_CONFIG": os.environ.get("DOCKER_CONFIG") or str(Path.home() / ".docker"),

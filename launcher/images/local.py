@@ -160,14 +160,13 @@ def run(
     argv = [docker, "run", "--rm", "--init", "--entrypoint", "", "--name", name, "--network", "host"]
     argv += ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp", "--env", "PJRT_DEVICE=CPU"]
     argv += ["--volume", f"{folder}:{folder}", "--workdir", str(folder)]
-    credentials = Path.home() / ".config" / "gcloud" / "application_default_credentials.json"
-    if credentials.exists():
-        argv += ["--volume", f"{credentials}:/etc/google-credentials.json:ro"]
+    gcloud = os.environ.get("CLOUDSDK_CONFIG") or Path.home() / ".config" / "gcloud"
+    given = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")  # looked for as Google's libraries do
+    if (credentials := Path(given or Path(gcloud) / "application_default_credentials.json")).exists():
+        argv += ["--volume", f"{credentials.absolute()}:/etc/google-credentials.json:ro"]
         argv += ["--env", "GOOGLE_APPLICATION_CREDENTIALS=/etc/google-credentials.json"]
-    for variable in config.run.secrets:
-        argv += ["--env", variable] if variable in os.environ else []
-    for path, inside in (mounts or {}).items():
-        argv += ["--volume", f"{path}:{inside}:ro"]
+    argv += [f"--env={variable}" for variable in config.run.secrets if variable in os.environ]
+    argv += [f"--volume={path}:{inside}:ro" for path, inside in (mounts or {}).items()]
     try:
         return shell.stream([*argv, used, *command], emit, timeout=_DAYS).returncode
     finally:

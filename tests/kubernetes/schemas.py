@@ -41,12 +41,6 @@ def mistakes(document: dict[str, Any]) -> list[str]:
     return found
 
 
-def whole_definition(name: str) -> list[dict[str, Any]]:
-    """The versions of a definition as published, unreduced; empty where it is not present."""
-    path = DEFINITIONS / f"{name}.yaml"
-    return _versions(path) if path.exists() else []
-
-
 def _builtin(document: dict[str, Any]) -> list[str]:
     try:
         kubernetes_validate.validate(document, KUBERNETES, strict=True)

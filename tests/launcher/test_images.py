@@ -152,6 +152,18 @@ def test_a_command_without_an_image_touches_no_container(tmp_path: Path, monkeyp
     assert not calls.mock_calls
 
 
+def test_a_local_command_gets_the_users_google_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "require_engine", lambda: "docker")
+    for name in ("run", "stream"):
+        monkeypatch.setattr(shell, name, calls := Mock())
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    for file in ("application_default_credentials.json", "key.json"):
+        (tmp_path / file).touch()
+        local.run(load_text(tmp_path, SLICE), ["true"], print, reference="i")
+        assert f"{tmp_path / file}:/etc/google-credentials.json:ro" in calls.call_args.args[0]
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
+
+
 names = st.text("abcXYZ09._- ü", min_size=1, max_size=6).filter(lambda n: n not in (".", "..") and n == n.strip())
 contexts = st.dictionaries(names, st.tuples(st.binary(max_size=40), st.booleans()), min_size=1, max_size=5)
 Context = dict[str, tuple[bytes, bool]]

@@ -57,7 +57,8 @@ class Api:
 
     def discovery(self, path: str) -> Object | None:
         """Returns the answer to a discovery request; None for other paths."""
-        grouped = [each for each in self.resources().values() if each.group]
+        resources = self.resources()
+        grouped = [each for each in resources.values() if each.group]
         groups = {each.group: {"groupVersion": each.api_version, "version": each.version} for each in grouped}
         if path == "/api":
             return {"kind": "APIVersions", "versions": ["v1"]}
@@ -66,15 +67,13 @@ class Api:
             return {"kind": "APIGroupList", "apiVersion": "v1", "groups": listed}
         if path == "/version":
             return {"major": "1", "minor": "32", "gitVersion": "v1.32.4"}
-        served = {
-            f"api{'s' if each.group else ''}/{each.api_version}": each.api_version for each in self.resources().values()
-        }
+        served = {f"api{'s' if each.group else ''}/{each.api_version}": each.api_version for each in resources.values()}
         if path == "/openapi/v3":
             return {"paths": {each: {"serverRelativeURL": f"/openapi/v3/{each}?hash=1"} for each in sorted(served)}}
         version = served.get(path.removeprefix("/openapi/v3").lstrip("/"))
         if version is None:
             return None
-        kinds = {name: each for name, each in self.resources().items() if each.api_version == version}
+        kinds = {name: each for name, each in resources.items() if each.api_version == version}
         return self._openapi(path, kinds) if path.startswith("/openapi") else self._listed(version, kinds)
 
     def _listed(self, version: str, kinds: dict[str, Resource]) -> Object:

@@ -23,9 +23,9 @@ ROLE = Path(__file__).resolve().parents[3] / "k8s" / "role.yaml"
 class Cluster:
     """A cluster whose one user has the role of k8s/role.yaml. Its `with` statement removes everything at its end."""
 
-    def __init__(self, *, images: dict[str, str], environment: dict[str, str] | None = None) -> None:
+    def __init__(self, *, images: dict[str, str]) -> None:
         self.store = Store()
-        self.nodes = Nodes(self.store, client(), secrets.token_hex(4), images, environment or {})
+        self.nodes = Nodes(self.store, client(), secrets.token_hex(4), images)
         self.api = Api(self.store, self.nodes, yaml.safe_load(ROLE.read_text())["rules"])
         self.server = serve(self.api)
         self.mistakes: list[str] = []

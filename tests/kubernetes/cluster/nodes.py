@@ -23,23 +23,17 @@ POOL = "cloud.google.com/gke-nodepool"
 
 
 class CanNotStart(Exception):
-    """A container can't start. Has the reason and message of a kubelet for a waiting container."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+    """A container can't start. Its arguments are a kubelet's reason and message for a waiting container."""
 
 
 class Nodes:
-    def __init__(
-        self, store: Store, docker: str, identity: str, images: dict[str, str], environment: dict[str, str]
-    ) -> None:
+    def __init__(self, store: Store, docker: str, identity: str, images: dict[str, str]) -> None:
         self.store = store
         self.docker = docker
         self.network = f"tpu-launch-test-{identity}"
         self.label = f"{LABEL}={identity}"
         self.images = images  # the registry: reference -> image on this machine
-        self.environment = environment
+        self.environment: dict[str, str] = {}  # of every container
         self._folder = tempfile.TemporaryDirectory(prefix="tpu-launch-test-cluster-")
         self._begun: set[str] = set()
         self._stopping: set[str] = set()
@@ -148,7 +142,7 @@ class Nodes:
         try:
             self.engine("create", "--name", name, *self._arguments(pod))
         except CanNotStart as error:
-            self._status(pod, "Pending", {"waiting": {"reason": error.reason, "message": str(error)}})
+            self._status(pod, "Pending", {"waiting": dict(zip(("reason", "message"), error.args, strict=True))})
             return
         started = subprocess.run([self.docker, "start", name], capture_output=True, text=True, timeout=120)
         if started.returncode:
