@@ -50,11 +50,6 @@ def test_a_word_of_a_column_may_hold_a_no_break_space(tmp_path: Path) -> None:
     assert [*Corpus(str(tmp_path), label="tag").rows()] == [{"text": ["10\u00a0000"], "tag": ["B-X"]}]
 
 
-def test_a_bucket_is_a_folder_too(gcs: object) -> None:
-    storage.write("gs://bucket/corpus/a.txt", "zwei größere\n\nAbsätze".encode())
-    assert documents("gs://bucket/corpus") == documents("gs://bucket/corpus/a.txt") == ["zwei größere", "Absätze"]
-
-
 @given(st.text(alphabet="aé漢𝔘\n \r", max_size=60), st.integers(1, 9))
 def test_lines_do_not_depend_on_size_of_pieces(tmp_path_factory: pytest.TempPathFactory, text: str, piece: int) -> None:
     path = tmp_path_factory.mktemp("x") / "a.txt"
@@ -130,14 +125,15 @@ def test_the_evaluation_split_has_its_percentage() -> None:
         assert abs(chosen - 200 * percent) < (100 if percent == 5 else 1)
 
 
-def test_a_fingerprint_changes_with_the_text(tmp_path: Path, gcs: object) -> None:
+def test_a_bucket_is_a_folder_too_and_a_fingerprint_changes_with_the_text(tmp_path: Path, gcs: object) -> None:
     for folder in (str(tmp_path), "gs://bucket/x"):
         url = storage.join(folder, "a.jsonl")
         storage.write(url, json.dumps({"text": "one"}).encode())
         first = Corpus(folder).fingerprint
         assert Corpus(folder).fingerprint == first
-        storage.write(url, json.dumps({"text": "two"}).encode())
+        storage.write(url, json.dumps({"text": "größere Absätze"}, ensure_ascii=False).encode())
         assert Corpus(folder).fingerprint != first
+        assert documents(folder) == ["größere Absätze"]
         assert Corpus(folder, "body").fingerprint != Corpus(folder).fingerprint
     assert Corpus("builtin:pydoc").fingerprint == Corpus("builtin:pydoc").fingerprint
 

@@ -55,10 +55,12 @@ def test_the_splits_of_a_corpus_share_no_document(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("evaluation", ["a share", "a corpus"])
 @pytest.mark.parametrize(("labels", "names"), [("names.json", NAMES), (None, sorted(NAMES))])
-def test_classes_are_numbered_in_the_order_of_a_file_or_of_their_names(
-    tmp_path: Path, labels: str | None, names: list[str], evaluation: str
+def test_classes_are_in_the_order_of_a_file_or_of_their_names_and_texts_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labels: str | None, names: list[str], evaluation: str
 ) -> None:
-    rows = ({"text": "x" * (number % 30 + 1), "kind": NAMES[number % 3]} for number in range(60))
+    rows = ({"text": f"{'x' * (number % 40)}y", "kind": NAMES[number % 3]} for number in range(60))
+    if labels is None:  # without a special token at the end
+        monkeypatch.setattr(procedure.tokenizers, "encoder", lambda _: lambda texts: [x[:-1] for x in encode(texts)])
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "names.json").write_text(json.dumps(NAMES))
     own = {"corpus": str(tmp_path / "a.jsonl"), "label": "kind", "labels": labels and str(tmp_path / labels)}
@@ -66,6 +68,8 @@ def test_classes_are_numbered_in_the_order_of_a_file_or_of_their_names(
     made = list(make_datasets(options(tmp_path, task="classification", lengths="8,32", **own, **other)))
     assert [result.dataset.manifest.labels for result in made] == [names, names]
     assert {shard.length for shard in made[0].dataset.shards} == {8, 32}
+    parts = labelled_evaluation(made[0].dataset, HostSlice(TOKENS, 1))
+    assert {part.input_ids[part.attention_mask > 0][-1] - 5 for part in parts} == ({-4} if labels else {*b"xy"})
     assert sum(result.dataset.records for result in made) == (120 if evaluation == "a corpus" else 60)
 
 

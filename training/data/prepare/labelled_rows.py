@@ -197,15 +197,16 @@ def write_labelled_rows(
     pad: int,
     *,
     has_pairs: bool = False,
+    ends_special: bool = True,
     overwrite: bool = False,
 ) -> WrittenDataset:
     """Writes a dataset of labelled rows to the folder `url`. Returns a complete dataset of the same plan as it is.
-    `lengths` are those of rows, ascending; the last is `plan.length`. A longer text is cut, but keeps its final token.
-    `rows` is called to read the corpus, and must give the same rows each time; `encode` returns the ids of each text,
-    (tokens,), with special tokens around them; of words, (2, tokens): the ids, and the word's number at its first
-    token, -1 at others; of two texts, (2, tokens), not too many: the ids, and the number of the text. `has_pairs`: rows
-    are two texts. Raises BadInput when the folder holds something else (unless `overwrite`), a label is impossible, or
-    there is no row; and StorageError."""
+    `lengths` are those of rows, ascending; the last is `plan.length`. A longer text is cut, but keeps its final token
+    if that is a special one, as `ends_special` says. `rows` is called to read the corpus, and must give the same rows
+    each time; `encode` returns the ids of each text, (tokens,), with special tokens around them; of words, (2, tokens):
+    the ids, and the word's number at its first token, -1 at others; of two texts, (2, tokens), not too many: the ids,
+    and the number of the text. `has_pairs`: rows are two texts. Raises BadInput when the folder holds something else
+    (unless `overwrite`), a label is impossible, or there is no row; and StorageError."""
     assert plan.length == lengths[-1]
     existing = dataset_writer.find_existing(url, plan, overwrite)
     if existing is not None:
@@ -223,12 +224,14 @@ def write_labelled_rows(
         shards[length].append(_write_rows(url, plan, features, length, len(shards[length]), waiting[length], pad))
         waiting[length] = []
 
-    for batch in _batches(rows()):
+    iterator = iter(rows())
+    for batch in iter(lambda: list(itertools.islice(iterator, BATCH_ROWS)), []):
         for (_, label), ids in zip(batch, encode([text for text, _ in batch]), strict=True):
             value = labels.encode(label, url)
             if ids.shape[-1] > plan.length:
                 cut += 1
-                ids = np.append(ids[..., : plan.length - 1], ids[..., -1:], axis=-1)  # keep the final special token
+                kept = plan.length - ends_special
+                ids = np.append(ids[..., :kept], ids[..., ids.shape[-1] - ends_special :], axis=-1)
             if labels.rows == "token-labelled":
                 ids, words = ids  # (tokens,) each
                 value = np.where(words >= 0, value[words], IGNORED)  # (tokens,)
@@ -269,10 +272,3 @@ def _write_rows(
     labels = np.array(stored, features[LABEL].dtype)  # (n,), (n, labels) or (n, length)
     columns = {"input_ids": tokens[0], LABEL: labels, TYPES: tokens[1]}
     return dataset_writer.write_columns(url, plan, features, f"of{length}-{number:05d}", columns)
-
-
-def _batches(rows: Iterable[LabelledText]) -> Iterator[list[LabelledText]]:
-    """Yields the rows in lists of at most BATCH_ROWS."""
-    iterator = iter(rows)
-    while batch := list(itertools.islice(iterator, BATCH_ROWS)):
-        yield batch

@@ -179,9 +179,10 @@ def _make_labelled(
 
     pairs = tokenizers.PairEncoder(tokenizer, options.sequence_length) if options.text_pair else None
     encode_texts = tokenizers.word_encoder(tokenizer) if labels.rows == "token-labelled" else pairs or encode
+    empty, full = encode(["", "a"])  # end alike if texts end with a special token; decoders' do not
     result = write_labelled_rows(
         url, plan, lengths, labels, rows, encode_texts, tokenizer.special.pad, has_pairs=pairs is not None,
-        overwrite=options.overwrite,
+        ends_special=empty.size > 0 and empty[-1] == full[-1], overwrite=options.overwrite,
     )  # fmt: skip
     if pairs is None:
         return result
