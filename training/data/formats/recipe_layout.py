@@ -133,7 +133,7 @@ def _read_length(stat: Stat) -> int:
     """Returns the number of ids in a shard's first record. Raises BadInput without int64 input_ids, or for damage
     (Corrupt), which a record longer than 1 MB seems to have; StorageError."""
     data = storage.read(stat.url, 0, _FIRST_READ_BYTES, generation=stat.generation)
-    if data.startswith(b"\x1f\x8b"):
+    if data.startswith(b"\x1f\x8b\x08"):
         raise BadInput(f"{stat.url} is compressed (gzip), so records have no places: decompress it")
     _, payload = next(tfrecord.walk(data, stat.url), (0, b""))
     try:
