@@ -39,10 +39,10 @@ _SECONDS = 60.0
 class DataParallel:
     """The devices of all hosts, each with its rows of the batch and its slices of the state."""
 
-    def __init__(self, cluster: Cluster, fsdp: int = 1) -> None:
+    def __init__(self, cluster: Cluster, fsdp: int = 1, *, must_connect: bool = True) -> None:
         """Opens the devices, under SPMD if this process has several or preflight simulates some. `fsdp`: over how many
-        devices the state is split under SPMD. Raises UnusableTpu, TrainError if the hosts are not connected, and
-        BadInput unless `fsdp` divides the devices."""
+        devices the state is split under SPMD. Raises UnusableTpu, TrainError if hosts that `must_connect` are not
+        connected, and BadInput unless `fsdp` divides the devices."""
         is_tpu = os.environ.get("PJRT_DEVICE") == "TPU"
         several = is_tpu or int(os.environ.get("CPU_NUM_DEVICES") or 1) > 1
         self.is_spmd = several or xla_runtime.is_spmd()  # preflight says so, where there is one device
@@ -56,7 +56,7 @@ class DataParallel:
                 raise
             raise UnusableTpu(str(error), cluster.accelerator_type) from None
         self._hosts, self.local_devices = cluster.hosts, self.devices // cluster.hosts
-        if self.is_spmd and cluster.hosts > 1 and len(internals.local_devices()) == self.devices:
+        if must_connect and self.is_spmd and cluster.hosts > 1 and len(internals.local_devices()) == self.devices:
             raise TrainError(
                 f"torch_xla shows {self.devices} devices, all of this host, but the run has {cluster.hosts} hosts, "
                 "whose devices must be connected; CPUs can't be: leave CPU_NUM_DEVICES out; on TPUs: `doctor --devices`"
@@ -221,7 +221,7 @@ class TorchDevices:
 
     def __init__(self, cluster: Cluster, rendezvous: Rendezvous) -> None:
         """Opens the devices and, between CPU hosts, connects them. All hosts call it. Raises TrainError."""
-        self._sharding, self._exchange = DataParallel(cluster), None
+        self._sharding, self._exchange = DataParallel(cluster, must_connect=False), None
         self.total = self._sharding.devices
         self.local: int = xla_runtime.addressable_runtime_device_count() if self._sharding.is_spmd else 1
         if cluster.hosts > 1 and not self._sharding.is_spmd:
