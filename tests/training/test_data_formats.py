@@ -202,7 +202,7 @@ GOOD = row([5] * 8)
         ({"train-0-1": [GOOD], "eval-0-1": [GOOD]}, r" has shards of several names \(eval-\*, train-\*\)"),
         ({"a-0-1": [GOOD], "a-00-2": [GOOD, GOOD]}, " has a-0-1.tfrecord and a-00-2.tfrecord, shards of one number"),
         ({"data-0-1": b"\x1f\x8b\x08"}, r"/data-0-1.tfrecord is compressed \(gzip\)"),
-        ({"data-0-1": [example_codec.encode({"a": b"1" * 0x8B0E})]}, ".*first record has no int64 feature"),  # 0x8b1f
+        ({"data-0-1": [example_codec.encode({"a": b"1" * 0x8B08})]}, ".*first record has no int64 feature"),
         ({"data-0-2": [GOOD]}, "/data-0-2.tfrecord holds 1 records, and its name says 2"),
         ({"data-0-1": [example_codec.encode({"input_ids": b"12"})]}, ".*first record has no int64 feature input_ids"),
         ({"data-0-1": [example_codec.encode({"tokens": [1, 2]})]}, ".*first record has no int64 feature input_ids"),
