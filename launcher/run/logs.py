@@ -25,7 +25,7 @@ from pathlib import Path
 
 from launcher.config import Config
 from launcher.container_output import CUT, after
-from launcher.errors import BadInput, Exit, LaunchError
+from launcher.errors import BadInput, Exit, LaunchError, from_disk
 from launcher.home import write_private, write_whole
 from launcher.provider import LOG_OVERLAP, LogLine, Observation
 from launcher.run.session import Context, Output, Session, find_on_slice, open_session
@@ -34,6 +34,9 @@ from training.machine import shift
 _TAIL_BYTES = 2_000_000  # of a log file, to find the lines of the overlap again after a restart
 _BLOCK_BYTES = 1 << 16  # read at once to find a log file's last whole line
 _PIECE_BYTES = 4_000_000  # of a log file in memory at once; larger than _TAIL_BYTES, and than a line (LINE_BYTES)
+_LAST_SECONDS, _END_LINES = 60.0, 1000  # for which the rest of a huge log is fetched; then so many lines of its end
+_FULL_DISK_SECONDS = 40.0  # for which last lines wait on a full disk of this machine, or on a log that can't be read
+_LAST_TRIES, _LAST_TRY_EVERY = 3, 1.0  # of a host that does not answer when its last lines are fetched; seconds
 _SILENCE_SECONDS = 600.0  # for which `logs -f` waits for a host to answer
 _SUPERVISOR_CONFLICTS = 60  # fetches in a row that find the lock held
 _FOLLOW_EVERY = 1.0  # seconds
@@ -174,6 +177,78 @@ class HostLog:
                 newline = file.read(end - start).rfind(b"\n")
                 end = start + newline + 1
             file.truncate(end)
+
+
+class AttemptLogs:
+    """The logs of an attempt's hosts: delivers each line once, to the host's file and to the user."""
+
+    def __init__(self, session: Session, attempt: int) -> None:
+        """Opens the hosts' logs at their ends."""
+        self.hosts = {worker: HostLog(session.ledger.log_file(attempt, worker)) for worker in session.workers}
+        self._session, self._attempt = session, attempt
+        self._clock, self._output = session.machine.clock, session.context.output
+        self._delivering = session.machine.threads.lock()  # one page at a time: threads fetch the rest
+        self._disk_full = False  # this machine's, so that lines wait on their hosts
+
+    def deliver(self, observation: Observation) -> bool:
+        """Writes new lines to the host's log and emits them; returns whether there were any. On a full, read-only or
+        broken disk says so once and returns True: the lines are fetched again. Raises other OSErrors."""
+        with self._delivering:
+            try:
+                log = self.hosts[observation.worker]
+                fresh = log.append_new(observation.lines, observation.since, observation.open)
+            except OSError as error:
+                if from_disk(error) is None:
+                    raise
+                if not self._disk_full:
+                    self._output.say(
+                        f"this machine's disk: {error.strerror}: log lines stay on the hosts until there is space; "
+                        "supervision continues"
+                    )
+                self._disk_full = True
+                return True
+            self._disk_full = self._disk_full and not fresh
+            for line in fresh:
+                self._output.emit(observation.worker, line)
+            return bool(fresh)
+
+    def fetch_rest(self, worker: int) -> None:
+        """Delivers a host's last lines, page by page; after 60 s only the last 1000 (`_fetch_end`). Asks a host that
+        does not answer 3 times, and waits 40 s for a full disk or a log that can't be read, as its container is removed
+        next; then says that lines may be missing. Threads may fetch from different hosts at once."""
+        log, begun, failures = self.hosts[worker], self._clock.monotonic(), 0
+        since = log.cursor.since
+        while True:
+            observation = self._session.observe(worker, self._attempt, since)
+            if observation.container is None:
+                failures += 1
+                problem, give_up = observation.problem or "no answer", failures == _LAST_TRIES
+            else:
+                self.deliver(observation)
+                problem = observation.problem or ("this machine's disk is full" if log.behind else "")
+                give_up = self._clock.monotonic() - begun > _FULL_DISK_SECONDS
+            if problem and give_up:
+                self._output.say(f"host {worker}: its last lines may be missing: {problem}")
+                return
+            if problem:
+                self._clock.sleep(_LAST_TRY_EVERY)
+            elif not (since := next_page(observation)):
+                return
+            elif self._clock.monotonic() - begun > _LAST_SECONDS:
+                self._fetch_end(worker)
+                return
+
+    def _fetch_end(self, worker: int) -> None:
+        """Delivers the last 1000 lines of a host's log, and says which lines may be missing."""
+        missing = f"lines before its last {_END_LINES} may be missing: it wrote too many"
+        try:
+            end = self._session.provider.look(worker, self._session.container(self._attempt), lines=_END_LINES)
+        except LaunchError as error:  # the attempt's end must be recorded all the same
+            end = Observation(worker, None, problem=str(error).splitlines()[0])
+        if end.container is None:
+            missing = f"its last lines may be missing: {end.problem}"
+        self._output.say(f"host {worker}: {missing}")
+        self.deliver(end)
 
 
 def next_page(observation: Observation) -> str:

@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from launcher.errors import BadInput, LaunchError, from_disk
+from launcher.errors import BadInput, LaunchError
 from launcher.masking import SecretMasker
 from launcher.provider import HostReport, Observation, SliceState
 from launcher.run import budget, events, post_mortem
 from launcher.run.hang import blame_silent_host, explain_stall
 from launcher.run.ledger import Ledger
-from launcher.run.logs import HostLog, next_page
+from launcher.run.logs import AttemptLogs, next_page
 from launcher.run.progress import HostsProgress, judge_stall
 from launcher.run.session import Session
 from launcher.run.state import Phase, recorded_ends, recorded_verdict
@@ -37,9 +37,6 @@ _COUNT_EVERY = 5.0  # seconds between two counts of the run's dollars
 _WARN_EVERY = 30.0  # seconds between two warnings that no host answers
 _NO_POST_MORTEM = (Kind.FINISHED, Kind.SAVED, Kind.BAD_INPUT, Kind.STOPPED)
 _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wait for a dead peer
-_LAST_SECONDS, _END_LINES = 60.0, 1000  # for which the rest of a huge log is fetched; then so many lines of its end
-_FULL_DISK_SECONDS = 40.0  # for which last lines wait on a full disk of this machine, or on a log that can't be read
-_LAST_TRIES = 3  # of a host that does not answer when its last lines are fetched
 _AT_ONCE = 64  # hosts whose last lines are fetched at once: an observation of each is in memory
 
 
@@ -82,7 +79,7 @@ def supervise(session: Session, attempt: int) -> Verdict:
     if verdict.kind not in (Kind.FINISHED, Kind.SAVED):
         orphaned |= _end_on_hosts(session, attempt, verdict, reachable)
     verdict = supervision.confirm_lost(verdict)
-    session.machine.threads.map(supervision.fetch_rest, reachable, at_once=_AT_ONCE)
+    session.machine.threads.map(supervision.logs.fetch_rest, reachable, at_once=_AT_ONCE)
     supervision.progress.draw()
     if orphaned:  # Record Orphaned before Ended: readers of Ended report that nothing runs.
         ledger.append(events.Orphaned(attempt, session.container(attempt), tuple(sorted(orphaned))))
@@ -138,11 +135,9 @@ def _is_another(slice_state: SliceState, ledger: Ledger, attempt: int) -> bool:
     if slice_state.state == "CREATING":
         return True
     last = ledger.last(events.Started)
-    if (
-        last is None
-        or last.attempt != attempt
-        or not (last.slice_created and slice_state.created and slice_state.hosts)
-    ):
+    if last is None or last.attempt != attempt:
+        return False
+    if not (last.slice_created and slice_state.created and slice_state.hosts):
         return False
     return last.slice_created != slice_state.created and last.address != slice_state.hosts[0]
 
@@ -157,9 +152,9 @@ class _Supervision:
         self.provider, self.ledger, self.say = session.provider, ledger, session.context.output.say
         self.clock, self.threads = machine.clock, machine.threads
         self.limits = Limits(lost=settings.host_lost_seconds, unreachable=settings.unreachable_minutes * 60)
-        self.logs = {worker: HostLog(ledger.log_file(attempt, worker)) for worker in session.workers}
+        self.logs = AttemptLogs(session, attempt)
         self.inbox: Queue[Observation | SliceAnswer] = self.threads.queue(_INBOX_SIZE)
-        self.over, self.turn = self.threads.event(), self.threads.lock()  # turn: of tasks that fetch last lines
+        self.over = self.threads.event()
         self.interval = max(OBSERVE_EVERY, len(session.workers) / _OBSERVATIONS_A_SECOND)
         self.started_everywhere = ledger.state.phase is Phase.RUNNING
         begun = self.clock.monotonic()
@@ -179,7 +174,6 @@ class _Supervision:
         self.turned, self.date = begun, self.clock.time()  # when the main task last began a turn of its loop
         self.polled_all = False
         self.stopping = False
-        self.disk_full = False  # this machine's, so that lines wait on their hosts
 
     def watch(self) -> tuple[Verdict, list[int]]:
         """Polls all hosts, each in a thread, and delivers their lines; blocks until a verdict ends the attempt.
@@ -261,16 +255,15 @@ class _Supervision:
         self.turned, self.date = now, date
         for worker, view in self.views.items():
             if view.ended_seen is not None and still > _LONG_TURN_SECONDS:
-                self.views[worker] = view = replace(view, ended_seen=min(now, view.ended_seen + still))
+                view = replace(view, ended_seen=min(now, view.ended_seen + still))
+            if still >= _STANDSTILL_SECONDS:
+                view = replace(view, seen=min(now, view.seen + still), failing_since=view.failing_since + still)
             if slept:
-                self.views[worker] = replace(view, answering_since=now)
-        if still < _STANDSTILL_SECONDS:
-            return
-        self.last_line = min(now, self.last_line + still)
-        self.progress.forgive(still)
-        for worker, view in self.views.items():
-            seen = min(now, view.seen + still)
-            self.views[worker] = replace(view, seen=seen, failing_since=view.failing_since + still)
+                view = replace(view, answering_since=now)
+            self.views[worker] = view
+        if still >= _STANDSTILL_SECONDS:
+            self.last_line = min(now, self.last_line + still)
+            self.progress.forgive(still)
 
     def _receive(self) -> None:
         """Takes an answer from the inbox, if one comes within 0.25 s: delivers a host's lines and updates its view, or
@@ -290,33 +283,13 @@ class _Supervision:
                 self.api_only_seconds += self.api_answered - before
             return
         grows = answer.open != self.open_lines.get(answer.worker, {})  # a progress bar without line ends
-        if self._deliver(answer) or grows or answer.problem:  # an unreachable host may be writing
+        if self.logs.deliver(answer) or grows or answer.problem:  # an unreachable host may be writing
             self.last_line = self.clock.monotonic()
         self.open_lines[answer.worker] = answer.open
         self._update_view(answer)
         now = self.clock.monotonic()
         if (line := slowest(answer.progress)) and self.progress.update(answer.worker, line, now):
             self.last_line = now  # counts as output too, for when hosts that tell their progress have ended
-
-    def _deliver(self, observation: Observation) -> bool:
-        """Writes new lines to the host's log and emits them; returns whether there were any. On a full,
-        read-only or broken disk says so once and returns True: the lines are fetched again. Raises other OSErrors."""
-        try:
-            fresh = self.logs[observation.worker].append_new(observation.lines, observation.since, observation.open)
-        except OSError as error:
-            if from_disk(error) is None:
-                raise
-            if not self.disk_full:
-                self.disk_full = True
-                self.say(
-                    f"this machine's disk: {error.strerror}: log lines stay on the hosts until there is space; "
-                    "supervision continues"
-                )
-            return True
-        self.disk_full = self.disk_full and not fresh
-        for line in fresh:
-            self.session.context.output.emit(observation.worker, line)
-        return bool(fresh)
 
     def _update_view(self, answer: Observation) -> None:
         """Updates what is known of a host by its answer, or the lack of one; records and says that it is away or back,
@@ -381,7 +354,7 @@ class _Supervision:
         self.polled_all = True
 
         def poll(worker: int) -> None:
-            self.inbox.put(self.session.observe(worker, self.attempt, self.logs[worker].cursor.since))
+            self.inbox.put(self.session.observe(worker, self.attempt, self.logs.hosts[worker].cursor.since))
 
         for view in self.views.values():
             if view.ended_seen is None:
@@ -398,7 +371,7 @@ class _Supervision:
         """Observes one host until the supervision is over, and puts every observation, failed ones too, into the
         inbox. Blocks: run it in a thread. An observation waits on the host (long poll), which sees the container's
         end at once; further pages of a long log follow without a wait."""
-        log = self.logs[worker]
+        log = self.logs.hosts[worker]
         patience, since, is_long = 0.0, log.cursor.since, False
         asked = float("-inf")  # when its progress was last read
         while not self.over.is_set():
@@ -460,42 +433,3 @@ class _Supervision:
             return SliceAnswer(None)
         state = RECREATED if _is_another(slice_state, self.ledger, self.attempt) else slice_state.state
         return SliceAnswer(state, slice_state.trouble)
-
-    def fetch_rest(self, worker: int) -> None:
-        """Delivers a host's last lines, each page while it holds `turn`; after 60 s only the last 1000. Tries a host
-        that does not answer 3 times, as its container is removed next; then says that lines may be missing."""
-        log = self.logs[worker]
-        since, failures, begun = log.cursor.since, 0, self.clock.monotonic()
-        while True:
-            observation = self.session.observe(worker, self.attempt, since)
-            if observation.container is None:
-                failures += 1
-                problem, last = observation.problem or "no answer", failures == _LAST_TRIES
-            else:
-                with self.turn:
-                    self._deliver(observation)
-                problem = observation.problem or ("this machine's disk is full" if log.behind else "")
-                last = self.clock.monotonic() - begun > _FULL_DISK_SECONDS
-            if problem and last:
-                with self.turn:
-                    self.say(f"host {worker}: its last lines may be missing: {problem}")
-                return
-            if problem:
-                self.clock.sleep(OBSERVE_EVERY)
-                continue
-            page = next_page(observation)
-            if page and self.clock.monotonic() - begun > _LAST_SECONDS:
-                missing = f"lines before its last {_END_LINES} may be missing: it wrote too many"
-                try:
-                    end = self.provider.look(worker, self.container, lines=_END_LINES)
-                except LaunchError as error:  # the attempt's end must be recorded all the same
-                    end = Observation(worker, None, problem=str(error).splitlines()[0])
-                if end.container is None:
-                    missing = f"its last lines may be missing: {end.problem}"
-                with self.turn:
-                    self.say(f"host {worker}: {missing}")
-                    self._deliver(end)
-                return
-            if not page:
-                return
-            since = page

@@ -115,22 +115,22 @@ def test_following_an_attempt_ends_although_the_next_one_has_begun(work: Worksta
     assert work.ledger.state.attempt == 1
 
 
-def fetch_rest(work: Workstation, *answers: Answer) -> _Supervision:
+def fetch_rest(work: Workstation, *answers: Answer) -> logs.AttemptLogs:
     context = lose_sight(work, 1200, *answers, page=100)
-    supervision = _Supervision(open_session(context, work.ledger), 0)
-    this_machine().threads.map(supervision.fetch_rest, [0, 1], at_once=2)
-    return supervision
+    attempt_logs = logs.AttemptLogs(open_session(context, work.ledger), 0)
+    this_machine().threads.map(attempt_logs.fetch_rest, [0, 1], at_once=2)
+    return attempt_logs
 
 
 def test_the_rest_of_a_host_that_does_not_answer_for_a_moment_is_not_lost(work: Workstation) -> None:
-    supervision = fetch_rest(work, Observation(0, None, problem="no route to host"), KeyError("a defect"), EXITED)
-    for log in supervision.logs.values():
+    attempt_logs = fetch_rest(work, Observation(0, None, problem="no route to host"), KeyError("a defect"), EXITED)
+    for log in attempt_logs.hosts.values():
         assert read_from(log.path, 0)[0] == write_lines(1200)
 
 
 @pytest.mark.parametrize("answer", [AWAY, EXITED])
 def test_hosts_whose_rest_is_lost_are_named(work: Workstation, monkeypatch: pytest.MonkeyPatch, answer: Answer) -> None:
-    monkeypatch.setattr("launcher.run.supervise._LAST_SECONDS", -1.0)  # after which only a huge log's end is read
+    monkeypatch.setattr("launcher.run.logs._LAST_SECONDS", -1.0)  # after which only a huge log's end is read
     monkeypatch.setattr(FakeProvider, "look", Mock(side_effect=AWAY))
     fetch_rest(work, answer)
     lost = "its last lines may be missing: ssh: connection refused"
