@@ -49,30 +49,23 @@ def create(config: Config, say: Say, machine: Workstation, patient: Workstation)
     with turn(config, say, machine) as record:
         _follow(config, record)
         _require_candidates(config, record, machine)
-        starting = Race(config, record, say, machine, patient)
+        race = Race(config, record, say, machine, patient)
         try:
             existing = slices.describe(config, machine)
         except LaunchError as error:
             raise (creation.add_bill(config, error) if error.transient else error) from None
         place, used = slice_hints.in_current_place(config), _used(config, record, existing)
-        is_granted = used is not None and used.granted is not None
-        if existing is not None and not existing.gone_for_good and existing.state != "DELETING":
-            if used is not None and (existing.ready or is_granted):
-                record.grant(used, machine.clock.time())
-                starting.withdraw([request for request in record.open() if request.number != used.number])
-            if existing.ready or used is None or is_granted:
-                own = machine if used is None else while_open(record, used, machine)
-                try:
-                    return creation.create_in_place(place, say, own)
-                except Conflict:
-                    if used is not None and used.number not in [request.number for request in record.open()]:
-                        starting.withdraw([used])  # this command may have created it again before that end
-                    raise
-        elif used is not None and is_granted:
-            record.end([used], requests.TAKEN if existing is not None else requests.DELETED, machine.clock.time())
-        if existing is not None and existing.gone_for_good:
-            deletion.look_and_delete(place, say, machine)
-        return starting.run()
+        if existing is None or existing.gone_for_good or existing.state == "DELETING":
+            if used is not None and used.granted is not None:
+                record.end([used], requests.DELETED if existing is None else requests.TAKEN, machine.clock.time())
+            if existing is not None and existing.gone_for_good:
+                deletion.look_and_delete(place, say, machine)
+            return race.run()
+        if used is None:  # created while the file named no candidates
+            return creation.create_in_place(place, say, machine)
+        if existing.ready or used.granted is not None:
+            return race.keep(used, place)
+        return race.run()  # which goes on with the request, among others: Google has not granted it yet
 
 
 def check_owner(config: Config, describe: Callable[[], SliceState | None], owner: Owner) -> None:
@@ -224,6 +217,18 @@ class Race:
                 self._wait()
         except BaseException:
             self._withdraw_rest()  # after this command no process chooses between the requests
+            raise
+
+    def keep(self, used: Recorded, place: Config) -> SliceState:
+        """Records the grant of an earlier command's request, withdraws all others, and returns its slice, which is in
+        `place`, when READY. Raises as `creation.create_in_place`, and Conflict once a `down` has ended the request."""
+        self.record.grant(used, self.machine.clock.time())
+        self.withdraw([request for request in self.record.open() if request.number != used.number])
+        try:
+            return creation.create_in_place(place, self.say, while_open(self.record, used, self.machine))
+        except Conflict:
+            if used.number not in [request.number for request in self.record.open()]:
+                self.withdraw([used])  # this command may have created it again before that end
             raise
 
     def _affordable(self) -> list[Candidate]:
