@@ -14,6 +14,37 @@ from training.accelerators import Accelerator
 SERVICES = ("tpu", "storage", "metadata")
 
 
+def enter(
+    state: EmulatorState, now: float, *, fault: str, node: str = "", worker: int = 0, **more: Any
+) -> tuple[Node | None, list[Host]]:
+    """Enters a fault of a node, of one of its hosts (`worker`), or of later calls, with `more` fields of Fault; "clear"
+    ends all but preemptions. Returns the node (None: it is no node's) and the hosts on which the server must act: for
+    `more["seconds"]`, if given. Raises ValueError for a wrong target, and for a node that must be READY and is not."""
+    target = find_node(state, node) if node else None
+    if fault == "clear":
+        state.faults.clear()
+        return None, [host for host in state.hosts if host.killed or host.cut or host.hung]
+    if fault not in (*_ON_READY, *FLAGS):
+        hostname = find_host(state, node, worker).hostname if node else ""
+        state.faults.append(Fault(**{"kind": fault, "service": "tpu", "host": hostname, **more}))
+        return None, []
+    if target is None:
+        raise ValueError(f"{fault} needs a node")
+    if fault in _ON_READY and target.state != "READY":
+        raise ValueError(f"node {target.short_name} is {target.state}; {fault} needs a READY one")
+    if fault == "preempt":
+        preempt(target)
+    elif fault in OUTAGES:
+        begin_outage(target, fault, now + more.get("seconds", 0.0))
+    else:
+        host = find_host(state, node, worker)
+        if fault in FLAGS:
+            setattr(host, FLAGS[fault], True)
+            host.restore_at = now + more["seconds"] if more.get("seconds") else None
+        return target, [host]
+    return target, [*target.hosts]
+
+
 def take(state: EmulatorState, kind: str, service: str = "tpu") -> Fault | None:
     """Returns the first fault of a kind and service, or None, and uses up one of its occurrences, if counted."""
     for fault in state.faults:
@@ -65,11 +96,17 @@ OUTAGES: dict[str, dict[str, Any]] = {
 }
 
 
+FLAGS = {"kill-host": "killed", "cut-host": "cut", "hang-host": "hung"}  # what a fault sets of its host
+_ON_READY = ("preempt", "restore-host", *OUTAGES)  # faults of READY nodes only
+
+
 def begin_outage(node: Node, kind: str, until: float) -> None:
-    """Marks the node as in "repair", or READY in "maintenance" (`kind`), until a Unix time, when the timers of `Hosts`
-    end the outage. The caller stops the hosts."""
+    """Marks the node as in "repair", or READY in "maintenance" (`kind`), and its hosts as killed, until a Unix time,
+    when the timers of `Hosts` end the outage. The caller stops the hosts."""
     node.resource |= OUTAGES[kind]
     node.outage_until = until
+    for host in node.hosts:
+        host.killed, host.restore_at = True, until
 
 
 def end_outage(node: Node) -> None:

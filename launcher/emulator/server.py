@@ -25,7 +25,7 @@ from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.bucket import Buckets
 from launcher.emulator.http_server import HttpRequest, HttpResponse, accept, json_response, serve_http
 from launcher.emulator.operations import OperationRunner
-from launcher.emulator.state import Fault, Host, Node, Store, from_json
+from launcher.emulator.state import Node, Store, from_json
 from launcher.emulator.tls import CA_FILE, serve_tls, tls_context
 from launcher.emulator.vm import metadata
 from launcher.emulator.vm.engine_client import LABEL, Engine, EngineError
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 CONTROL, ENGINE = "control.sock", "engine.sock"
 ACCESS_TOKEN = Path("user") / "access-token"  # below the home: the token of the workstation's account, for gcloud
 TIMER_SECONDS = 0.25  # between passes over timers, queued resources and stock
-_ON_READY = ("preempt", "restore-host", *faults.OUTAGES)  # faults of READY nodes only
 _INJECTED_ERRORS = {
     403: ("PERMISSION_DENIED", "Permission 'tpu.nodes.get' denied on resource (or it may not exist)."),
     409: ("ABORTED", "unable to queue the operation"),
@@ -53,7 +52,6 @@ _INJECTED_ERRORS = {
     503: ("UNAVAILABLE", "The service is currently unavailable."),
     504: ("DEADLINE_EXCEEDED", "Deadline expired before operation could complete."),
 }
-_FLAGS = {"kill-host": "killed", "cut-host": "cut", "hang-host": "hung"}  # what a fault sets of its host
 
 
 class Server:
@@ -274,45 +272,16 @@ class Server:
             }
 
     def inject(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Enters or executes the fault {"fault": KIND, ...} of launcher/cli/emulator.py: on a node ("node"), one of its
-        hosts ("worker" too), each for "seconds" if given, or on later calls. Returns "fault" with "node" and "hosts",
-        those that it hit, or with "restored", those that "clear" brought back; it leaves nodes preempted. Raises
-        ValueError for a wrong target, and for a node that must be READY and is not."""
-        kind, name, worker = arguments.pop("fault"), arguments.pop("node", None), arguments.pop("worker", 0)
-        until = time.time() + arguments.get("seconds", 0.0)
-        hosts: list[Host] = []
+        """Enters a fault of launcher/cli/emulator.py (`faults.enter` has its arguments), and stops, disconnects or
+        restores its hosts. Returns "fault" with "node" and "hosts", those that it hit, or with "restored", those that
+        "clear" brought back. Raises ValueError as `faults.enter`."""
         with self.store.change() as state:
-            node = faults.find_node(state, name) if name else None
-            if kind == "clear":
-                state.faults.clear()
-                hosts = [host for host in state.hosts if host.killed or host.cut or host.hung]
-            elif kind not in (*_ON_READY, *_FLAGS):
-                hostname = faults.find_host(state, name, worker).hostname if name else ""
-                state.faults.append(Fault(**{"kind": kind, "service": "tpu", "host": hostname, **arguments}))
-            elif node is None:
-                raise ValueError(f"{kind} needs a node")
-            elif kind in _ON_READY and node.state != "READY":
-                raise ValueError(f"node {node.short_name} is {node.state}; {kind} needs a READY one")
-            elif kind == "preempt":
-                faults.preempt(node)
-                hosts = list(node.hosts)
-            elif kind in faults.OUTAGES:
-                faults.begin_outage(node, kind, until)
-                hosts = list(node.hosts)
-                for host in hosts:
-                    host.killed, host.restore_at = True, until
-            else:
-                hosts = [faults.find_host(state, name, worker)]
-                if kind in _FLAGS:
-                    setattr(hosts[0], _FLAGS[kind], True)
-                    hosts[0].restore_at = until if arguments.get("seconds") else None
-        restore = self.hosts.restore
+            node, hosts = faults.enter(state, time.time(), **arguments)
+        kind, restore = arguments["fault"], self.hosts.restore
         acts = {"cut-host": self.hosts.cut, "hang-host": self.hosts.hang, "restore-host": restore, "clear": restore}
         in_parallel(acts.get(kind, self.hosts.kill), hosts, at_once=len(hosts) or 1)
         names = [host.hostname for host in hosts]
-        if node is not None and kind in (*_ON_READY, *_FLAGS):
-            return {"fault": kind, "node": node.name, "hosts": names}
-        return {"fault": kind, "restored": names}
+        return {"fault": kind, **({"restored": names} if node is None else {"node": node.name, "hosts": names})}
 
 
 def _status_of(node: Node, states: dict[str, str]) -> dict[str, Any]:
@@ -322,7 +291,7 @@ def _status_of(node: Node, states: dict[str, str]) -> dict[str, Any]:
         prefix = f"{host.hostname}."
         hosts.append({
             "worker": host.index,
-            **{name: getattr(host, name) for name in ("hostname", "address", *_FLAGS.values())},
+            **{name: getattr(host, name) for name in ("hostname", "address", *faults.FLAGS.values())},
             "state": states.get(host.hostname, "none"),
             "containers": {name.removeprefix(prefix): states[name] for name in states if name.startswith(prefix)},
         })  # fmt: skip
