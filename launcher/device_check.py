@@ -125,8 +125,7 @@ def _run(config: Config, provider: Provider, attempt: Attempt, context: Context,
         )
         over = all(observation.container and observation.container.ended for observation in observations)
         if over or context.machine.clock.monotonic() >= deadline:
-            placed = slice_hints.in_current_place(config)
-            return judge_hosts(observations, placed.slice.accelerator_type, seconds)
+            return judge_hosts(observations, slice_hints.current(config).accelerator_type, seconds)
         context.machine.clock.sleep(_INTERVAL)
 
 

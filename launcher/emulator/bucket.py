@@ -237,8 +237,7 @@ class Buckets:
                 message = "Your previous request to create the named bucket succeeded and you already own it."
                 raise StorageApiError(409, "conflict", message)
             folder = self._folder / name
-            description = {**settings, "name": name, "timeCreated": time.time()}
-            write_private(folder / "bucket.json", json.dumps(description))
+            write_private(folder / "bucket.json", json.dumps({**settings, "name": name, "timeCreated": time.time()}))
             self._buckets[name] = Bucket(folder)
             return self._buckets[name]
 

@@ -138,8 +138,7 @@ class Registry:
     def require_manifest(self, path: str, version: str) -> ManifestDocument:
         """Returns the manifest with a tag or digest. Raises BadInput with the registry's message when there is none,
         LaunchError when the registry fails."""
-        response = self._ask("GET", f"{path}/manifests/{version}", (200,), _ACCEPT)
-        return self._check_manifest(response, path, version)
+        return self._check_manifest(self._ask("GET", f"{path}/manifests/{version}", (200,), _ACCEPT), path, version)
 
     def _check_manifest(self, response: RegistryResponse, path: str, version: str) -> ManifestDocument:
         """Returns the manifest in a response. Raises LaunchError if `version` is the digest of another one."""

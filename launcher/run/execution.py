@@ -41,8 +41,7 @@ def execute(
     with live_session(config, context, run_id) as session:
         workers = session.choose_workers(host)
         container = session.container(session.ledger.state.attempt)
-        emit = _masked(session)
-        return session.provider.execute(container, command, workers, seconds=seconds, on_line=emit)
+        return session.provider.execute(container, command, workers, seconds=seconds, on_line=_masked(session))
 
 
 @contextlib.contextmanager

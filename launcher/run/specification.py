@@ -145,8 +145,7 @@ def hash_configuration(config: Config) -> str:
 
 def write(folder: Path, specification: Specification) -> None:
     """Writes the specification into a run's folder, atomically."""
-    document = Document(FILE, specification.model_dump(), {})
-    write_private(folder / FILE, document.dump())
+    write_private(folder / FILE, Document(FILE, specification.model_dump(), {}).dump())
 
 
 def read(folder: Path) -> Specification:

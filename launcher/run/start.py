@@ -113,8 +113,7 @@ def require_ready(config: Config, provider: Provider) -> None:
         )
     text = f"slice {slice_state.name} is {slice_state.state}"
     if slice_state.gone_for_good:
-        advice = "`tpu-launch up` deletes it and creates it again"
-        raise LaunchError(f"{text}: {advice}", exit_code=Exit.PREEMPTED)
+        raise LaunchError(f"{text}: `tpu-launch up` deletes it and creates it again", exit_code=Exit.PREEMPTED)
     if not slice_state.ready:
         raise LaunchError(f"{text}, not READY: `tpu-launch up` waits for it", exit_code=Exit.CONFLICT)
 

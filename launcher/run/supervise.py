@@ -412,8 +412,7 @@ class _Supervision:
         assert stop is not None
         while not self.over.is_set():
             with contextlib.suppress(LaunchError):
-                reports = self.provider.stop(self.container, grace=stop.grace, remove=False)
-                if all(report.ok for report in reports):
+                if all(report.ok for report in self.provider.stop(self.container, grace=stop.grace, remove=False)):
                     return
             self.over.wait(_STOP_AGAIN_SECONDS)
 

@@ -204,8 +204,7 @@ class Race:
         granted one if it raises: Stockout without capacity within slice.stockout_minutes, the last reason (LaunchError)
         if Google refuses every candidate, Conflict if a `down` ended the requests."""
         try:
-            known = [request for request in self.record.open() if request.candidate not in self.left]
-            self.withdraw(known)
+            self.withdraw([request for request in self.record.open() if request.candidate not in self.left])
             while True:
                 self._ask()
                 if (won := self._collect()) is not None:

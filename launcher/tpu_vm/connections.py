@@ -139,8 +139,7 @@ class ConnectionPool:
         script = f"connected_worker={worker}\n{script}"  # saves report.sh a call of the metadata server
 
         def run(connection: HostConnection) -> HostResult:
-            command = f"sh -c {shlex.quote(script)}"
-            return HostResult(worker, *connection.run(command, timeout=timeout, stdin=stdin))
+            return HostResult(worker, *connection.run(f"sh -c {shlex.quote(script)}", timeout=timeout, stdin=stdin))
 
         idle = self._machine.clock.monotonic() - self._used.get(worker, 0.0)
         may_be_dead = self._is_open(worker) and idle > _STALE_SECONDS
@@ -156,8 +155,8 @@ class ConnectionPool:
         Failures and `timeout` are as for `run`."""
 
         def follow(connection: HostConnection) -> HostResult:
-            command = f"sh -c {shlex.quote(script)}"
-            return HostResult(worker, connection.follow(command, timeout=timeout, on_line=on_line))
+            code = connection.follow(f"sh -c {shlex.quote(script)}", timeout=timeout, on_line=on_line)
+            return HostResult(worker, code)
 
         return self._try(worker, follow, f"no end within {timeout:.0f} s")
 
@@ -432,8 +431,7 @@ class SliceConnections:
         described it. Raises LaunchError."""
         self._locate()
         command = commands.ssh_command(self.config, "true", dry_run=True)
-        output = call_gcloud(self._machine, command, timeout=_GCLOUD_SECONDS)
-        current = tuple(parse_dry_run(output))
+        current = tuple(parse_dry_run(call_gcloud(self._machine, command, timeout=_GCLOUD_SECONDS)))
         with self._lock:
             state = self._state
         if state is not None and state.ready:

@@ -168,8 +168,7 @@ def secrets_script(attempt: Attempt) -> str:
 
 def secrets_input(secrets: Mapping[str, str]) -> str:
     """Returns the input of `secrets_script`: shell assignments, for any value, and a last line that marks the end."""
-    assignments = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in sorted(secrets.items()))
-    return f"{assignments}# end\n"
+    return "".join(f"export {key}={shlex.quote(value)}\n" for key, value in sorted(secrets.items())) + "# end\n"
 
 
 def observe_script(

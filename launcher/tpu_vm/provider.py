@@ -319,5 +319,4 @@ class TpuVm:
 
 def _all_output(result: HostResult) -> str:
     """Returns a host's output, its error output, and why it was not reached, as one text."""
-    output = result.stdout + result.stderr + result.problem
-    return output.encode(errors="surrogateescape").decode(errors="replace")
+    return f"{result.stdout}{result.stderr}{result.problem}".encode(errors="surrogateescape").decode(errors="replace")

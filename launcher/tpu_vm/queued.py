@@ -114,8 +114,7 @@ class Acquisition:
     def _retry_until(self) -> float:
         """Returns until when (monotonic clock) errors are retried: create_minutes from now, or from a later
         deadline."""
-        now = self.machine.clock.monotonic()
-        return max(now, self.deadline) + self.config.slice.create_minutes * 60
+        return max(self.machine.clock.monotonic(), self.deadline) + self.config.slice.create_minutes * 60
 
     def _age(self) -> float:
         """Returns the seconds since the request was made; 0 without one, or for one that can't be granted any more."""

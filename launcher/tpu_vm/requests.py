@@ -69,8 +69,7 @@ class RequestRecord:
     def read(self) -> list[Recorded]:
         """Returns all requests, oldest first, from the local files; reads each only once: none ever changes. Leaves out
         a request whose candidate a power loss took: `down` looks at all candidates of the file anyway."""
-        new = self._listed() - self._names
-        for name in sorted(new, key=lambda name: (name[:6], name[7:] != _ASKED)):
+        for name in sorted(self._listed() - self._names, key=lambda name: (name[:6], name[7:] != _ASKED)):
             path, number = self._folder / name, int(name[:6])
             try:
                 content = json.loads(path.read_text())

@@ -218,8 +218,7 @@ def remove_pulled(engine: Engine, port: int) -> None:
 def _password(header: str) -> str | None:
     """Returns the password in an X-Registry-Auth header, or None when it has none."""
     try:
-        credentials = json.loads(base64.urlsafe_b64decode(header + "=" * (-len(header) % 4)))
-        return str(credentials["password"])
+        return str(json.loads(base64.urlsafe_b64decode(header + "=" * (-len(header) % 4)))["password"])
     except (ValueError, KeyError, TypeError):
         return None
 
