@@ -5,6 +5,7 @@ point: a start that finds its containers running attaches to them.
 """
 
 import contextlib
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def run(request: RunRequest, context: Context) -> Outcome:
     config, say = request.config, context.output.say
     for ledger in runs_on_slice(config, context.home, context.machine)[-1:]:
         pull_known(ledger, context.machine)
-    known_stops = {ledger.run_id: ledger.state.stops for ledger in list_runs(context.home, context.machine)}
+    known_stops = Counter({ledger.run_id: ledger.state.stops for ledger in list_runs(context.home, context.machine)})
     variables, overlay = read_extras(request, context)
     secrets = SecretSource(context.environment, variables)
     config.require_something_to_run()
@@ -102,12 +103,11 @@ def run(request: RunRequest, context: Context) -> Outcome:
         requested = specification.describe(
             config, "", env_file=request.env_file, variables=variables, overlay=overlay, preflight=checked
         )
-        for run_id in stop_before_restart(config, context) if request.sync is not None else ():
-            known_stops[run_id] = known_stops.get(run_id, 0) + 1  # this command's own
+        if request.sync is not None:
+            known_stops.update(stop_before_restart(config, context))  # this command's own
         ledger = resolve_run(config, context, requested, overlay, run_id=request.run_id, new=request.new)
         with supervising(ledger, context.machine, say):
-            known = known_stops.get(ledger.run_id, 0)
-            _require_startable(request, ledger, known)
+            _require_startable(request, ledger, known_stops[ledger.run_id])
             provider.withdraw_unused()  # now: another machine's supervisor may have requests that are not known here
             slice_is_known = provider.known_ready()
             if ledger.state.phase.is_open:
@@ -117,22 +117,30 @@ def run(request: RunRequest, context: Context) -> Outcome:
                 if outcome is not None:
                     return outcome
             provider.connect()
-            ledger.append(events.Requested(ledger.state.attempt + 1, known))
+            ledger.append(events.Requested(ledger.state.attempt + 1, known_stops[ledger.run_id]))
             if ledger.state.stop_requested:  # meanwhile
                 raise RunStopped(ledger.run_id)
             if not slice_is_known and ledger.state.recovering is None:
                 start.require_ready(config, provider)
-            kept = specification.read(ledger.folder)
-            spec = specification.resume(kept, requested)
-            if overlay is not None:
-                specification.write_overlay(ledger.folder, overlay)
-            session = Session(context, ledger, spec, config, provider, secrets)
-            start.require_inputs(session)  # before an image is built
-            budget.require_left(session)
-            spec = spec.model_copy(update={"image": _choose_image(request, context, kept, spec)})
-            specification.write(ledger.folder, spec)
-            ledger.publish()
-            return run_attempts(replace(session, specification=spec))
+            session = Session(context, ledger, requested, config, provider, secrets)
+            return run_attempts(_write_specification(request, session, overlay))
+
+
+def _write_specification(request: RunRequest, session: Session, overlay: Overlay | None) -> Session:
+    """Writes the specification of the next attempt, here and to the bucket: the run's own, changed by the session's,
+    with the image, which is built if need be. Returns the session with it. Before that, raises BadInput for a missing
+    secret or overlay, LaunchError if no budget is left."""
+    ledger, kept = session.ledger, specification.read(session.ledger.folder)
+    session = replace(session, specification=specification.resume(kept, session.specification))
+    if overlay is not None:
+        specification.write_overlay(ledger.folder, overlay)
+    start.require_inputs(session)  # before an image is built
+    budget.require_left(session)
+    image = _choose_image(request, session.context, kept, session.specification)
+    spec = session.specification.model_copy(update={"image": image})
+    specification.write(ledger.folder, spec)
+    ledger.publish()
+    return replace(session, specification=spec)
 
 
 def attach(request: RunRequest, context: Context) -> Outcome:
