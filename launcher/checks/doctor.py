@@ -120,8 +120,7 @@ def _gcloud_and_account() -> list[Finding]:
 
 
 def check_version(info: dict[str, Any]) -> Finding:
-    """Returns a warning if gcloud is older than the tested version, else a pass. `info`: output of `gcloud info
-    --format=json`."""
+    """Returns a warning if gcloud is older than the tested version, else a pass. `info`: gcloud info --format=json."""
     version = str(info.get("basic", {}).get("version", ""))
     if version == _TESTED:
         defects = "--output-directory, subsets of --worker, commands run again after exit code 255"

@@ -149,8 +149,7 @@ def _row(url: str, scratch: Path) -> dict[str, Any] | None:
 
 
 def _describe(ledger: Ledger) -> str:
-    """Returns where a run stands, in words: "recovering after preempted", "never started", its last outcome, or its
-    phase."""
+    """Returns where a run stands: "recovering after preempted", "never started", its last outcome, or its phase."""
     state = ledger.state
     if state.recovering is not None:
         return f"recovering after {state.recovering.after}"

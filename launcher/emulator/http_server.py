@@ -260,8 +260,7 @@ def accept(
 
 
 def accept_in_thread(listener: socket.socket, serve: Callable[[socket.socket], None]) -> socket.socket:
-    """Accepts on a listener in a thread, as `accept`, until the returned socket is closed, also by garbage
-    collection."""
+    """Accepts on a listener in a thread, as `accept`, until the returned socket is closed or garbage-collected."""
     end, until = socket.socketpair()
     threading.Thread(target=accept, args=({listener: serve}, until), name="accept", daemon=True).start()
     return end

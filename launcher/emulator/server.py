@@ -184,14 +184,12 @@ class Server:
         return self._faulty("storage", lambda: refusal or storage.answer(self.buckets, request))
 
     def _host_storage(self, hostname: str, request: HttpRequest) -> HttpResponse:
-        """Waits while a host is cut off, up to 1 h, then answers its Cloud Storage request. Raises Disconnected for a
-        gone host."""
+        """Waits while a host is cut off, up to 1 h, then answers its Cloud Storage request. Raises Disconnected."""
         self.hosts.await_network(hostname)
         return self._storage(request)
 
     def _metadata(self, hostname: str, request: HttpRequest) -> HttpResponse:
-        """Waits as `_host_storage`, then answers a host's metadata request, or below /v2/ a call of the Cloud TPU
-        API."""
+        """Waits as `_host_storage`, then answers a host's metadata request, or below /v2/ its call of Cloud TPU."""
         self.hosts.await_network(hostname)
         if request.path.startswith("/v2/"):
             return self._faulty("tpu", lambda: self._api_for_host(hostname, request))

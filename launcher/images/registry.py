@@ -290,8 +290,7 @@ def _network_reason(host: str, error: Exception) -> str:
 
 
 def _error_text(response: RegistryResponse) -> str:
-    """Returns a registry's error messages in one line, else the first 300 bytes of the response, else "no reason
-    given"."""
+    """Returns a registry's error messages in one line, else the response's first 300 bytes or "no reason given"."""
     try:
         errors = json.loads(response.body)["errors"]
         return "; ".join(" ".join(f"{error.get('message') or error.get('code')}".split()) for error in errors)

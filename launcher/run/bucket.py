@@ -93,8 +93,7 @@ class RunBucket:
         return None if storage.stat(url) is None else storage.read(url).decode()
 
     def read_events(self, first: int, threads: Threads) -> list[str]:
-        """Returns the texts of all events from the number `first` on, in order; [] if there are none. Reads them in
-        parallel."""
+        """Returns the texts of all events from the number `first` on, in order. Reads them in parallel."""
         urls = [found.url for found in storage.listing(storage.join(self.url, "events"))]
         texts = threads.map(storage.read, [url for url in urls if url >= self._event(first)], at_once=_AT_ONCE)
         return [text.decode() for text in texts]

@@ -123,8 +123,7 @@ def read_status(config: Config, context: Context, provider: Provider, run_id: st
 
 
 def recent_history(ledger: Ledger) -> list[str]:
-    """Returns the last eight events of the kinds that `status` shows, one line each. Raises BadInput as
-    `Ledger.entries`."""
+    """Returns the last eight events that `status` shows, one line each. Raises BadInput as `Ledger.entries`."""
     return [describe_event(entry) for entry in ledger.entries() if isinstance(entry.event, _SHOWN)][-_HISTORY_LINES:]
 
 

@@ -97,8 +97,7 @@ def end_everywhere(
     session: Session, attempt: int, workers: Sequence[int], *, grace: int = 1, orphaned: Collection[int] = ()
 ) -> None:
     """Ends and removes an attempt's containers on `workers` (SIGKILL after `grace` s). Records Orphaned for the hosts
-    where that failed, except those in `orphaned`, which are recorded already: the next start on the slice removes these
-    containers."""
+    where that failed, except for those already recorded, `orphaned`: the next start removes these containers."""
     reports = stop_hosts(session, attempt, workers, grace=grace, remove=True)
     if left := tuple(report.worker for report in reports if not report.ok and report.worker not in orphaned):
         session.ledger.append(events.Orphaned(attempt, session.container(attempt), left))
@@ -335,8 +334,7 @@ class _Supervision:
             self.say(f"no host answers ({self.views[0].problem}); still trying; the run continues. Ctrl-C detaches")
 
     def _stop_if_budget_is_spent(self, now: float) -> None:
-        """Requests a stop if run.budget is spent (counted every few seconds) and none is requested yet. Raises
-        NotRecorded."""
+        """Requests a stop if run.budget is spent (counted every 5 s) and none is requested yet. Raises NotRecorded."""
         if now - self.counted > _COUNT_EVERY and not self.ledger.state.stop_requested:
             self.counted = now
             if budget.is_spent(self.session):

@@ -103,8 +103,7 @@ def create_request_command(config: Config, labels: dict[str, str], seconds: floa
 
 
 def delete_request_command(config: Config) -> list[str]:
-    """Returns the command that deletes, without asking, the request of the candidate last seen and, by --force, its
-    node."""
+    """Returns the command that deletes the request of the candidate last seen and, by --force, its node."""
     return request_command(config, "delete", "--force")
 
 

@@ -299,8 +299,7 @@ class SliceConnections:
 
     def pool(self) -> ConnectionPool:
         """Returns all hosts' connections, each opened by its host's first command, at kept addresses or else gcloud's.
-        Raises LaunchError if gcloud fails, and for 5 s afterwards the same without asking: there may be a caller for
-        each host."""
+        Raises LaunchError if gcloud fails, and the same for 5 s afterwards: there may be a caller for each host."""
         clock = self._machine.clock
         with self._listing:
             with self._lock:

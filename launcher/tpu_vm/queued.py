@@ -112,8 +112,7 @@ class Acquisition:
         return now - self.node_missing_since >= slices.LAG_SECONDS
 
     def _retry_until(self) -> float:
-        """Returns until when (monotonic clock) errors are retried: create_minutes from now, or from a later
-        deadline."""
+        """Returns until when (monotonic clock) errors are retried: create_minutes from now or a later deadline."""
         return max(self.machine.clock.monotonic(), self.deadline) + self.config.slice.create_minutes * 60
 
     def _age(self) -> float:
@@ -174,8 +173,7 @@ class Acquisition:
         self.replacements += 1
 
     def _remove(self) -> None:
-        """Deletes the request with its node, if there is one, and waits until it is gone, 15 minutes at most
-        (CommandTimeout)."""
+        """Deletes the request with its node, if any, and waits until it is gone, for 15 minutes (CommandTimeout)."""
         if self.request is not None:
             deadline = self.machine.clock.monotonic() + DELETE_SECONDS
             deletion.remove(self.config, self.request, self.say, self.machine, deadline)

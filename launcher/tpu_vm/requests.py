@@ -211,8 +211,7 @@ class RequestRecord:
 
 
 def create_only(path: Path, text: str) -> bool:
-    """Creates a text file of mode 0600 atomically, once the disk has its text. Returns False if it exists. Raises
-    OSError."""
+    """Creates a text file (0600) atomically, once the disk has its text; returns False if it exists. Raises OSError."""
     if path.exists():
         return False
     scratch = path.with_name(f".{path.name}.{os.getpid()}")

@@ -328,8 +328,7 @@ def unix_listener(path: Path) -> socket.socket:
 
 
 def in_parallel(act: Callable[[Any], Any], items: Iterable[Any], at_once: int = 16) -> None:
-    """Calls `act` for all items, up to `at_once` at a time, and waits for all. Then raises the first failed item's
-    exception."""
+    """Calls `act` for all items, up to `at_once` at a time, and waits for all; then raises the first exception."""
     with ThreadPoolExecutor(at_once) as pool:
         calls = [pool.submit(act, item) for item in items]  # `map` would cancel the others after a failure
     for call in calls:
