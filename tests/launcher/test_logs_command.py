@@ -116,8 +116,7 @@ def test_following_an_attempt_ends_although_the_next_one_has_begun(work: Worksta
 
 
 def fetch_rest(work: Workstation, *answers: Answer) -> logs.AttemptLogs:
-    context = lose_sight(work, 1200, *answers, page=100)
-    attempt_logs = logs.AttemptLogs(open_session(context, work.ledger), 0)
+    attempt_logs = logs.AttemptLogs(open_session(lose_sight(work, 1200, *answers, page=100), work.ledger), 0)
     this_machine().threads.map(attempt_logs.fetch_rest, [0, 1], at_once=2)
     return attempt_logs
 
