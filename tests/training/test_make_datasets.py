@@ -141,14 +141,16 @@ def test_an_epoch_has_each_record_as_often_as_the_mixture_says(tmp_path: Path, g
     require_alike_on_hosts(open_batches, 2, range(3, 9))
 
 
-def test_labelled_rows_are_mixed_too_and_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_labelled_rows_are_mixed_too_and_a_missing_shard_or_changed_part_is_named(tmp_path: Path) -> None:
     one, two = (labelled.make(tmp_path / name, count).url for name, count in (("one", 30), ("two", 20)))
     mixed = write_mixture(str(tmp_path / "mixed"), {one: 2, two: 1})
     expected = labelled.expected(30) + labelled.expected(30) + labelled.expected(20)
     assert labelled.contents(list(labelled_evaluation(mixed, HostSlice(TOKENS, 8)))) == expected
-    shard = Path(two) / mixed.shards[-1].name
-    shard.unlink()
+    (shard := Path(two) / mixed.shards[-1].name).unlink()
     with pytest.raises(BadInput, match=f"{shard} is missing"):
+        labelled.batches(open_dataset(mixed.url))
+    shutil.copytree(one, two, dirs_exist_ok=True)
+    with pytest.raises(BadInput, match=f"{two} was written again since {mixed.url} was mixed"):
         labelled.batches(open_dataset(mixed.url))
 
 
@@ -166,5 +168,4 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             write_mixture(mixed, parts)
     for wrong in ("plain", "plain=0", "plain=x", "=2"):
         assert "expected FOLDER=TIMES" in str(mix(str(tmp_path / "other"), wrong).exception)
-    twice = mix(str(tmp_path / "other"), f"{plain}=1", f"{copy}=1", f"{plain}=3")
-    assert "--part names a folder twice" in str(twice.exception)
+    assert "--part names a folder twice" in str(mix(str(tmp_path / "other"), f"{plain}=1", f"{plain}=3").exception)

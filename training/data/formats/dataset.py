@@ -273,8 +273,11 @@ def _inconsistency(manifest: DatasetManifest) -> str | None:
 
 def find_shards(dataset: Dataset) -> Mapping[str, Stat]:
     """Lists the folders of a dataset's shards and returns each shard's URL -> its state in storage. Raises
-    StorageError, and BadInput for a shard that is missing, truncated, empty or replaced: compares sizes, and on gs://
-    also the CRC-32C, which the listing contains."""
+    StorageError, and BadInput for a mixture's part that changed, and a shard that is missing, truncated, empty or
+    replaced: compares sizes, and on gs:// also the CRC-32C, which the listing contains."""
+    for part in dataset.manifest.origin.get("mixture", ()):
+        if load_manifest(storage.read(storage.join(part["url"], MANIFEST)), part["url"]).hash != part["hash"]:
+            raise BadInput(f"{part['url']} was written again since {dataset.url} was mixed: mix again, to a new --out")
     folders = {shard.folder or dataset.url for shard in dataset.shards}
     stats = {
         storage.join(folder, storage.name_of(stat.url)): stat for folder in folders for stat in storage.files(folder)
