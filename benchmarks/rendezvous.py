@@ -7,7 +7,7 @@ another process over loopback, each of which has passed the handshake, and sends
 phase, a new one each time, and its arrival. The CPU time is that of this whole process, the kernel's part for its
 sockets included; on loopback that includes the receivers' part of TCP.
 
-  barrier       no host sends a payload, as at the end of a step's save: all get the same short answer
+  barrier       no host sends a payload, as at the end of a step's save: the answer is a null for each, 3 KB
   checkpoint    every host reports its part of a checkpoint: the answer holds all of them, about 40 KB
   news          the phases of all hosts, sent to each of them once a second, where every host has another phase
   handshake     all hosts connect and are accepted
