@@ -103,7 +103,7 @@ class State(HostState):
 
     def _name_buffers(self) -> dict[str, Tensor]:
         """Returns unpacked tensors and packed buffers by name, which are stale while `_newest` is set."""
-        packed = {member for members in self._members.values() for member in members}
+        packed = _all_members(self._members)
         return {**{name: value for name, value in self.tensors().items() if name not in packed}, **self._packed}
 
     def upload(self, sharding: DataParallel) -> None:
@@ -112,26 +112,11 @@ class State(HostState):
         state is split, hooks keep the layers' outputs split by rows. Later calls do nothing."""
         if self.is_uploaded:
             return
-        stacked: dict[str, list[str]] = {}
+        stacked = group_layers(self._specs, self._layers) if self._layers and sharding.is_spmd else {}
         if sharding.is_spmd:
-            stacked = group_layers(self._specs, self._layers) if self._layers else {}
-            others = self._specs.keys() - {member for members in stacked.values() for member in members}
-            single = {name: spec for name, spec in self._specs.items() if name in others}
-            self._members = {**_group_vectors(single), **stacked}
+            self._members = {**_group_vectors(self._specs, _all_members(stacked)), **stacked}
         sharding.split_activations(self.network)
-        tensors, sent = self.tensors(), dict[str, Tensor]()
-        packed = {member for members in self._members.values() for member in members}
-        shapes = {name: spec.shape for name, spec in self._specs.items() if name not in packed}
-        shapes |= {name: (len(members), *self._specs[members[0]].shape) for name, members in self._members.items()}
-        if self.is_empty:
-            sent = {name: internals.placeholder(shape) for name, shape in shapes.items()}
-        sizes = {} if self.is_empty else {name: 4 * math.prod(shape) for name, shape in shapes.items()}
-        for names in in_batches(sizes):
-            arrays = {name: self._host_array(name, tensors) for name in names}
-            placed = [HostArray(array, sharding.place(name, array.shape)) for name, array in arrays.items()]
-            sent |= dict(zip(names, sharding.send(placed), strict=True))
-            for member in (member for name in names for member in self._members.get(name, [name])):
-                tensors[member].data = torch.empty(0)  # its memory is free
+        sent = self._send(sharding)
         if stacked:
             layers = self.network.get_submodule(self._layers)
             self.network.set_submodule(self._layers, LayerScan(layers, internals.loop_over, sharding.place_slice))
@@ -146,10 +131,27 @@ class State(HostState):
         for name, tensor in self.tensors().items():
             tensor.data = sent.get(name, self._nothing)
         self._packed = {name: sent[name] for name in self._members if name not in stacked}
-        if not self.is_empty:
+        if self.is_empty:
+            self.undeclared = {id(tensor): name for name, tensor in self.buffers().items()}
+        else:
             sharding.declare_state(self.buffers())
-        self.undeclared = {id(tensor): name for name, tensor in self.buffers().items()} if self.is_empty else {}
         self.is_uploaded = True
+
+    def _send(self, sharding: DataParallel) -> dict[str, Tensor]:
+        """Sends all tensors to the devices, members of a packed or stacked one as one, and frees their host memory.
+        Returns by name what is on the devices; placeholders if there are no weights."""
+        members, tensors, sent = _all_members(self._members), self.tensors(), dict[str, Tensor]()
+        shapes = {name: spec.shape for name, spec in self._specs.items() if name not in members}
+        shapes |= {name: (len(group), *self._specs[group[0]].shape) for name, group in self._members.items()}
+        if self.is_empty:
+            return {name: internals.placeholder(shape) for name, shape in shapes.items()}
+        for names in in_batches({name: 4 * math.prod(shape) for name, shape in shapes.items()}):
+            arrays = {name: self._host_array(name, tensors) for name in names}
+            placed = [HostArray(array, sharding.place(name, array.shape)) for name, array in arrays.items()]
+            sent |= dict(zip(names, sharding.send(placed), strict=True))
+            for member in (member for name in names for member in self._members.get(name, [name])):
+                tensors[member].data = torch.empty(0)  # its memory is free
+        return sent
 
     def _host_array(self, name: str, tensors: Mapping[str, Tensor]) -> np.ndarray:
         """Returns a tensor on the host as an array; a packed buffer's members stacked."""
@@ -220,11 +222,15 @@ class State(HostState):
         return value.cpu()
 
 
-def _group_vectors(specs: Mapping[str, TensorSpec]) -> dict[str, list[str]]:
-    """Returns the names of all vectors, which no mesh splits, of one kind (parameters, or one of the optimizer's
-    tensors) and length, by the name of their packed buffer."""
+def _all_members(groups: Mapping[str, Sequence[str]]) -> set[str]:
+    return {member for members in groups.values() for member in members}
+
+
+def _group_vectors(specs: Mapping[str, TensorSpec], stacked: Container[str]) -> dict[str, list[str]]:
+    """Returns the names of all vectors, which no mesh splits, but the `stacked` ones, of one kind (parameters, or one
+    of the optimizer's tensors) and length, by the name of their packed buffer."""
     members: dict[str, list[str]] = {}
     for name, spec in specs.items():
-        if len(spec.shape) == 1:
+        if len(spec.shape) == 1 and name not in stacked:
             members.setdefault(f"{name.partition('/')[0]}{PACKED}{spec.shape[0]}", []).append(name)
     return members
