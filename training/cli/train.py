@@ -255,10 +255,8 @@ def ending_process(rendezvous: Rendezvous, machine: Machine = SYSTEM) -> Iterato
 def exit_overdue(rendezvous: Rendezvous, seconds: float, machine: Machine = SYSTEM) -> NoReturn:
     """Ends the process with exit code SAVED, after a message, and with it the attempt on all hosts. Does not wait: a
     timer thread calls it when the main thread has not stopped `seconds` after a stop request."""
-    message = (
-        f"could not stop in good order within {seconds:g} s (checkpoint.stop_seconds); the run goes on from its last "
-        "commit"
-    )
+    limit = f"{seconds:g} s (checkpoint.stop_seconds)"
+    message = f"could not stop in good order within {limit}; the run goes on from its last commit"
     tell(f"stopped: {message}")
     rendezvous.close(Exit.SAVED, message, overdue=True)
     exit_at_once(Exit.SAVED, machine)

@@ -30,11 +30,10 @@ class CheckedPrograms:
             return
         program_hash = self._run[kind, *shapes] = hash_program()
         if program_hash not in self._checked:
-            arrays = ", ".join(str(list(shape)) for shape in shapes)
+            arrays, known = ", ".join(str(list(shape)) for shape in shapes), ", ".join(sorted(self._checked))
             self._warn(
                 f"the {kind} program for arrays {arrays} is {program_hash}, which is none that preflight compiled "
-                f"({', '.join(sorted(self._checked))}): whether it fits was not checked; `tpu-launch preflight` checks "
-                "it"
+                f"({known}): whether it fits was not checked; `tpu-launch preflight` checks it"
             )
 
     def summary(self) -> str | None:

@@ -212,9 +212,8 @@ def _labels(options: DatasetOptions) -> LabelKind:
     kind = LabelKind(cast(Rows, TASKS[options.task].rows))
     if not kind.has_names:
         if options.labels is not None:
-            raise BadInput(
-                "--labels lists the names of classes, and a --task regression label is a number: leave it out"
-            )
+            what = "the names of classes, and a --task regression label is a number"
+            raise BadInput(f"--labels lists {what}: leave it out")
         return kind
     if options.labels is not None:
         return replace(kind, names=_read_names(options.labels))
