@@ -375,7 +375,7 @@ class SliceConnections:
         self, worker: int, script: str, stdin: str | None = None, *, timeout: float = 0.0
     ) -> HostResult:
         """Runs a script, which gcloud may repeat, on one host through gcloud, for hosts that refuse our ssh. A script
-        with another exit code than 0, or a late one, counts as not reached, and its output is lost. gcloud and the
+        with another exit code than 0, or a late one, whose output is lost, counts as not reached. gcloud and the
         script together have 40 s plus `timeout`. Raises LaunchError if the slice can't be described."""
         with self._listing:
             self._locate()
@@ -385,7 +385,7 @@ class SliceConnections:
         except CommandTimeout as error:
             return HostResult(worker, None, problem=str(error).splitlines()[0])
         if not result.ok:
-            return HostResult(worker, None, problem=summarize_error(result.stderr))
+            return HostResult(worker, None, result.stdout, problem=summarize_error(result.stderr))
         return HostResult(worker, 0, result.stdout, result.stderr)
 
     def run_all_through_gcloud(

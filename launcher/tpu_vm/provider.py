@@ -311,7 +311,7 @@ class TpuVm:
         chosen = range(self.host_count) if workers is None else workers
         return [
             host_scripts.parse_reports(result.stdout, word, [result.worker])[0]
-            if result.reached
+            if result.reached or host_scripts.has_reports(result.stdout)  # gcloud failed with the script
             else HostReport(result.worker, False, result.problem)
             for result in self._connections.run_all(script, chosen, timeout=timeout, stdin=stdin, again=True)
         ]
