@@ -51,10 +51,9 @@ def list_commands(config: Config) -> list[PlannedCommand]:
     creations of all other candidates, and before `run` those that make the image. Runs none of them, but may ask gcloud
     for its account and whether an engine answers, and hashes the image's files. Always for a Cloud TPU VM, whichever
     the provider. Raises BadInput."""
-    current = slice_hints.in_current_place(config)
     later = [config.placed(other) for other in config.candidates if other != slice_hints.current(config)]
     when = "asked for too, within cost limits" if config.slice.candidates else "if the zones before have no capacity"
-    steps = list(_record_commands(current))
+    steps = list(_record_commands(slice_hints.in_current_place(config)))
     up = [step for step in steps if step.verb == "up"]
     creations = [
         replace(step, what=f"{step.what}, {when}")

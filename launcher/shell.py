@@ -8,6 +8,7 @@ secrets.
 import contextlib
 import logging
 import os
+import queue
 import shlex
 import shutil
 import signal
@@ -89,30 +90,32 @@ def stream(
     """Runs a command and passes each line of its stdout and stderr to `on_line`, without line end, as it comes.
     `on_start` is given a function that ends the command early and waits for its end; `stream` raises nothing then. The
     result's stdout has all lines. Raises as `run`, and what `on_line` raises, which ends the command."""
-    lines: list[str] = []
-    expired = threading.Event()
+    lines, inbox, deadline = list[str](), queue.SimpleQueue[str | None](), time.monotonic() + timeout
     options = _prepare(argv, env, stderr=subprocess.STDOUT, errors="replace")
     with _awaited(subprocess.Popen(list(argv), stdout=subprocess.PIPE, **options), argv[0]) as process:
 
-        def expire() -> None:
-            expired.set()
-            _kill_group(process)
+        def read() -> None:
+            for line in process.stdout or ():
+                inbox.put(line)
+            inbox.put(None)
 
-        timer = threading.Timer(timeout, expire)
-        timer.daemon = True
+        def end() -> None:
+            _kill_group(process)
+            reader.join(1.0)  # a child in a session of its own may hold the output
+            inbox.put(None)
+
+        (reader := threading.Thread(target=read, daemon=True)).start()
+        if on_start is not None:
+            on_start(end)
         try:
-            timer.start()
-            if on_start is not None:
-                on_start(lambda: _kill_group(process))
-            assert process.stdout is not None
-            for line in process.stdout:
+            while (line := inbox.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
                 lines.append(line)
                 on_line(line.rstrip("\n"))
-            process.wait()
-        finally:
-            timer.cancel()
-    if expired.is_set():
-        raise CommandTimeout(f"not done within {timeout:.0f} s: {shlex.join(argv)}")
+                if time.monotonic() > deadline:
+                    raise queue.Empty
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except (queue.Empty, subprocess.TimeoutExpired):
+            raise CommandTimeout(f"not done within {timeout:.0f} s: {shlex.join(argv)}") from None
     return Result(tuple(argv), process.returncode, "".join(lines), "")
 
 

@@ -377,8 +377,7 @@ def test_a_node_of_a_candidates_name_is_another_users_or_another_files_slice(
     assert cloud.machine(BOB).run(commands.create_command(config.placed(SMALL), labels), timeout=900).ok
     cloud.node("demo-2").resource["state"] = state
     fill_v4_zone(cloud)
-    if labels is not BOBS:
-        slice_hints.save_place(config, SMALL)
+    slice_hints.save_place(config, V4 if labels is BOBS else SMALL)
     assert create(cloud, config) == "v3-8"
     assert history(config)[1] == ("v4-8", requests.REFUSED)
     assert deletion.delete(config, print, cloud.machine())

@@ -150,8 +150,7 @@ def test_a_run_whose_budget_is_spent_saves_and_its_slice_is_deleted(work: Workst
 
 def test_failed_rounds_of_a_recovery_end_when_they_have_spent_the_budget(work: Workstation) -> None:
     work.hosts.exits[0] = 1
-    work.hosts.hooks["start"] = [lambda: None]
-    work.hosts.fail("start", *[LaunchError("no answer", exit_code=Exit.CLOUD_ERROR)] * 9)
+    work.hosts.hooks["start"] = [lambda: None, *[Mock(side_effect=LaunchError("?", exit_code=Exit.CLOUD_ERROR))] * 9]
     with pytest.raises(LaunchError, match=r"raise run\.budget"):
         work.run(work.config("run.budget=1.0", "run.failure_retries=1", command=["train"]))
     assert work.hosts.slice_state is None

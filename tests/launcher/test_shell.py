@@ -39,6 +39,9 @@ def test_a_time_out_names_the_command_and_ends_its_children(tmp_path: Path, monk
     begun = time.monotonic()
     with pytest.raises(CommandTimeout):
         shell.run(["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"], timeout=0.5)
+    with pytest.raises(CommandTimeout, match="not done within 1 s"):
+        shell.stream(["sh", "-c", f"setsid sh -c 'echo $$ >{note}; exec sleep 60' & wait"], print, timeout=1)
+    os.kill(int(note.read_text()), signal.SIGKILL)  # it lives, in a session of its own, and holds the output
     assert time.monotonic() - begun < 50, "one that ignores the polite signal is killed"
 
 
