@@ -43,10 +43,8 @@ def render(config: Config, *, secret: str, name: str | None = None, image: str |
     registry fails."""
     workload.check(config)  # before the registry is asked
     work = standalone_workload(config, name or config.run_name, _resolve_image(config, image), secret)
-    slice_, file = config.accelerator, " ".join(config.document.name.rpartition("/")[2].split())  # on one line
-    heading = (
-        f"# A run on {slice_.hosts} host(s) of {slice_.name} on GKE, as `tpu-launch manifest` renders it from {file}."
-    )
+    size, file = config.accelerator, " ".join(config.document.name.rpartition("/")[2].split())  # on one line
+    heading = f"# A run on {size.hosts} host(s) of {size.name} on GKE, as `tpu-launch manifest` renders it from {file}."
     return f"{heading}\n" + "---\n".join(documents(work))
 
 
@@ -68,8 +66,7 @@ def standalone_workload(config: Config, name: str, image: str, secret: str) -> W
 
 def documents(work: Workload) -> list[str]:
     """Returns the YAML of a workload's ConfigMap, of its Secret if it needs one, and of its JobSet. Raises BadInput for
-    a configuration or name that GKE can't use."""
-    workload.check(work.config)
+    a name that GKE can't use."""
     workload.check_name(work.name)
     template, values = (resources.files(__package__) / "jobset.yaml").read_text(encoding="utf-8"), _values(work)
     config_map, secret, jobset = (fill(document, values) for document in template.split("---\n"))

@@ -217,8 +217,7 @@ class Gke:
             if remove:
                 self._remove(jobset_name(container))
                 self._watch_pods(container).close()
-                with self._lock:
-                    self._watches.pop(container, None)
+                self._watches.pop(container, None)
         except LaunchError as error:
             if not error.transient:
                 raise

@@ -226,7 +226,7 @@ def find_run(
     if run_id is None:
         raise BadInput(
             f"no run was started from this folder yet (looked in {home / 'runs'}); `tpu-launch run` starts one\n"
-            "  emulated runs are kept apart: --emulated before a command chooses them"
+            "  others are kept apart: --emulated before a command, or --provider gke, chooses theirs"
         )
     if (home / "runs" / run_id / "run.json").exists():
         ledger = Ledger(home / "runs" / run_id, machine.clock)

@@ -14,6 +14,7 @@ from launcher.run.session import (
     Session,
     deletion_mark,
     find_on_slice,
+    list_runs,
     open_session,
     pull_known,
     runs_on_slice,
@@ -67,8 +68,12 @@ def _stop_on_hosts(session: Session, grace: int) -> list[HostReport]:
 def delete_slice(config: Config, context: Context) -> None:
     """Deletes the slice and waits until it is gone. First stops its runs and waits for the processes that supervise
     them, a minute beyond run.stop_seconds at most, so that none recreates it; says which go on, and deletes it all the
-    same. Meanwhile this machine's `tpu-launch run` refuses the slice. Raises LaunchError, after the runs are stopped,
-    and BadInput as `make_provider`, before."""
+    same; says too which runs go on with another provider. Meanwhile this machine's `tpu-launch run` refuses the slice.
+    Raises LaunchError, after the runs are stopped, and BadInput as `make_provider`, before."""
+    for ledger in list_runs(context.home, context.machine):
+        slice_, other = ledger.record.slice, ledger.record.provider
+        if slice_ == config.slice.name and other != config.provider and ledger.state.phase.is_open:
+            context.output.say(f"run {ledger.run_id} goes on: `tpu-launch down --provider {other}` ends it")
     with hold_shared(deletion_mark(config)), contextlib.closing(context.make_provider(config)) as provider:
         _stop_runs(config, context)
         provider.delete()

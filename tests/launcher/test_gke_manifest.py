@@ -63,8 +63,7 @@ def test_every_size_of_every_accelerator_is_valid_and_has_its_hosts_and_chips(na
     job, pod = job_of(objects), pod_of(objects)
     assert (job["parallelism"], job["completions"], job["completionMode"]) == (slice_.hosts, slice_.hosts, "Indexed")
     resources = pod["containers"][0]["resources"]
-    chips = str(slice_.chips_per_host)
-    assert resources["limits"]["google.com/tpu"] == resources["requests"]["google.com/tpu"] == chips
+    assert resources["limits"] == {"google.com/tpu": str(slice_.chips_per_host)} == resources["requests"]
     assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == slice_.topology_name
     assert int(gke_nodes(slice_).machine_type.rsplit("-", 1)[1].removesuffix("t")) == slice_.chips_per_host
     work = standalone_workload(load(EXAMPLE, size), "demo", IMAGE, golden.SECRET)
@@ -216,10 +215,7 @@ def test_names_that_do_not_fit_a_host_name_are_refused() -> None:
     [
         (["notebook", "--provider", "gke"], "`kubectl port-forward POD 8888` are a cluster's way"),
         (["plan", "--provider", "gke"], "tpu-launch plan is for TPU VMs; with --provider gke there are up, run"),
-        *(
-            ([verb, "--dry-run", "--provider", "gke"], "`tpu-launch manifest` prints what")
-            for verb in ("up", "run", "down")
-        ),
+        *(([verb, "--dry-run", "--provider", "gke"], "`tpu-launch manifest` ") for verb in ("up", "run", "down")),
         (["--emulated", "run", "--provider", "gke"], "a cluster is not emulated"),
     ],
 )

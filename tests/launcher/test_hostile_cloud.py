@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -640,6 +641,8 @@ def test_a_run_that_is_asked_for_while_its_slice_is_deleted_is_refused(work: Wor
             work.run(work.config(), new=True)
 
     start_and_lose_sight(work)
+    delete_slice(replace(work.config(), provider="gke"), replace(work.context(), make_provider=Mock()))
+    assert "goes on: `tpu-launch down --provider tpu-vm` ends it" in work.messages[-1]
     work.hosts.hooks["delete"] = [ask]
     if command == "down":
         delete_slice(work.config(), work.context())
