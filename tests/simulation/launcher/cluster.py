@@ -338,9 +338,9 @@ class Kubectl:
             return "".join(f"{kind}/{each['metadata']['name']}\n" for each in found)
         if self.flags["output"] == "json":
             return json.dumps({"items": found})
-        document = self.cluster.store.get(kind, self.words[2])
+        document = self.cluster.store.get(kind, self.words[-1])  # events have no name, and none is kept
         if document is None:
-            raise Refused(f'Error from server (NotFound): {self.words[1]} "{self.words[2]}" not found')
+            raise Refused(f'Error from server (NotFound): {self.words[1]} "{self.words[-1]}" not found')
         return str(document["metadata"]["uid"])
 
     def _create(self, input: str | None) -> str:
