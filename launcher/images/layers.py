@@ -64,7 +64,7 @@ def make_layers(entries: Sequence[Entry], folder: str, title: str) -> list[Layer
 
 def _group_by_layer(entries: Sequence[Entry]) -> list[list[Entry]]:
     """Returns the files of each layer: all below 4 MiB, all larger ones but the 16 largest, then each of these alone;
-    leaves out layers without files. Raises BadInput for a file that is missing."""
+    leaves out layers without files. Raises BadInput for a file that is missing, and for a layer above 1 GiB."""
     try:
         sizes = {name: source.lstat().st_size for name, source in entries}
     except OSError as error:  # removed since it was listed
@@ -72,12 +72,15 @@ def _group_by_layer(entries: Sequence[Entry]) -> list[list[Entry]]:
     large = sorted((entry for entry in entries if sizes[entry[0]] >= LARGE_BYTES), key=lambda e: (-sizes[e[0]], e[0]))
     alone, shared = large[:_MOST_LARGE], large[_MOST_LARGE:]
     small = [entry for entry in entries if sizes[entry[0]] < LARGE_BYTES]
-    return [group for group in (small, shared, *([entry] for entry in sorted(alone))) if group]
+    groups = [group for group in (small, shared, *([entry] for entry in sorted(alone))) if group]
+    if above := [group for group in groups if sum(sizes[name] for name, _ in group) > _LARGEST_LAYER]:
+        raise BadInput(f"{above[0][0][1]}: the files of an image's layer are more than {_LARGEST_LAYER >> 20} MiB")
+    return groups
 
 
 def _make_archive(entries: Sequence[Entry], folder: str) -> tuple[bytes, dict[str, str]]:
     """Returns a tar archive of the files, below `folder`, without times and owners, links as links; and `hash_file` of
-    each file by its path. Raises BadInput for an unreadable file or above 1 GiB."""
+    each file by its path. Raises BadInput for an unreadable file."""
     packed, folders, hashes = io.BytesIO(), set[PurePosixPath](), {}
     root = PurePosixPath(folder.lstrip("/"))
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -98,8 +101,6 @@ def _make_archive(entries: Sequence[Entry], folder: str) -> tuple[bytes, dict[st
                 entry = _tar_entry(path, tarfile.REGTYPE, 0o755 if kind == b"program" else 0o644)
                 entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
-            if packed.tell() > _LARGEST_LAYER:
-                raise BadInput(f"{source}: the files of an image's layer are more than {_LARGEST_LAYER >> 20} MiB")
     return packed.getvalue(), hashes
 
 

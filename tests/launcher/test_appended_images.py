@@ -106,22 +106,22 @@ def test_only_changed_layers_are_sent_with_their_manifest(server: RegistryServer
     push_our_base(config)
     (code / "weights.bin").write_bytes(os.urandom(LARGE_BYTES))
     assert local.published(config) is None
-    first = make(config)
+    first, sent = make(config), server.bytes_received
     assert local.published(config) == first
-    sent = server.bytes_received
     assert sent > LARGE_BYTES
     for path in code.iterdir():
         os.utime(path, (1, 1))
-    assert make(config) == first
-    assert server.bytes_received == sent
+    assert (make(config), server.bytes_received) == (first, sent)
     (code / "main.py").write_text("print(2)\n")
     second = make(config)
     assert second != first
     assert server.bytes_received - sent < 4000
     for name, text in ((first, "print(1)\n"), (second, "print(2)\n")):
         assert read(name)[0]["home/trainer/main.py"].pax_headers["text"] == text
-    with pytest.raises(BadInput, match="removed: can't be read for the image"):
-        make_layers([("removed", code / "removed")], "/app", "title")
+    os.truncate(code / "weights.bin", 2**42)
+    for name, told in (("removed", "can't be read for"), ("weights.bin", "the files of an image's layer are more")):
+        with pytest.raises(BadInput, match=f"{name}: {told}"):
+            make_layers([(name, code / name)], "/app", "title")
 
 
 @pytest.mark.usefixtures("server")
