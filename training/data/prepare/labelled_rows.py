@@ -230,8 +230,7 @@ def write_labelled_rows(
             value = labels.encode(label, url)
             if ids.shape[-1] > plan.length:
                 cut += 1
-                kept = plan.length - ends_special
-                ids = np.append(ids[..., :kept], ids[..., ids.shape[-1] - ends_special :], axis=-1)
+                ids = np.delete(ids, np.s_[plan.length - ends_special : ids.shape[-1] - ends_special], axis=-1)
             if labels.rows == "token-labelled":
                 ids, words = ids  # (tokens,) each
                 value = np.where(words >= 0, value[words], IGNORED)  # (tokens,)
