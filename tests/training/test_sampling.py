@@ -98,7 +98,8 @@ def test_special_tokens_come_from_tokenizer_json() -> None:
     content = {"added_tokens": [{"id": 1, "content": "<|endoftext|>", "special": True}], "model": {"vocab": {"a": 0}}}
     assert special_tokens(content, "t", "documents") == SpecialTokens(-1, 1, frozenset({1}), 2, 1)
     with pytest.raises(BadInput, match=r"^t: the tokenizer has no end-of-text token \(one of <stop>\)"):
-        special_tokens(content, "t", "documents", "<stop>")
+        special_tokens(content, "t", "documents", end="<stop>")
+    assert special_tokens(content, "t", "class-labelled", "<none>", "<|endoftext|>").pad == 1
 
 
 def of_rows(records: int, *, seed: int, batch: int) -> TrainingOrder:

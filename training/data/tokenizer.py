@@ -51,25 +51,25 @@ def read(url: str, rows: str = "packed") -> Tokenizer:
             f"{url} is not a tokenizer folder: {error}. Make one with `tpu-train tokenizer --out {url}`"
         ) from None
     try:
-        end = _end_of_text(url) if rows == "documents" else None
-        special = special_tokens(json.loads(content), file_url, rows, end)
+        named = {} if rows == "packed" else _named_tokens(url)
+        special = special_tokens(json.loads(content), file_url, rows, named.get("pad_token"), named.get("eos_token"))
         return Tokenizer(url, content, tokenizer_hash(content), special)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(f"{file_url} is not a tokenizer of the `tokenizers` library: {error!r:.200}") from None
 
 
-def _end_of_text(url: str) -> str | None:
-    """Returns the eos_token of a folder's tokenizer_config.json; None without one. Raises BadInput if that is no JSON
-    object, and StorageError."""
+def _named_tokens(url: str) -> dict[str, str]:
+    """Returns role ("eos_token") -> token of a folder's tokenizer_config.json; {} without one. Raises BadInput if that
+    is no JSON object, and StorageError."""
     config_url = storage.join(url, CONFIG)
     try:
-        token = json.loads(storage.read(config_url)).get("eos_token")
+        values = json.loads(storage.read(config_url)).items()
     except storage.NotFound:
-        return None
+        return {}
     except (ValueError, AttributeError, RecursionError) as error:
         raise BadInput(f"{config_url} is not a JSON object: {error!r:.200}") from None
-    name = token.get("content") if isinstance(token, dict) else token
-    return name if isinstance(name, str) else None
+    tokens = {role: value.get("content") if isinstance(value, dict) else value for role, value in values}
+    return {role: token for role, token in tokens.items() if isinstance(token, str)}
 
 
 def files(content: bytes) -> dict[str, bytes]:

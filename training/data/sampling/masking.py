@@ -49,12 +49,12 @@ class SpecialTokens:
 
 
 def special_tokens(
-    tokenizer: Mapping[str, Any], url: str, rows: str = "packed", end: str | None = None
+    tokenizer: Mapping[str, Any], url: str, rows: str = "packed", pad: str | None = None, end: str | None = None
 ) -> SpecialTokens:
     """Returns the special tokens in the parsed content of the tokenizer.json at `url`. Rows of documents need an
     end-of-text token (`end`, if the tokenizer's configuration names it), which is also the padding if there is no
-    other; packed rows a mask and a padding token; labelled rows padding. Raises BadInput without one of these;
-    ValueError, KeyError, TypeError or AttributeError when it is not the content of a tokenizer.json."""
+    other; packed rows a mask and a padding token; labelled rows padding: a usual one, else `pad`, else `end`. Raises
+    BadInput without one; ValueError, KeyError, TypeError, AttributeError when it is no content of a tokenizer.json."""
     added = tokenizer.get("added_tokens", [])
     special = {token["content"]: token["id"] for token in added if token.get("special")}
     vocabulary = tokenizer["model"]["vocab"]
@@ -77,8 +77,8 @@ def special_tokens(
 
     last = find("end-of-text", (end,) if end else END_OF_TEXT) if rows == "documents" else None
     mask = find("mask", ("[MASK]", "<mask>"), None if rows == "packed" else -1)
-    pad = find("padding", ("<pad>", "[PAD]", "<|pad|>"), last)
-    return SpecialTokens(mask, pad, frozenset(special.values()), count, last)
+    padding = find("padding", ("<pad>", "[PAD]", "<|pad|>", *(own for own in (pad, end) if own and last is None)), last)
+    return SpecialTokens(mask, padding, frozenset(special.values()), count, last)
 
 
 @dataclass(frozen=True)
