@@ -139,13 +139,16 @@ def test_additions_to_a_head_are_merged_and_a_whole_model_replaces_its_adapter(t
             buffer[:] = np.ones(16, np.float32).tobytes()
         return Snapshot(())
 
-    run: Any = Mock(task="classification", lora=Lora(rank=4, alpha=4, merge=False), model=Mock(path="org/base"))
+    storage.write(f"{tmp_path}/start/generation_config.json", b"{}")
+    start = Mock(path=f"{tmp_path}/start")
+    run: Any = Mock(task="classification", lora=Lora(rank=4, alpha=4, merge=False), model=start)
     write_model_folder(str(tmp_path), weights, snapshot, {}, "t", run=run)
     stored = decode((tmp_path / "adapter_model.safetensors").read_bytes())
     first = {name[22:]: np.frombuffer(data, np.float32)[0] for name, (_, data) in stored.items()}
     assert first == {"layer.lora_A.weight": 1, "layer.lora_B.weight": 1, "pooler.dense.weight": 5}
     write_model_folder(str(tmp_path), weights, snapshot, {}, "t", run=run, merge=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    copied = {"start", "generation_config.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors", *copied}
     assert _are_turned({"a.weight": Mock(shape=(4, 12)), "a.bias": Mock(shape=(12,)), "b.weight": square})
 
 
@@ -338,3 +341,4 @@ def test_an_adapter_is_pushed_with_a_card_for_peft(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, "1")
     _, card = push_model("/no/such/run", "a/b", None, private=True)
     assert card.startswith(f"---\nlibrary_name: peft\n{metadata}---\n\n# a/b\n")
+    assert upload.call_args.kwargs["delete_patterns"] == ["adapter_config.json", "adapter_model.safetensors"]

@@ -35,8 +35,8 @@ from training.models.hugging_face import (
     is_of_head,
 )
 from training.registry import TASKS
-from training.storage import Storage, join
-from training.storage.hub import TOKENIZER_FILES, tokenizer_folder
+from training.storage import Storage, join, name_of
+from training.storage.hub import GENERATION, TOKENIZER_FILES, model_folder, tokenizer_folder
 
 PREFIX = "model/"
 _EMBEDDINGS = "embeddings.word_embeddings.weight"
@@ -54,19 +54,20 @@ def write_model_folder(
 ) -> None:
     """Writes a model folder, a path or URL, from one host that holds all weights. `weights`, `snapshot_state`: of
     Backend, whose copy it waits for; tensors of the optimizer are left out. `config`: values of config.json.
-    `tokenizer`: a folder, or a name on the Hub, of which only `TOKENIZER_FILES` are copied. If `run` has LoRA and a
-    starting model, writes peft's two files, or with `lora.merge` or `merge` the merged model. Deletes an adapter of an
-    earlier export beside a whole model. Raises StorageError, BadInput, and errors of `snapshot_state`."""
-    tokenizer = tokenizer_folder(tokenizer)
-    for name in TOKENIZER_FILES:
-        if storage.stat(join(tokenizer, name)):
-            storage.write(join(folder, name), storage.read(join(tokenizer, name)))
+    `tokenizer`: a folder, or a name on the Hub, of which only `TOKENIZER_FILES` are copied; of a starting model in
+    `run`, `GENERATION` is. With LoRA and such a model, writes peft's two files, or with `lora.merge` or `merge` a whole
+    model, and deletes an earlier export's adapter. Raises StorageError, BadInput, and errors of `snapshot_state`."""
+    copied = [join(tokenizer_folder(tokenizer), name) for name in TOKENIZER_FILES]
+    start = run.model.path if run else None
+    for url in [*copied, join(model_folder(start), GENERATION)] if start else copied:
+        if storage.stat(url):
+            storage.write(join(folder, name_of(url)), storage.read(url))
     specs = {name.removeprefix(PREFIX): spec for name, spec in sorted(weights.items()) if name.startswith(PREFIX)}
 
     def copy(buffers: Mapping[str, memoryview]) -> None:
         snapshot_state({PREFIX + name: buffer for name, buffer in buffers.items()}).wait()
 
-    lora = run.lora if run and run.model.path is not None else None
+    lora = run.lora if run and start else None
     if run and lora and not (lora.merge or merge):
         _write_adapter(folder, run, lora, specs, copy, storage)
         return

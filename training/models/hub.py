@@ -23,7 +23,7 @@ from training.config import Hub
 from training.errors import BadInput, TrainError
 from training.machine import SYSTEM, Machine
 from training.models import export
-from training.models.hugging_face import ADAPTER_CONFIG, read_config
+from training.models.hugging_face import ADAPTER, ADAPTER_CONFIG, read_config
 from training.registry import TASKS, task_of_model
 from training.storage.hub import is_on_hub
 from training.telemetry.metrics import read_history
@@ -62,8 +62,9 @@ def push_model(
                     config = json.loads(adapter.read_text()) if adapter.exists() else read_config(folder)
                     card = render_card(repository, config, last_figures(run, exported_step))
                     (Path(folder) / CARD).write_text(card)
-                message = f"Step {exported_step} of {storage.name_of(run)}"
-                commit = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
+                options = {"commit_message": f"Step {exported_step} of {storage.name_of(run)}"}
+                stale = [ADAPTER_CONFIG, ADAPTER]  # of an earlier push: transformers would load them instead
+                commit = api.upload_folder(repo_id=repository, folder_path=folder, delete_patterns=stale, **options)
                 return exported_step, str(commit.commit_url)
             except (OSError, ValueError, RuntimeError) as error:  # the library's own errors are of these kinds
                 status = getattr(getattr(error, "response", None), "status_code", None) or 500

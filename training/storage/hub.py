@@ -24,7 +24,8 @@ TOKENIZER_FILES = (
     *("vocab.txt", "vocab.json", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model"),
 )
 _WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
-MODEL_FILES = ("config.json", *_WEIGHTS, *TOKENIZER_FILES)
+GENERATION = "generation_config.json"  # how a decoder's text ends and is sampled
+MODEL_FILES = ("config.json", GENERATION, *_WEIGHTS, *TOKENIZER_FILES)
 
 
 def is_on_hub(path: str) -> bool:
