@@ -60,6 +60,7 @@ def test_a_decoder_learns_from_scratch_and_transformers_goes_on_with_a_text(trai
     assert (trained["device_to_host_syncs"], trained["host_fallbacks"]) == (0, [])
     assert pipeline_of(trained["model"]) == "text-generation"
     assert go_on(trained["model"], "w1 w2", tokens=3).startswith("w1 w2 ")
+    assert len(go_on(trained["model"], "w1 " * 30).split()) <= 33, "32 positions"
 
 
 def test_an_adapter_has_peft_s_layout_and_merges_to_the_same_model(folder: Path, trained: dict[str, Any]) -> None:
@@ -77,6 +78,8 @@ def test_an_adapter_has_peft_s_layout_and_merges_to_the_same_model(folder: Path,
     assert not (adapter / "model.safetensors").exists()
     merged = small_runs.train_here(document(folder, **changes, lora={**lora, "merge": True}), "merged")
     require_same_logits("CausalLM", trained["model"], adapter, merged["model"])
+    with pytest.raises(BadInput, match=r"lora\.targets: lm_head shares the embeddings' weight"):
+        small_runs.train_here(document(folder, **changes, lora={"targets": ["lm_head"]}), "tied")
     evaluated = small_runs.evaluate_here(document(folder), merged["model"])
     assert evaluated.figures["loss"] == pytest.approx(summary["eval_loss"], rel=1e-5)
 
@@ -116,12 +119,8 @@ def test_two_hosts_tune_adapters_on_chats_as_peft_in_a_plain_loop(tmp_path: Path
     corpus.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in messages))
     shards(tmp_path, corpus, chat="messages", evaluation_percent=10.0)
 
-    exact = {
-        "train__schedule": "constant",
-        "train__warmup_steps": 0,
-        "train__clip_norm": None,
-        "train__weight_decay": 0,
-    }
+    exact: dict[str, Any] = {"train__schedule": "constant", "train__clip_norm": None}
+    exact |= {"train__warmup_steps": 0, "train__weight_decay": 0}
     own = {"model": {"path": start}, "lora": {"rank": 4, "alpha": 8}, "train__learning_rate": 0.01, "train__steps": 60}
     config = document(tmp_path, **exact, **own)
     summary = small_runs.trained(tmp_path, "chats", config, hosts=2)

@@ -44,10 +44,7 @@ SMALL = {
 GROUPED = {**SMALL, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16"}
 WINDOWED = {**GROUPED, "head_dim": 16, "sliding_window": 4}
 ENCODERS: dict[str, dict[str, Any]] = {
-    "bert": SMALL,
-    "roberta": SMALL,
-    "xlm-roberta": SMALL,
-    "camembert": SMALL,
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), SMALL),
     "electra": {**SMALL, "embedding_size": 16},
     "albert": {**SMALL, "embedding_size": 16},
     "distilbert": {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48},
@@ -61,14 +58,11 @@ DECODERS: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 24},
     "llama": {**GROUPED, "tie_word_embeddings": True, "pad_token_id": 3},
     "mistral": WINDOWED,
-    "qwen2": GROUPED,
     "qwen3": {**GROUPED, "head_dim": 16},
     "gemma": {**GROUPED, "head_dim": 16},
     "gemma2": WINDOWED,
     "gemma3_text": WINDOWED,
-    "phi": GROUPED,
-    "phi3": GROUPED,
-    "olmo2": GROUPED,
+    **dict.fromkeys(("qwen2", "phi", "phi3", "olmo2"), GROUPED),
 }
 TASK_OF = {
     "mlm": "MaskedLM", "classification": "SequenceClassification", "multi-label": "SequenceClassification",

@@ -39,11 +39,12 @@ def pipeline_of(folder: str) -> str:
 
 
 def go_on(folder: str, text: str, tokens: int = 40) -> str:
-    """Returns `text` and at most `tokens` more tokens, each the most probable one. Raises BadInput, StorageError, and
-    transformers' own errors, as for a folder without weights."""
+    """Returns `text` and at most `tokens` more, each the most probable one, as far as there are positions. Raises
+    BadInput for a longer text, StorageError, and transformers' own errors, as for a folder without weights."""
     with local_copy(folder) as local_folder:
-        generated = open_pipeline("text-generation", local_folder)(text, max_new_tokens=tokens, do_sample=False)
-        return str(generated[0]["generated_text"])
+        generator = open_pipeline("text-generation", local_folder)
+        tokens = min(tokens, _require_fits(generator, text) + 1)
+        return str(generator(text, max_new_tokens=tokens, do_sample=False)[0]["generated_text"])
 
 
 def fill_mask(folder: str, text: str, top: int) -> list[MaskPrediction]:
@@ -100,11 +101,12 @@ def _longest(pipeline: Any) -> int | None:
     return usable_positions(network.model_type, getattr(network, "max_position_embeddings", None), network.pad_token_id)
 
 
-def _require_fits(pipeline: Any, text: str) -> None:
-    """Raises BadInput for a text of more tokens than the pipeline's model has positions."""
-    tokens, longest = len(pipeline.tokenizer(text)["input_ids"]), _longest(pipeline)
-    if longest is not None and tokens > longest:
+def _require_fits(pipeline: Any, text: str) -> int:
+    """Returns how many positions of a pipeline's model a text leaves. Raises BadInput for one of more tokens."""
+    tokens, longest = len(pipeline.tokenizer(text)["input_ids"]), _longest(pipeline) or 1 << 31
+    if tokens > longest:
         raise BadInput(f"the text has {tokens} tokens, and the model has {longest} positions: give a shorter text")
+    return longest - tokens
 
 
 def _require_model(folder: str) -> None:

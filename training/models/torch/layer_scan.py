@@ -47,15 +47,10 @@ def find_layers(network: Any) -> str | None:
         return None
     name = next(name for name, module in network.named_modules() if isinstance(module, torch.nn.ModuleList))
     layers = list(network.get_submodule(name))
-    drops = any(rate > 0 for rate in _dropout_rates(layers))
+    modules = (module for layer in layers for module in layer.modules())  # attention has its rate as a number
+    rates = (getattr(each, "p" if isinstance(each, torch.nn.Dropout) else "attention_dropout", 0) for each in modules)
     alike = len({_describe(layer) for layer in layers}) == 1
-    return name if len(layers) > 1 and alike and not drops and not list(layers[0].buffers()) else None
-
-
-def _dropout_rates(layers: Iterable[Any]) -> Iterator[float]:
-    """Yields a rate for each module: of dropout, of attention, which has its rate as a number, 0 for the others."""
-    for module in (module for layer in layers for module in layer.modules()):
-        yield module.p if isinstance(module, torch.nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+    return name if len(layers) > 1 and alike and not any(rates) and not list(layers[0].buffers()) else None
 
 
 def _describe(layer: Any) -> tuple[Any, ...]:

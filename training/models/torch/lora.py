@@ -50,21 +50,23 @@ class LoraLinear(torch.nn.Module):  # type: ignore[misc]  # torch is not here wh
 def add_lora(network: Any, lora: Lora, seed: int, *, has_fresh_head: bool) -> None:
     """Freezes a network and replaces linear layers, those that `lora.targets` names or all of its base model but the
     pooler, by ones with trained low-rank matrices. With `has_fresh_head`, the head and the pooler stay trained, whole.
-    Raises BadInput for a target that no layer has."""
+    Raises BadInput for a target that no layer has, or whose weight is the embeddings'."""
     from transformers.pytorch_utils import Conv1D
 
     base = network.base_model_prefix
     linear = {name: module for name, module in network.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
-    targets = lora.targets
-    inside = [name for name in linear if not is_of_head(f"{name}.", base)]
-    chosen = [name for name in linear if _is_target(name, targets)] if targets else inside
-    for target in targets or ():
+    all_targets = lora.targets or [name for name in linear if not is_of_head(f"{name}.", base)]
+    chosen = [name for name in linear if _is_target(name, all_targets)]
+    for target in lora.targets or ():
         if not any(_is_target(name, [target]) for name in linear):
             kinds = sorted({name.rpartition(".")[2] for name in linear})
             raise BadInput(f"lora.targets: the model has no linear layer {target}; it has: {', '.join(kinds)}")
-    for name, parameter in network.named_parameters():
+    parameters = dict(network.named_parameters())  # one that several layers share is there once
+    for name, parameter in parameters.items():
         parameter.requires_grad_(has_fresh_head and is_of_head(name, base))
     for name in chosen:
+        if f"{name}.weight" not in parameters:
+            raise BadInput(f"lora.targets: {name} shares the embeddings' weight (tie_word_embeddings): leave it out")
         network.set_submodule(name, LoraLinear(linear[name], lora, name, seed))
 
 

@@ -252,13 +252,11 @@ def _try_out(network: Any, place: str, needs: ModelRequirements) -> None:
         theirs = network(input_ids=ids, attention_mask=mask).logits
         if needs.head.is_fresh:
             return
-        try:
+        network.applies_whole_head = True
+        with contextlib.suppress(BadInput, RuntimeError):
             ours = apply_head(network, network.base_model(input_ids=ids, attention_mask=mask)[0])
-        except (BadInput, RuntimeError):
-            network.applies_whole_head = True
-            return
-        is_same = ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4)
-        network.applies_whole_head = not is_same
+            is_same = ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+            network.applies_whole_head = not is_same
 
 
 def check_borders(network: Any, ids: Tensor) -> None:
