@@ -135,7 +135,7 @@ SLICE_DELETED = Cause(
 SLICE_RECREATED = Cause(
     -1, "the slice was deleted, and created again: `tpu-launch up` waits for it, then `tpu-launch run` resumes the run"
 )
-JOBSET_DELETED = Cause(-1, "its JobSet is gone (deleted, or ended three days ago): `tpu-launch run` resumes the run")
+JOBSET_DELETED = Cause(-1, "another client deleted its JobSet, or it ended 3 days ago: `tpu-launch run` resumes it")
 RECREATED = "RECREATED"  # state of a slice that has the name of the attempt's slice, and is another one
 
 
