@@ -181,7 +181,8 @@ def _with_fresh_head(values: dict[str, Any], needs: ModelRequirements, model: Mo
         "label2id": {name: number for number, name in enumerate(names)},
         "problem_type": needs.head.problem_type,
     }
-    if values.get("model_type") not in (*FAMILIES, *POSITIONS_AFTER_PAD):
+    size, own_pad = values.get("vocab_size"), values.get("model_type") in (*FAMILIES, *POSITIONS_AFTER_PAD)
+    if not own_pad and not (type(size) is int and size <= needs.pad):  # `check_capacity` refuses one that is too small
         own["pad_token_id"] = needs.pad  # decoders take the last token that is none
     return {**{name: value for name, value in values.items() if name not in ("_name_or_path", "num_labels")}, **own}
 

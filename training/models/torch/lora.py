@@ -55,8 +55,8 @@ def add_lora(network: Any, lora: Lora, seed: int, *, has_fresh_head: bool) -> No
 
     base = network.base_model_prefix
     linear = {name: module for name, module in network.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
-    all_targets = lora.targets or [name for name in linear if not is_of_head(f"{name}.", base)]
-    chosen = [name for name in linear if _is_target(name, all_targets)]
+    inside = [name for name in linear if not is_of_head(f"{name}.", base)]
+    chosen = [name for name in linear if _is_target(name, lora.targets)] if lora.targets else inside
     for target in lora.targets or ():
         if not any(_is_target(name, [target]) for name in linear):
             kinds = sorted({name.rpartition(".")[2] for name in linear})

@@ -53,8 +53,7 @@ def build(model: Model, needs: ModelRequirements, *, dropout: float | None, seed
     check_capacity(network.config, needs)
     if network.config.model_type not in BERT_LIKE or needs.head == CAUSAL_LM:
         _try_out(network, place, needs)
-    network.train()
-    return network
+    return network.train()
 
 
 def patch_modules(network: Any, remat: Remat | None, *, default: Remat, barrier: Barrier) -> DropoutNoise | None:
