@@ -276,12 +276,11 @@ def find_shards(dataset: Dataset) -> Mapping[str, Stat]:
     StorageError, and BadInput for a mixture's part that changed, and a shard that is missing, truncated, empty or
     replaced: compares sizes, and on gs:// also the CRC-32C, which the listing contains."""
     for part in dataset.manifest.origin.get("mixture", ()):
-        if load_manifest(storage.read(storage.join(part["url"], MANIFEST)), part["url"]).hash != part["hash"]:
+        url = storage.join(part["url"], MANIFEST)
+        if storage.stat(url) and load_manifest(storage.read(url), part["url"]).hash != part["hash"]:
             raise BadInput(f"{part['url']} was written again since {dataset.url} was mixed: mix again, to a new --out")
-    folders = {shard.folder or dataset.url for shard in dataset.shards}
-    stats = {
-        storage.join(folder, storage.name_of(stat.url)): stat for folder in folders for stat in storage.files(folder)
-    }
+    places = {shard.folder or dataset.url for shard in dataset.shards}
+    stats = {storage.join(place, storage.name_of(stat.url)): stat for place in places for stat in storage.files(place)}
     again = "copy it again, or write the dataset again with tpu-train shards --overwrite"
     for shard in dataset.shards:
         url = dataset.shard_url(shard)
