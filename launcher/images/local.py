@@ -162,7 +162,7 @@ def run(
     argv += ["--volume", f"{folder}:{folder}", "--workdir", str(folder)]
     gcloud = os.environ.get("CLOUDSDK_CONFIG") or Path.home() / ".config" / "gcloud"
     given = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")  # looked for as Google's libraries do
-    if (credentials := Path(given or Path(gcloud) / "application_default_credentials.json")).exists():
+    if os.path.exists(credentials := Path(given or Path(gcloud) / "application_default_credentials.json")):
         argv += ["--volume", f"{credentials.absolute()}:/etc/google-credentials.json:ro"]
         argv += ["--env", "GOOGLE_APPLICATION_CREDENTIALS=/etc/google-credentials.json"]
     argv += [f"--env={variable}" for variable in config.run.secrets if variable in os.environ]

@@ -299,7 +299,7 @@ def require_identity(folder: str, manifest: Manifest, identity: Mapping[str, Any
     differences = [
         f"\n  {key}: the checkpoint has {saved.get(key)!r}, this run {identity.get(key)!r}"
         for key in sorted({*saved, *identity})
-        if saved.get(key) not in (identity.get(key), "")  # of earlier versions: an unknown tokenizer
+        if saved.get(key) != identity.get(key) and (key, saved.get(key)) != ("tokenizer", "")  # "": of earlier versions
     ]
     if differences:
         raise BadInput(
