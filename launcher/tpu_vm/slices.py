@@ -31,8 +31,7 @@ _SECONDS, _REQUEST_SECONDS = 60.0, 120.0  # for one question to the API
 LAG_SECONDS = 20.0  # the API may show a new node this late
 
 LABEL = "tpu-launch"
-OWNER, ACCOUNT, RUN, EXPIRES = (f"{LABEL}-{name}" for name in ("owner", "account", "run", "expires"))
-SLICE = f"{LABEL}-slice"
+OWNER, ACCOUNT, RUN, SLICE, EXPIRES = (f"{LABEL}-{name}" for name in ("owner", "account", "run", "slice", "expires"))
 
 
 class NotOurs(Conflict):
@@ -77,8 +76,8 @@ def require_ours(config: Config, labels: Mapping[str, str], owner: Owner, *, del
     """Raises NotOurs unless the labels prove that the slice is ours (`why_not_of`)."""
     if reason := why_not_of(config, labels, owner, deletion=deletion):
         raise NotOurs(
-            f"slice {config.slice.name} in {config.zone} is not yours: {reason}\n"
-            "  choose another slice.name; to use or delete it nevertheless, add --any-owner to `up` or `down`"
+            f"slice {config.slice.name} in {config.zone} is not yours: {reason}\n  choose another slice.name; to use "
+            f"or delete it nevertheless, {'give its file' if SLICE in reason else 'add --any-owner'} to `up` or `down`"
         )
 
 
@@ -86,7 +85,7 @@ def describe(config: Config, machine: Workstation) -> SliceState | None:
     """Returns the slice, or None when it does not exist. A queued resource without a node counts, in its own state and
     without hosts. Looks for the candidate last seen (else the first); unless that slice is ours, looks for the others,
     returns one that is ours, a READY one first, and saves its candidate as last seen. If none is ours, returns what the
-    first look found, perhaps another owner's slice, but not another file's. Raises LaunchError if Google is silent."""
+    first look found, perhaps another owner's slice; with slice.candidates not another file's. Raises LaunchError."""
     known = slice_hints.last_seen(config)
     current = known or config.candidates[0]
     found = _describe_in_zone(config.placed(current), machine)
@@ -106,7 +105,8 @@ def describe(config: Config, machine: Workstation) -> SliceState | None:
         if is_ours(state):
             slice_hints.save_place(config, other)
             return state
-    return None if found is not None and found.labels.get(SLICE, config.slice.name) != config.slice.name else found
+    of_another = found is not None and found.labels.get(SLICE, config.slice.name) != config.slice.name
+    return None if of_another and config.slice.candidates else found
 
 
 def _describe_in_zone(config: Config, machine: Workstation) -> SliceState | None:

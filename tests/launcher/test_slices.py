@@ -225,6 +225,9 @@ def test_our_slice_is_found_behind_one_of_another_owner_in_the_first_zone(cloud:
     cloud.calls.clear()
     assert slices.describe(replace(zones, any_owner=True), cloud.machine()) == found
     assert len(cloud.calls) == 1, "with --any-owner, it is the one"
+    cloud.node(zone="us-west1-c").resource["labels"][slices.SLICE] = "de"
+    with pytest.raises(NotOurs, match=r"it is slice de of another file.*\n.*give its file to"):
+        candidates.check_owner(zones, lambda: slices.describe(zones, cloud.machine()), ANN)
     cloud.made_by(OURS, "CREATING", zone="us-central1-a")
     cloud.made_by(OURS, zone="us-west4-a")
     found = slices.describe(zones, cloud.machine())
