@@ -84,8 +84,8 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
      "...` again"),
     (r"is forbidden: exceeded quota: ([^,\s]+)(.*)", Exit.QUOTA,
      "the namespace's ResourceQuota {0} is used up{1}: end another run, or have the quota raised"),
-    (r"is forbidden: (violates PodSecurity .*)", Exit.BAD_INPUT,
-     "the namespace refuses the run's pods, which {0}: use another one; docs/guide/gke.md says what they need"),
+    (r"is forbidden: violates (PodSecurity .*)", Exit.BAD_INPUT,
+     "the namespace refuses the run's pods, which violate {0}: use another one; docs/guide/gke.md says what they need"),
     (r"User \"([^\"]+)\" cannot (\S+) resource \"([^\"]+)\"(?: in API group \"[^\"]*\")?(?: in the namespace "
      r"\"([^\"]+)\")?", Exit.PERMISSION,
      "{0} may not {1} {2} in namespace {3}: grant the role in k8s/role.yaml"),

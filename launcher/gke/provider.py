@@ -373,7 +373,7 @@ class Gke:
     def _describe_queued(self, name: str, had_pods: bool) -> str:
         """Returns why a JobSet lacks pods, for the user; "" if it has ended and pods were seen (`had_pods`), which tell
         why. Raises LaunchError if another client deleted it (CONFLICT), it ended before pods were seen (HOST_LOST), or
-        the namespace never takes its pods (BAD_INPUT)."""
+        Pod Security never takes its pods (BAD_INPUT): JobSet's webhook refuses some until host 0 has a node."""
         jobset = next((jobset for jobset in self._list_jobsets() if jobset["metadata"]["name"] == name), None)
         if jobset is None:
             raise LaunchError(f"another client deleted JobSet {name} before it started", exit_code=Exit.CONFLICT)
@@ -388,7 +388,7 @@ class Gke:
         refusal = LaunchError(f"JobSet {name} has no pods yet")
         with contextlib.suppress(LaunchError):  # there is no such event, or the role may not read it
             refusal = explain(self._kubectl.call(*words), ["job-controller"])
-        if refusal.exit_code is Exit.BAD_INPUT:
+        if "PodSecurity" in str(refusal):
             raise refusal
         return str(refusal)
 

@@ -97,7 +97,6 @@ RUNNING, GONE = ContainerState("running", image="i"), ContainerState("absent")
     ("found", "over", "state", "problem"),
     [
         (pod("Running", {"running": {"startedAt": "a"}}), False, replace(RUNNING, started_at="a"), ""),
-        (RUNS, False, RUNNING, ""),
         (replace(RUNS, gone=True), True, GONE, ""),
         (pod("Failed", ended(3, message="lines of its log")), True, EXITED, ""),
         (pod("Running", ended(3)), True, EXITED, ""),
@@ -190,8 +189,7 @@ class WatchedCluster:
     def __init__(self) -> None:
         self.clock, self.pods, self.followed = Clock(), list[dict[str, Any]](), list[str]()
         self.machine = replace(this_machine(), clock=self.clock)
-        self.refusals = 0  # of the next logs
-        self.breaks = False  # each log, after its lines
+        self.refusals, self.breaks = 0, False  # of the next logs; each log, after its lines
         self.watch = PodWatch(self, "a=b")  # type: ignore[arg-type]
 
     def show(self, uid: str, **metadata: str) -> None:
