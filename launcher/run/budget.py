@@ -30,7 +30,7 @@ def spent(entries: Sequence[Entry], now: float) -> float:
     for entry in entries:
         time, event = parse_time(entry.time) or begun, entry.event
         if isinstance(event, events.Recovering | events.RoundFailed):
-            rate = 0.0 if is_lost or is_stopped else price  # since the attempt's end: the slice stays, and is billed
+            rate = 0.0 if is_lost or (is_stopped and not is_open) else price  # since the attempt's end: it stays billed
         elif isinstance(event, _CHANGES):
             total, begun = total + rate * max(0.0, time - begun), time
             if isinstance(event, events.AttemptBegan):
