@@ -105,16 +105,17 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
 
 def _fix_context(config: Config, command: str) -> Config:
     """Returns the configuration with a kubectl context in gke.context where a command uses a cluster and the file names
-    none, so that `kubectl config use-context` moves no run: the current one for `up` and `run`, which keeps it in the
-    run's specification; for others that of the slice's newest run, else the current one."""
+    none, so that `kubectl config use-context` moves no run: that of the slice's newest run, for `up` and `run` if it is
+    open, else the current one. `run` keeps it in the run's specification."""
     if config.provider != "gke" or config.gke.context or command not in ("up", "run", "status", "top", "down"):
         return config
     from launcher.run import session, specification
 
     context: str | None = None
-    for ledger in session.runs_on_slice(config, home(), machine())[-1:] if command not in ("up", "run") else ():
+    for ledger in session.runs_on_slice(config, home(), machine())[-1:]:
         with contextlib.suppress(BadInput):  # a damaged run must not keep a slice
-            context = specification.read(ledger.folder).config().gke.context
+            if ledger.state.phase.is_open or command not in ("up", "run"):
+                context = specification.read(ledger.folder).config().gke.context
     context = context or machine().run(["kubectl", "config", "current-context"], timeout=20.0).stdout.strip() or None
     sections = {**config.document.value, "gke": {**(config.document.value.get("gke") or {}), "context": context}}
     gke = config.gke.model_copy(update={"context": context})
