@@ -74,8 +74,6 @@ class BackendEntry:
 
 MASKED_LM = Head("ForMaskedLM", "fill-mask", is_fresh=False)
 CAUSAL_LM = Head("ForCausalLM", "text-generation", is_fresh=False, older=("LMHeadModel",))
-
-
 _NO_SMOOTHING = {"train.label_smoothing": "needs backend: torch-xla and a task of labels or tokens: remove it"}
 _NO_WEIGHTS = {"train.class_weights": "needs task: classification or token-classification: remove it"}
 _ONE_STEP_A_CALL = {"train.steps_per_call": "only the TensorFlow backend runs several steps in one call: remove it"}

@@ -94,8 +94,6 @@ OUTAGES: dict[str, dict[str, Any]] = {
         "upcomingMaintenance": {"type": "UNSCHEDULED", "maintenanceStatus": "ONGOING"},
     },
 }
-
-
 FLAGS = {"kill-host": "killed", "cut-host": "cut", "hang-host": "hung"}  # what a fault sets of its host
 _ON_READY = ("preempt", "restore-host", *OUTAGES)  # faults of READY nodes only
 

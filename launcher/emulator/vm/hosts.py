@@ -41,8 +41,6 @@ SHARED = {
     "/run": {"type": "tmpfs", "device": "tmpfs", "o": "mode=755,size=1g"},
     "/dev/shm": {"type": "tmpfs", "device": "tmpfs", "o": "mode=1777,size=8g"},
 }
-
-
 _REMOVE = {"force": "1", "v": "1"}  # kills a container that runs, and removes its anonymous volumes
 _DISCONNECTED_SECONDS = 3600.0  # how long a request of a disconnected host waits
 
