@@ -64,20 +64,25 @@ def why_not_ours(labels: Mapping[str, str], owner: Owner, *, deletion: bool = Fa
     return ""
 
 
+def _is_of_another_file(config: Config, labels: Mapping[str, str]) -> bool:
+    return labels.get(SLICE, config.slice.name) != config.slice.name
+
+
 def why_not_of(config: Config, labels: Mapping[str, str], owner: Owner, *, deletion: bool = False) -> str:
     """Returns why the labels do not prove that it is the configured slice, and, unless --any-owner is set, that `owner`
     created it (`why_not_ours`); "" when they do."""
-    if (other := labels.get(SLICE, config.slice.name)) != config.slice.name:
-        return f"it is slice {other} of another file (label {SLICE})"
+    if _is_of_another_file(config, labels):
+        return f"it is slice {labels[SLICE]} of another file (label {SLICE})"
     return "" if config.any_owner else why_not_ours(labels, owner, deletion=deletion)
 
 
 def require_ours(config: Config, labels: Mapping[str, str], owner: Owner, *, deletion: bool = False) -> None:
     """Raises NotOurs unless the labels prove that the slice is ours (`why_not_of`)."""
     if reason := why_not_of(config, labels, owner, deletion=deletion):
+        way = "give its file" if _is_of_another_file(config, labels) else "add --any-owner"
         raise NotOurs(
-            f"slice {config.slice.name} in {config.zone} is not yours: {reason}\n  choose another slice.name; to use "
-            f"or delete it nevertheless, {'give its file' if SLICE in reason else 'add --any-owner'} to `up` or `down`"
+            f"slice {config.slice.name} in {config.zone} is not yours: {reason}\n"
+            f"  choose another slice.name; to use or delete it nevertheless, {way} to `up` or `down`"
         )
 
 
@@ -105,8 +110,7 @@ def describe(config: Config, machine: Workstation) -> SliceState | None:
         if is_ours(state):
             slice_hints.save_place(config, other)
             return state
-    of_another = found is not None and found.labels.get(SLICE, config.slice.name) != config.slice.name
-    return None if of_another and config.slice.candidates else found
+    return None if found and config.slice.candidates and _is_of_another_file(config, found.labels) else found
 
 
 def _describe_in_zone(config: Config, machine: Workstation) -> SliceState | None:
