@@ -114,10 +114,11 @@ def _run(config: Config, provider: Provider, attempt: Attempt, context: Context,
     if any(report.occupied_by for report in reports):
         require_all(reports, "start")
     if not all(report.ok for report in reports):  # the failure is fatal, not its effect on other hosts
-        failed = [Problem(f"could not start the container: {report.detail}", RECREATE) for report in reports]
-        other = Problem("not tried, because of another host", fatal=False)
-        pairs = zip(reports, failed, strict=True)
-        return [DeviceReport(report.worker, {}, (other if report.ok else own,)) for report, own in pairs]
+        other, failed = Problem("not tried, because of another host", fatal=False), "could not start the container"
+        return [
+            DeviceReport(report.worker, {}, (other if report.ok else Problem(f"{failed}: {report.detail}", RECREATE),))
+            for report in reports
+        ]
     deadline = context.machine.clock.monotonic() + seconds
     while True:
         observations = context.machine.threads.map(
