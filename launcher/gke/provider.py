@@ -69,7 +69,7 @@ class Gke:
         has not ended, "" without one. Raises LaunchError if JobSets or pods can't be listed."""
         jobsets = {each["metadata"]["name"]: each for each in self._list_jobsets()}
         running = next((name for name, each in jobsets.items() if not _is_over(each)), "")
-        watched = [watch.pods().values() for key, watch in [*self._watches.items()] if jobset_name(key) in jobsets]
+        watched = [watch.pods().values() for key, watch in self._watches.copy().items() if jobset_name(key) in jobsets]
         disrupted = any(pods and all(pod.disruption and pod.ended for pod in pods) for pods in watched)
         state = "DELETED" if self._deleted else "PREEMPTED" if disrupted else "READY"
         addresses = [host_name(running, str(worker)) if running else "" for worker in self._workers]
@@ -120,7 +120,7 @@ class Gke:
 
     def close(self) -> None:
         """Ends the watches of pods. Pods go on."""
-        for watch in [*self._watches.values()]:
+        for watch in self._watches.copy().values():  # other threads add some
             watch.close()
 
     # -- containers ---------------------------------------------------------------------------------------------------
